@@ -1,0 +1,43 @@
+"""Launching a cuTile kernel where its tensors are: on their GPU and its current stream, or in the interpreter."""
+
+from typing import Any
+
+import cuda.tile as ct
+import torch
+
+from tilegym.errors import UnsupportedError
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+
+
+def launch(like: torch.Tensor, grid: tuple[int, ...], kernel: ct.kernel, args: tuple[Any, ...]) -> None:
+    """Runs ``kernel`` over ``grid`` on the device of ``like``, without waiting for it.
+
+    Args:
+        like: a tensor of the launch; all tensors in ``args`` are on its device.
+        grid: number of blocks along up to three axes; with a zero among them nothing is launched.
+        kernel: a ``@ct.kernel`` function, its hints already chosen.
+        args: the kernel's arguments in order. On a GPU none may require grad within autograd's sight: call this
+            from an ``autograd.Function`` or with detached tensors.
+
+    Raises:
+        UnsupportedError: the tensors are on a device that is neither a CUDA GPU nor the CPU.
+    """
+    if 0 in grid:
+        return
+    if like.is_cuda:
+        index = like.get_device()
+        if index == _current_device():
+            # A raw stream handle: torch.cuda.current_stream() costs as much as the launch.
+            ct.launch(_raw_stream(index), grid, kernel, args)
+        else:
+            with torch.cuda.device(index):
+                ct.launch(_raw_stream(index), grid, kernel, args)
+    elif like.device.type == "cpu":
+        # Imported here: a GPU user never needs the interpreter.
+        from tilegym import interpreter
+
+        interpreter.launch(grid, kernel, args)
+    else:
+        raise UnsupportedError(f"cuTile kernels do not run on {like.device.type} tensors")

@@ -1,0 +1,31 @@
+"""Makes launch functions known to ``torch.library``, so that compiled code can call them without a graph break."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+
+def compilable(fake: Callable) -> Callable[[Callable], Callable]:
+    """Decorates a launch function that allocates and returns its outputs and changes none of its inputs.
+
+    Eager calls go straight to the function. While torch.compile traces, the call becomes the operator
+    ``torch.ops.tilegym.<function name>``. The function's parameters are annotated with the types of
+    ``torch.library.infer_schema`` and are passed by position.
+
+    Args:
+        fake: called like the function, returns empty tensors of the outputs' shapes, dtypes and strides.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        operator = torch.library.custom_op(f"tilegym::{function.__name__}", function, mutates_args=())
+        operator.register_fake(fake)
+
+        @functools.wraps(function)
+        def call(*args):
+            return operator(*args) if torch.compiler.is_compiling() else function(*args)
+
+        call.operator = operator
+        return call
+
+    return decorate

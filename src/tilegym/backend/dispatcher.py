@@ -1,0 +1,184 @@
+"""One declaration an op, one implementation a backend, and the choice between them for every call.
+
+``@dispatch(name)`` turns a declaration (signature, defaults, docstring, no body) into the public function.
+``@register_impl(name, backend)`` adds an implementation, whose signature must be the declaration's.
+"""
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+from tilegym import env
+from tilegym.backend import selector
+from tilegym.errors import BackendError
+from tilegym.errors import FallbackWarning
+from tilegym.errors import RegistrationError
+from tilegym.errors import UnsupportedError
+
+FALLBACK_BACKEND = "pytorch"
+Observer = Callable[[str, str], contextlib.AbstractContextManager]
+
+
+class Op:
+    """A declared op: its name, its declaration, and its implementations by backend."""
+
+    def __init__(self, name: str, declaration: Callable) -> None:
+        self.name = name
+        self.declaration = declaration
+        self.signature = inspect.signature(declaration)
+        self.impls: dict[str, Callable] = {}
+
+    def register(self, backend: str, impl: Callable) -> None:
+        expected, got = _shape_of(self.signature), _shape_of(inspect.signature(impl))
+        if expected != got:
+            raise RegistrationError(
+                f"{impl.__module__}.{impl.__qualname__} cannot implement op {self.name!r} for backend {backend!r}: "
+                f"its signature is {inspect.signature(impl)}, the declaration's is {self.signature}; "
+                "names, order, kinds and defaults must be the same"
+            )
+        self.impls[backend] = impl
+
+    def call_without(self, backend: str, args: tuple, kwargs: dict, reason: UnsupportedError | None = None) -> Any:
+        """Serves a call that ``backend`` has no implementation for, or refused with ``reason``."""
+        why = str(reason) if reason is not None else "it has no implementation of this op"
+        _check_fallback(self.name, backend, why)
+        return self.impls[FALLBACK_BACKEND](*args, **kwargs)
+
+
+_ops: dict[str, Op] = {}
+_warned: set[tuple[str, str, str]] = set()
+_observer: Observer | None = None
+
+
+def _shape_of(signature: inspect.Signature) -> list[tuple]:
+    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+
+@selector.constant_while_compiling
+def _check_fallback(name: str, backend: str, why: str) -> None:
+    """Warns once that ``backend`` does not serve op ``name``, or raises if nothing else may or can."""
+    implemented = sorted(_ops[name].impls)
+    if backend not in selector.known_backends():
+        raise BackendError(f"op {name!r}: {selector.unavailable_reason(backend)}")
+    if backend == FALLBACK_BACKEND or FALLBACK_BACKEND not in implemented:
+        others = ", ".join(b for b in implemented if b != backend) or "no other backend"
+        raise UnsupportedError(f"op {name!r} on backend {backend!r}: {why}; it is implemented for {others}")
+    if env.disable_fallback():
+        raise UnsupportedError(
+            f"op {name!r} on backend {backend!r}: {why}; unset DISABLE_FALLBACK to let the pytorch backend serve it"
+        )
+    if (name, backend, why) not in _warned:
+        _warned.add((name, backend, why))
+        # The fourth caller up is the line that called the op.
+        warnings.warn(f"op {name!r}: {FALLBACK_BACKEND} instead of {backend}: {why}", FallbackWarning, stacklevel=4)
+
+
+def dispatch(name: str) -> Callable[[Callable], Callable]:
+    """Declares op ``name``: the decorated function gives signature, defaults and docstring, and is never run.
+
+    The public function takes ``backend=`` besides, for one call.
+
+    Raises:
+        RegistrationError: an op of this name is declared already.
+    """
+
+    def decorate(declaration: Callable) -> Callable:
+        if name in _ops:
+            raise RegistrationError(f"op {name!r} is declared already, by {_ops[name].declaration.__module__}")
+        op = _ops[name] = Op(name, declaration)
+        impls = op.impls
+
+        @functools.wraps(declaration)
+        def call(*args, backend: str | None = None, **kwargs):
+            chosen = backend or selector.get_current_backend()
+            impl = impls.get(chosen)
+            if impl is None:
+                return op.call_without(chosen, args, kwargs)
+            if _observer is not None:
+                with _observer(name, chosen):
+                    return _call(op, chosen, impl, args, kwargs)
+            try:
+                return impl(*args, **kwargs)
+            except UnsupportedError as reason:
+                return op.call_without(chosen, args, kwargs, reason)
+
+        backend_parameter = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None)
+        call.__signature__ = op.signature.replace(parameters=[*op.signature.parameters.values(), backend_parameter])
+        call.op = op
+        return call
+
+    return decorate
+
+
+def _call(op: Op, backend: str, impl: Callable, args: tuple, kwargs: dict) -> Any:
+    try:
+        return impl(*args, **kwargs)
+    except UnsupportedError as reason:
+        return op.call_without(backend, args, kwargs, reason)
+
+
+def register_impl(name: str, backend: str) -> Callable[[Callable], Callable]:
+    """Registers the decorated function as op ``name``'s implementation for ``backend``.
+
+    A ``backend`` that is not known yet becomes one that is always available; to give it a probe, call
+    :func:`tilegym.backend.register_backend` first.
+
+    Raises:
+        RegistrationError: no such op is declared, or the signature is not the declaration's.
+    """
+
+    def decorate(impl: Callable) -> Callable:
+        _op(name, RegistrationError).register(backend, impl)
+        if backend not in selector.known_backends():
+            selector.register_backend(backend)
+        return impl
+
+    return decorate
+
+
+@contextlib.contextmanager
+def observe_calls(observer: Observer) -> Iterator[None]:
+    """Within the block, runs every dispatched call inside ``observer(op, backend)``, a context manager.
+
+    One observer at a time, for all threads; ops called by other ops are seen too.
+    """
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+def _op(name: str, error: type[Exception] = BackendError) -> Op:
+    if name not in _ops:
+        raise error(f"no op is called {name!r}; there are {', '.join(sorted(_ops))}")
+    return _ops[name]
+
+
+def get_available_backends_for_op(name: str) -> list[str]:
+    """The backends that implement op ``name`` and can run on this machine."""
+    return [b for b in sorted(_op(name).impls) if selector.is_backend_available(b)]
+
+
+def has_backend_impl(name: str, backend: str) -> bool:
+    """Whether ``backend`` implements op ``name``."""
+    return backend in _op(name).impls
+
+
+def get_registry_info() -> dict[str, dict[str, str]]:
+    """For every op, by name, its implementations: backend to the function's qualified name."""
+    return {
+        name: {b: f"{f.__module__}.{f.__qualname__}" for b, f in sorted(op.impls.items())}
+        for name, op in sorted(_ops.items())
+    }
+
+
+def print_registry_info() -> None:
+    """Prints every op with the backends that implement it."""
+    for name, impls in get_registry_info().items():
+        print(f"{name:32} {', '.join(impls) or 'no implementation'}")

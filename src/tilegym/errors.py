@@ -1,0 +1,33 @@
+"""The exceptions that users of TileGym see. Every message names what failed, what came, and the remedy."""
+
+
+class TileGymError(Exception):
+    """Base class of TileGym's own errors."""
+
+
+class BackendError(TileGymError, RuntimeError):
+    """A backend that was asked for is unknown, or cannot run on this machine."""
+
+
+class RegistrationError(TileGymError, TypeError):
+    """An implementation does not fit the op that it was registered for."""
+
+
+class UnsupportedError(TileGymError, NotImplementedError):
+    """An implementation does not support this call's dtype, shape, device or option.
+
+    An implementation raises it before it has changed anything; the dispatcher then takes the ``pytorch``
+    implementation, or, under ``DISABLE_FALLBACK=1``, passes the error on.
+    """
+
+
+class FallbackWarning(UserWarning):
+    """A call went to the ``pytorch`` backend instead of the chosen one; given once per op, backend and reason."""
+
+
+class PatchError(TileGymError, RuntimeError):
+    """A patch could not be applied; what had been applied of it was undone."""
+
+
+class ModelError(TileGymError, ValueError):
+    """A model, config or input cannot be used the way it was asked for."""

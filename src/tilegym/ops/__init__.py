@@ -1,0 +1,19 @@
+"""The op library: dispatched functions, and the modules and getters built on them."""
+
+import importlib
+
+from tilegym.backend import is_backend_available
+from tilegym.ops.ops import apply_rope_base
+from tilegym.ops.ops import fmha
+from tilegym.ops.ops import fmha_decode
+from tilegym.ops.ops import linear
+from tilegym.ops.ops import matmul
+from tilegym.ops.ops import rms_norm
+from tilegym.ops.ops import silu_and_mul
+from tilegym.ops.ops import softmax
+from tilegym.ops.ops import splitk_reduce
+from tilegym.ops.ops import swiglu
+
+importlib.import_module("tilegym.ops.pytorch")
+if is_backend_available("cutile"):
+    importlib.import_module("tilegym.ops.cutile")

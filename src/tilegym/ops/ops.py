@@ -1,0 +1,231 @@
+"""Every op of TileGym, declared once: signature, defaults, contract.
+
+Shapes: B batch, S (Sq, Skv) tokens, H (Hq, Hkv) heads, D head dimension, M rows, N and K columns. Statistics, softmax
+and accumulation are in fp32 whatever the inputs' dtype (fp64 inputs: in fp64). Each op takes ``backend=`` for one call.
+Errors: ValueError where shapes or options do not fit, TypeError where dtypes do not; a case that a backend
+does not support falls back to ``pytorch`` (see :mod:`tilegym.backend`).
+"""
+
+import torch
+
+from tilegym.backend import dispatch
+
+Tensor = torch.Tensor
+
+
+@dispatch("rms_norm")
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | tuple[int, ...],
+    weight: Tensor | None,
+    eps: float,
+    bias: Tensor | None = None,
+    mode: str | None = None,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor:
+    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    ``y = x * rsqrt(mean(x^2) + eps) * (offset + weight) + bias``, statistics in fp32.
+
+    Args:
+        input: [..., N], fp32, fp16 or bf16, any strides.
+        normalized_shape: N or (N,).
+        weight: [N], or None for ones.
+        eps: added to the mean square.
+        bias: [N] or None.
+        mode: how the cuTile kernel walks over a row: "static_persistent", "multi_wave_reload", "multi_wave_cached",
+            or None to let it pick. It changes speed, not the result.
+        offset: added to the weight (Gemma: 1.0).
+        casting: "llama" rounds the normalised value to the input's dtype before the weight is applied,
+            "gemma" applies the weight in fp32 and rounds once.
+
+    Returns:
+        [..., N] in the input's dtype. Differentiable in input, weight and bias.
+    """
+
+
+@dispatch("silu_and_mul")
+def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
+    """``silu(x[..., :H]) * x[..., H:]``: the gate of a SwiGLU MLP on one packed tensor (arXiv:2002.05202).
+
+    Args:
+        input: [..., 2H], fp32, fp16 or bf16.
+        out: [..., H] of the input's dtype, written and returned if given; not differentiable then.
+
+    Returns:
+        [..., H] in the input's dtype. Differentiable in input.
+    """
+
+
+@dispatch("swiglu")
+def swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """``silu(a) * b`` elementwise, with silu(a) = a * sigmoid(a) (arXiv:2002.05202).
+
+    As the Hugging Face MLP computes it, silu(a) is rounded to the dtype before the product.
+
+    Args:
+        a, b: the same shape and dtype (fp32, fp16 or bf16).
+
+    Returns:
+        a's shape and dtype. Differentiable in both.
+    """
+
+
+@dispatch("apply_rope_base")
+def apply_rope_base(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    partial_rotary_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding, half-split (GPT-NeoX, Llama) form (Su et al. 2021, arXiv:2104.09864).
+
+    With R = D * partial_rotary_factor, x1 = x[..., :R/2], x2 = x[..., R/2:R]:
+    ``y = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., R:]]``.
+
+    Args:
+        q: [B, Hq, S, D] (unsqueeze_dim 1) or [B, S, Hq, D] (unsqueeze_dim 2); fp32, fp16 or bf16; any strides.
+        k: like q, with Hkv heads.
+        cos, sin: [B or 1, S, R] (both halves equal, as transformers makes them) or [B or 1, S, R/2];
+            with ``position_ids`` also [max positions, R or R/2], looked up by it.
+        position_ids: [B or 1, S] integers, or None where cos and sin are per token already.
+        unsqueeze_dim: which dimension of q and k holds the heads.
+        partial_rotary_factor: the share of D that is rotated.
+
+    Returns:
+        (q, k) rotated, new tensors. Differentiable in q and k.
+    """
+
+
+@dispatch("softmax")
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """``exp(x - max) / sum(exp(x - max))`` along ``dim``, in fp32; rows of any length.
+
+    A row of all -inf gives NaN, as in PyTorch.
+
+    Args:
+        x: any shape, fp32, fp16 or bf16.
+        dim: the dimension that sums to one.
+
+    Returns:
+        x's shape and dtype. Differentiable.
+    """
+
+
+@dispatch("matmul")
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    static_persistent: bool | None = None,
+    use_tma: bool | None = None,
+) -> Tensor:
+    """``op(a) @ op(b)`` with op the transpose where asked; accumulates in fp32 (fp32 inputs: tf32 if torch allows it).
+
+    Args:
+        a: [M, K], or [K, M] with trans_a; fp32, fp16, bf16 or fp8 (e4m3fn, e5m2).
+        b: [K, N], or [N, K] with trans_b; a's dtype.
+        static_persistent: True: one block per multiprocessor walks over the output tiles; None picks.
+        use_tma: whether tiles are loaded by the tensor memory accelerator (Hopper and later); None picks.
+
+    Returns:
+        [M, N] in a's dtype (fp8: fp16). Differentiable in a and b (not fp8).
+    """
+
+
+@dispatch("linear")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: a GEMV kernel for few rows (decoding), a GEMM for many, behind one name.
+
+    Args:
+        x: [..., K], fp32, fp16 or bf16.
+        weight: [N, K], x's dtype.
+        bias: [N] or None, x's dtype.
+
+    Returns:
+        [..., N] in x's dtype. Differentiable in x, weight and bias.
+    """
+
+
+@dispatch("fmha")
+def fmha(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float | None = None,
+    is_causal: bool = True,
+    window_size: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    kv_len: Tensor | None = None,
+) -> Tensor:
+    """Attention with online softmax (Dao et al. 2022, arXiv:2205.14135): ``softmax(mask(scaling * q k^T)) v``.
+
+    Query i of a row stands at key position ``p = L - Sq + i``, with L the row's ``kv_len`` (default Skv): the causal
+    diagonal is aligned bottom-right. It sees key j where j < L, j <= p if causal, and p - j < window_size.
+
+    Args:
+        q: [B, Hq, Sq, D], fp32, fp16 or bf16, any strides.
+        k: [B, Hkv, Skv, D]; Hq is a multiple of Hkv (grouped queries).
+        v: [B, Hkv, Skv, Dv].
+        scaling: factor on the scores, default 1/sqrt(D).
+        window_size: W keys including the query's own, as Hugging Face counts them; None for all.
+        soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``, after scaling (Gemma 2).
+        sinks: [Hq], a logit for each head that joins the softmax's denominator only (gpt-oss).
+        attention_mask: broadcastable to [B, Hq, Sq, Skv]: boolean (True: attend) or additive in a float dtype;
+            on top of is_causal and window_size.
+        kv_len: [B] int32 on q's device, the number of keys that are valid in each row (a static cache is longer).
+
+    Returns:
+        [B, Hq, Sq, Dv] in q's dtype; a query that sees no key gives zeros.
+    """
+
+
+@dispatch("fmha_decode")
+def fmha_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sm_scale: float | None = None,
+    kv_len_per_split: int | None = None,
+    kv_len: Tensor | None = None,
+    window_size: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of one new token over its cache, the keys split among blocks and merged (flash-decoding, Dao 2023).
+
+    Args:
+        q: [B, Hq, 1, D], fp32, fp16 or bf16.
+        k, v: [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv], any strides.
+        sm_scale: factor on the scores, default 1/sqrt(D).
+        kv_len_per_split: how many keys one block takes; None picks from shape and GPU.
+        kv_len: [B] int32 on q's device, the number of valid keys in each row; None for Skv. It is read on the device:
+            a captured graph replays with the lengths of the moment.
+        window_size, soft_cap, sinks, attention_mask: as in :func:`fmha`, the query standing at ``kv_len - 1``.
+
+    Returns:
+        [B, Hq, 1, Dv] in q's dtype. Not differentiable.
+    """
+
+
+@dispatch("splitk_reduce")
+def splitk_reduce(partial: Tensor, lse: Tensor, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
+    """Merges attention over splits of the keys: ``sum_s exp(lse_s - lse) partial_s``, ``lse = log sum_s exp(lse_s)``.
+
+    Args:
+        partial: [B, Hq, splits, Dv] fp32, each split's normalised output.
+        lse: [B, Hq, splits] fp32, the natural log of each split's sum of exponentials; -inf for one that saw no key.
+        dtype: of the result.
+        sinks: [Hq], a logit for each head added to the denominator.
+
+    Returns:
+        [B, Hq, 1, Dv]; zeros where every split is -inf.
+    """

@@ -1,0 +1,1 @@
+"""The reference implementations in plain PyTorch, which are also the fallback."""
