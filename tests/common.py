@@ -1,0 +1,195 @@
+"""What the tests of the ops share: devices, parameters, and the measure of correctness.
+
+A kernel's results are compared with an oracle, the reference run in fp64 on the same inputs. How far off they may be
+is no constant: the reference itself is run in the working dtype, and the kernel may be at most ``RATIO`` times as far
+from the oracle as the reference is. Without a GPU a cuTile kernel runs in the interpreter, under its sanitizer.
+"""
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym import interpreter
+from tilegym.backend import get_available_backends_for_op
+from tilegym.backend.selector import MIN_COMPUTE_CAPABILITY
+
+RATIO = 2.0
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_COMPUTE_CAPABILITY
+
+
+def device() -> str:
+    """The device that tests put their tensors on."""
+    return "cuda" if HAS_GPU else "cpu"
+
+
+def gpu(test: Callable) -> Callable:
+    """Marks a test that needs a GPU; it is skipped where there is none."""
+    return pytest.mark.gpu(pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU that cuTile supports")(test))
+
+
+def backends(op: str) -> pytest.MarkDecorator:
+    """Parametrises a test over the backends that implement ``op`` here, as ``backend``."""
+    return pytest.mark.parametrize("backend", get_available_backends_for_op(op))
+
+
+def dtypes(*chosen: torch.dtype) -> pytest.MarkDecorator:
+    """Parametrises a test over ``chosen``, by default fp32, fp16 and bf16, as ``dtype``."""
+    chosen = chosen or (torch.float32, torch.float16, torch.bfloat16)
+    return pytest.mark.parametrize("dtype", chosen, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Normal random numbers on :func:`device`, the same ones everywhere."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(device(), dtype)
+
+
+def sanitized() -> contextlib.AbstractContextManager:
+    """Where kernels run in the interpreter: its sanitizer. On a GPU: nothing."""
+    return contextlib.nullcontext() if HAS_GPU else interpreter.sanitize()
+
+
+@contextlib.contextmanager
+def recorded_launches(run: bool = False) -> Iterator[list[tuple[Any, tuple]]]:
+    """Collects (kernel, args) of every launch on CPU tensors within the block; runs them only if asked."""
+    launches, real = [], interpreter.launch
+
+    def record(grid, kernel, args):
+        launches.append((kernel, args))
+        if run:
+            real(grid, kernel, args)
+
+    interpreter.launch = record
+    try:
+        yield launches
+    finally:
+        interpreter.launch = real
+
+
+def assert_compiles(kernel: Any, args: tuple, architectures: tuple[str, ...] = ARCHITECTURES) -> None:
+    """Compiles ``kernel`` for each architecture as a launch with ``args`` (CPU tensors) would; takes seconds."""
+    for arch in architectures:
+        assert interpreter.compile_kernel(kernel, args, arch)[:4] == b"\x7fELF", arch
+
+
+def assert_launches_compile(call: Callable[[], Any], architectures: tuple[str, ...] = ARCHITECTURES) -> None:
+    """Compiles every kernel that ``call`` launches on CPU tensors, without running any."""
+    with recorded_launches() as launches:
+        call()
+    assert launches, "nothing was launched"
+    for kernel, args in launches:
+        assert_compiles(kernel, args, architectures)
+
+
+def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def _prepared(value: Any, dtype: torch.dtype | None, gradient: bool) -> Any:
+    """A leaf of its own for a tensor argument, in ``dtype`` if it is floating point; other values as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not value.is_floating_point():
+        return value
+    # A copy would lose the strides under test; the leaf shares memory with the caller's tensor instead.
+    leaf = value.detach().to(dtype) if dtype is not None else value.detach()
+    return leaf.requires_grad_(gradient)
+
+
+class PyTestCase:
+    """Base class of the op tests."""
+
+    def assertClose(self, name: str, got: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor) -> None:
+        """``got`` is as near to ``oracle`` as ``reference`` is, within RATIO; NaN and infinities where it has them.
+
+        Both the largest error and the root mean square are compared. The floor that is added: a correctly rounded
+        result is off by up to eps / 2 of its magnitude, which a reference may avoid by luck, being exact there.
+        """
+        assert got.shape == reference.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(reference.shape)}"
+        assert got.dtype == reference.dtype, f"{name}: dtype {got.dtype}, expected {reference.dtype}"
+        assert got.device == reference.device, f"{name}: device {got.device}, expected {reference.device}"
+        finite = reference.isfinite()
+        torch.testing.assert_close(
+            got[~finite], reference[~finite], rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name}, not finite: {m}"
+        )
+        finite &= oracle.isfinite()
+        if not finite.any():
+            return
+        exact = oracle[finite].double()
+        error = (got[finite].double() - exact).abs()
+        allowed = (reference[finite].double() - exact).abs()
+        half_ulp = torch.finfo(got.dtype).eps / 2
+        for norm, of in (("largest", torch.max), ("root mean square", lambda t: t.square().mean().sqrt())):
+            limit = RATIO * of(allowed) + half_ulp * of(exact.abs())
+            assert of(error) <= limit, (
+                f"{name}: {norm} error {of(error):.3e} against the fp64 oracle, the reference's is {of(allowed):.3e}, "
+                f"allowed {limit:.3e}; worst at flat index {error.argmax()} of the finite ones"
+            )
+
+    def assertCorrectness(
+        self,
+        test_fn: Callable,
+        ref_fn: Callable,
+        kwargs: dict[str, Any],
+        extra_test_kwargs: dict[str, Any] | None = None,
+        gradient: bool | tuple[str, ...] = False,
+    ) -> None:
+        """``test_fn`` is as exact as ``ref_fn``, forward and, if asked, in the gradients.
+
+        Args:
+            test_fn: what is tested, called with kwargs and extra_test_kwargs.
+            ref_fn: the reference: computes in fp64 when it is given fp64.
+            kwargs: arguments of both by name; tensors keep their strides.
+            extra_test_kwargs: further arguments of test_fn alone (``backend=``).
+            gradient: True for the gradients with respect to every floating-point tensor in kwargs, or their names.
+        """
+        floating = [k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        wanted = floating if gradient is True else list(gradient or ())
+        runs = {}
+        for run, function, extra, dtype in (
+            ("test", test_fn, extra_test_kwargs or {}, None),
+            ("reference", ref_fn, {}, None),
+            ("oracle", ref_fn, {}, torch.float64),
+        ):
+            arguments = {k: _prepared(v, dtype, k in wanted) for k, v in kwargs.items()}
+            with sanitized() if run == "test" else contextlib.nullcontext():
+                outputs = _tensors(function(**arguments, **extra))
+                results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+                if wanted:
+                    upstream = [randn(*o.shape, dtype=kwargs[wanted[0]].dtype, seed=7).to(o.dtype) for o in outputs]
+                    gradients = torch.autograd.grad(outputs, [arguments[k] for k in wanted], upstream)
+                    results |= {f"gradient of {k}": g for k, g in zip(wanted, gradients, strict=True)}
+            runs[run] = results
+        for name, got in runs["test"].items():
+            self.assertClose(name, got, runs["reference"][name], runs["oracle"][name])
+
+    def assertCompiledEqualsEager(self, function: Callable, *inputs: torch.Tensor) -> None:
+        """``torch.compile(function, fullgraph=True)`` gives function's outputs and input gradients, bit for bit."""
+        results = []
+        torch.compiler.reset()
+        for run in (function, torch.compile(function, fullgraph=True, backend="inductor" if HAS_GPU else "aot_eager")):
+            leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
+            outputs = _tensors(run(*leaves))
+            upstream = [randn(*o.shape, dtype=o.dtype, seed=7) for o in outputs]
+            wanted = [t for t in leaves if t.requires_grad]
+            results.append((*outputs, *torch.autograd.grad(outputs, wanted, upstream)))
+        for eager, compiled in zip(*results, strict=True):
+            torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+    def assertCaptures(self, function: Callable, *inputs: torch.Tensor) -> None:
+        """A CUDA graph of ``function``, replayed after the inputs changed, gives what an eager call gives."""
+        function(*inputs)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = _tensors(function(*inputs))
+        for i, tensor in enumerate(inputs):
+            if tensor.is_floating_point():
+                tensor.copy_(randn(*tensor.shape, dtype=tensor.dtype, seed=100 + i))
+        graph.replay()
+        for got, expected in zip(captured, _tensors(function(*inputs)), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
