@@ -1,0 +1,47 @@
+# make run: the main job.  make test: all tests.  make lint: ruff.  Each sets up .venv first, once.
+# PYTHON=python3.12 chooses the interpreter; ARGS="..." is passed on to pytest.
+
+SHELL := /bin/bash
+BIN := .venv/bin
+SETUP := .venv/.setup-done
+MODEL := examples/models/tiny-llama
+INFER := $(BIN)/tilegym infer --model_id $(MODEL) --use_tilegym --use_cutile --use_attn --compare --show_outputs
+# One process a core up to four: beyond that, processes that share one GPU get in each other's way.
+JOBS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$(( n > 4 ? 4 : n )))
+
+.PHONY: help setup run test lint format clean
+.DEFAULT_GOAL := help
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+$(SETUP): pyproject.toml scripts/setup.sh
+	@PYTHON="$(PYTHON)" scripts/setup.sh
+	@touch $@
+
+setup: $(SETUP) ## Create .venv and install everything into it
+	@echo "$(BIN) is set up."
+
+run: $(SETUP) ## Run the shipped model with and without TileGym and compare them
+	@echo "==> $(MODEL), unpatched and with TileGym (on a machine without a GPU: the PyTorch backend)"
+	@$(INFER) --input_text "The capital of France is" --output_length 32
+	@echo
+	@echo "==> The same model on the real cuTile kernels, in the interpreter on the CPU (slow, so only a few tokens)"
+	@$(INFER) --interpret --input_text "The capital of France is" --output_length 4 --num_runs 1 --warmup_runs 0
+
+test: $(SETUP) ## Run all tests; ARGS="tests/ops -k rope" runs some
+	@echo "==> pytest in $(JOBS) processes"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: $(SETUP) ## Check the code with ruff
+	@echo "==> ruff check"
+	@$(BIN)/ruff check .
+	@echo "==> ruff format --check"
+	@$(BIN)/ruff format --check .
+
+format: $(SETUP) ## Format the code and sort its imports with ruff
+	@$(BIN)/ruff check --fix --select I .
+	@$(BIN)/ruff format .
+
+clean: ## Remove .venv and what the tools left
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Creates .venv and installs TileGym into it, editable, with everything that running, testing and linting need.
+#
+#   PYTHON=python3.12 scripts/setup.sh
+#
+# PYTHON is the interpreter to build on (default: python3; if that one is unsuitable, python3.13 to python3.10).
+# A torch that this interpreter already has is kept. Otherwise torch is installed: the newest one on a machine with an
+# NVIDIA GPU, else the CPU build of TORCH_CPU_VERSION. pip looks where it is configured to look; on Linux set
+# PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index to be sure of the small CPU build.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+TORCH_CPU_VERSION=2.13.0
+VENV=.venv
+
+say() { printf '==> %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+suits() {
+    command -v "$1" >/dev/null 2>&1 &&
+        "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+}
+
+has_torch() {
+    "$1" -c 'import torch; v = torch.__version__.split("."); raise SystemExit((int(v[0]), int(v[1])) < (2, 9))' \
+        >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        suits "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.10 to 3.13. Name another one: make PYTHON=python3.12"
+        return
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+        if suits "$candidate"; then
+            PYTHON=$candidate
+            return
+        fi
+    done
+    fail "no Python 3.10 to 3.13 found (python3 is $(python3 --version 2>&1 || true))." \
+        "Install one, or name it: make PYTHON=/path/to/python3.12"
+}
+
+create_venv() {
+    local flags=() site
+    if has_torch "$PYTHON"; then
+        say "Keeping the torch that $PYTHON has"
+        flags=(--system-site-packages)
+    fi
+    say "Creating $VENV with $("$PYTHON" --version)"
+    "$PYTHON" -m venv ${flags[@]+"${flags[@]}"} "$VENV" ||
+        fail "python -m venv failed. On Debian and Ubuntu: apt install python3-venv"
+    if [ ${#flags[@]} -gt 0 ] && ! has_torch "$VENV/bin/python"; then
+        # $PYTHON is itself in a virtual environment, whose packages --system-site-packages does not include.
+        site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        "$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/parent-environment.pth"
+    fi
+}
+
+install_torch() {
+    local pip=("$VENV/bin/python" -m pip install)
+    if has_torch "$VENV/bin/python"; then
+        say "torch is there already: $("$VENV/bin/python" -c 'import torch; print(torch.__version__)')"
+    elif [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; then
+        say "Installing torch for the NVIDIA GPU of this machine (about 3 GB)"
+        "${pip[@]}" "torch>=2.9"
+    else
+        say "Installing torch $TORCH_CPU_VERSION for the CPU: no NVIDIA GPU found"
+        # The +cpu build where pip is configured to find it; elsewhere (macOS, a plain index) the release as it is.
+        "${pip[@]}" "torch==$TORCH_CPU_VERSION+cpu" 2>/dev/null || "${pip[@]}" "torch==$TORCH_CPU_VERSION"
+    fi
+}
+
+find_python
+if [ -x "$VENV/bin/python" ] && suits "$VENV/bin/python"; then
+    say "Using the $VENV that is there"
+else
+    rm -rf "$VENV"
+    create_venv
+fi
+install_torch
+say "Installing TileGym and its development packages"
+"$VENV/bin/python" -m pip install -e ".[dev]"
+say "Set up. The commands below run in $VENV; to use it yourself: source $VENV/bin/activate"

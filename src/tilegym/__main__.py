@@ -1,0 +1,5 @@
+"""``python -m tilegym``: the command line."""
+
+from tilegym.cli import main
+
+main()
