@@ -1,0 +1,167 @@
+"""Runs a kernel over its grid on CPU tensors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from cuda import tile as ct
+from cuda.tile.compilation import ConstantConstraint
+from cuda.tile.compilation import ListConstraint
+from cuda.tile.compilation import ScalarConstraint
+from cuda.tile.compilation import TupleConstraint
+
+from . import _cutile
+from .control import BlockState
+from .dtypes import is_whole
+from .errors import KernelError
+from .frontend import compiled
+from .memory import Memory
+from .program import describe
+from .program import failing_location
+from .sanitizer import Sanitizer
+from .sanitizer import sanitizing
+from .values import constant
+
+ORDERS = ("sequential", "shuffled", "threads")
+
+
+def launch(grid, kernel, args, *, sanitize: bool | None = None, order: str = "sequential", seed: int = 0) -> None:
+    """Runs ``kernel`` (made by ``@ct.kernel``, unmodified) over ``grid`` on CPU tensors, in place.
+
+    Args:
+        grid: one to three sizes, as ``ct.launch`` takes them.
+        kernel: the kernel object.
+        args: its positional arguments: CPU tensors, numpy arrays, numbers, tuples, lists of arrays.
+        sanitize: whether to check for what the hardware leaves undefined; by default as ``sanitize()`` says.
+        order: "sequential", "shuffled" (by ``seed``), or "threads" (blocks spread over torch's number of threads).
+        seed: of the shuffled order.
+
+    Raises:
+        KernelError: for what goes wrong while a block runs, see ``tilegym.interpreter.errors``.
+        TypeError, ValueError: for arguments that the launch or the kernel does not take.
+        Whatever cuTile raises for a kernel that it rejects.
+    """
+    if not isinstance(kernel, ct.kernel):
+        raise TypeError(f"expected a kernel made by @cuda.tile.kernel, got {type(kernel).__name__}")
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+    sizes = _grid_sizes(grid)
+    _check_on_cpu(args)
+    found = compiled(kernel, args)
+    sanitizer = Sanitizer() if (sanitizing() if sanitize is None else sanitize) else None
+    with torch.no_grad():
+        memories = []
+        registers = [None] * found.program.num_registers
+        _bind(registers, found, _cutile.parameter_names(kernel), args, memories)
+        blocks = [(x, y, z) for z, y, x in itertools.product(*map(range, reversed(sizes)))]
+        try:
+            _run_prologue(kernel, found.program, registers, sizes, sanitizer)
+            if sanitizer is not None:
+                if order == "shuffled":
+                    random.Random(seed).shuffle(blocks)
+                for block in blocks:
+                    sanitizer.run_block(lambda state: _run_block(kernel, found.program, registers, state), block, sizes)
+            elif order == "threads":
+                _run_on_threads(kernel, found.program, registers, blocks, sizes)
+            else:
+                if order == "shuffled":
+                    random.Random(seed).shuffle(blocks)
+                for block in blocks:
+                    _run_block(kernel, found.program, registers, BlockState(block, sizes))
+        finally:
+            for memory in memories:
+                memory.write_back()
+
+
+def _grid_sizes(grid) -> tuple:
+    sizes = tuple(int(size) for size in grid)
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"a grid has one to three sizes, got {sizes}")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"grid sizes cannot be negative, got {sizes}")
+    return sizes + (1,) * (3 - len(sizes))
+
+
+def _check_on_cpu(args) -> None:
+    for arg in args:
+        if isinstance(arg, (tuple, list)):
+            _check_on_cpu(arg)
+        elif isinstance(arg, torch.Tensor) and arg.device.type != "cpu":
+            raise ValueError(f"the interpreter runs on CPU tensors, got one on {arg.device}")
+
+
+def _run_prologue(kernel, program, registers, grid, sanitizer) -> None:
+    registers[0] = BlockState(None, grid, sanitizer)
+    _guarded(kernel, None, program.prologue, registers)
+
+
+def _run_block(kernel, program, registers, state) -> None:
+    registers = registers.copy()
+    registers[0] = state
+    _guarded(kernel, state.index, program.body, registers)
+
+
+def _run_on_threads(kernel, program, registers, blocks, grid) -> None:
+    def run(block):
+        with torch.no_grad():  # the mode is each thread's own
+            _run_block(kernel, program, registers, BlockState(block, grid))
+
+    with ThreadPoolExecutor(max(2, torch.get_num_threads())) as pool:
+        for _ in pool.map(run, blocks):
+            pass
+
+
+def _guarded(kernel, block, code, registers) -> None:
+    """Runs code; an error then says where it happened."""
+    try:
+        code.run(registers)
+    except KernelError as error:
+        error.kernel = _cutile.kernel_name(kernel)
+        error.block = block
+        raise
+    except Exception as error:
+        location = failing_location(error)
+        raise KernelError(
+            f"the interpreter failed: {type(error).__name__}: {error}",
+            kernel=_cutile.kernel_name(kernel),
+            location=None if location is None else describe(location),
+            block=block,
+        ) from error
+
+
+def _bind(registers, found, names, args, memories) -> None:
+    """Puts the arguments into the registers of the parameters."""
+    values = []
+    for name, arg, constraint in zip(names, args, found.signature.parameters, strict=True):
+        _flatten(values, name, arg, constraint, memories)
+    program = found.program
+    for slot, value in zip(program.parameters, values, strict=True):
+        registers[slot] = value
+
+
+def _flatten(values, name, arg, constraint, memories) -> None:
+    """Appends the register values of one argument, in the order of the program's parameters."""
+    if isinstance(constraint, ConstantConstraint):
+        return
+    if isinstance(constraint, TupleConstraint):
+        for position, (item, item_constraint) in enumerate(zip(arg, constraint.items, strict=True)):
+            _flatten(values, f"{name}[{position}]", item, item_constraint, memories)
+    elif isinstance(constraint, ScalarConstraint):
+        whole = is_whole(constraint.dtype)
+        values.append(arg if whole else constant(arg, (), constraint.dtype))
+    elif isinstance(constraint, ListConstraint):
+        arrays = [_memory(item, f"{name}[{position}]", memories) for position, item in enumerate(arg)]
+        values.extend((arrays, len(arrays)))
+    else:
+        values.extend(_memory(arg, name, memories).flat_values())
+
+
+def _memory(array: torch.Tensor | np.ndarray, name: str, memories: list) -> Memory:
+    memory = Memory(array, name)
+    if memory.packed is not None:
+        memories.append(memory)
+    return memory

@@ -1,0 +1,394 @@
+"""Load and store: tiles of views, gather and scatter through pointers, array slices and lists of arrays."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from cuda.tile import PaddingMode
+
+from . import _cutile
+from ._cutile import ops as O
+from .errors import DivisibilityError
+from .errors import OutOfBoundsError
+from .memory import Pointer
+from .memory import View
+from .program import builds_step
+from .program import describe
+from .program import result_dtype
+from .program import result_shape
+from .values import constant
+from .values import padding_number
+
+# Views
+
+
+@builds_step(O.MakeTensorView)
+def make_tensor_view(builder, op):
+    base = builder.slot(op.base_ptr)
+    shape, strides = ([builder.slot(var) for var in values] for values in (op.shape, op.strides))
+    out = builder.define(op.result_vars[0])
+
+    def step(r):
+        pointer = r[base]
+        memory, sizes = pointer.memory, tuple(r[slot] for slot in shape)
+        steps = tuple(r[slot] for slot in strides)
+        if any(size < 0 for size in sizes):
+            raise OutOfBoundsError(f"negative array shape {sizes}", location=describe(op.loc), array=memory.name)
+        last = pointer.offset + sum((size - 1) * stride for size, stride in zip(sizes, steps, strict=True))
+        if 0 not in sizes and not 0 <= pointer.offset <= last < memory.flat.numel():
+            raise OutOfBoundsError(
+                f"array of shape {sizes} reaches outside its memory", location=describe(op.loc), array=memory.name
+            )
+        r[out] = View(memory, pointer.offset, sizes, steps)
+
+    _emit_at_top(builder, op, step, (base, *shape, *strides), out)
+
+
+def _emit_at_top(builder, op, step, reads, out):
+    """A step that may fail moves to the prologue only from code that every block runs."""
+    if builder.depth == 1:
+        builder.emit(step, op.loc, reads, (out,))
+    else:
+        builder.code.add(step, op.loc)
+
+
+@builds_step(O.MakePartitionView, O.MakeStridedView)
+def make_tiled_view(builder, op):
+    array, order = builder.slot(op.array), tuple(op.result_vars[0].get_type().order)
+    out = builder.define(op.result_vars[0])
+
+    def step(r):
+        r[out] = r[array].permuted(order)
+
+    builder.emit(step, op.loc, (array,), (out,))
+
+
+@builds_step(O.MakeGatherScatterView)
+def make_gather_scatter_view(builder, op):
+    builder.slots[op.result_vars[0].name] = builder.slot(op.array)
+
+
+@builds_step(O.MakeListView)
+def make_list_view(builder, op):
+    builder.slots[op.result_vars[0].name] = builder.slot(op.base_ptr)
+
+
+@builds_step(O.GetArrayListItem)
+def get_array_list_item(builder, op):
+    arrays, index = builder.slot(op.x), builder.slot(op.index)
+    out = [builder.define(var) for var in op.result_vars]
+
+    def step(r):
+        i = r[index]
+        if not 0 <= i < len(r[arrays]):
+            raise OutOfBoundsError(f"list index {i} of {len(r[arrays])} arrays", location=describe(op.loc))
+        for slot, value in zip(out, r[arrays][i].flat_values(), strict=True):
+            r[slot] = value
+
+    return step
+
+
+@builds_step(O.NumTiles)
+def num_tiles(builder, op):
+    view, steps = builder.slot(op.view), _tile_steps(op.view.get_type())
+    out = [builder.define(var) for var in op.result_vars]
+
+    def step(r):
+        for slot, size, n in zip(out, r[view].shape, steps, strict=True):
+            r[slot] = -(-size // n)
+
+    builder.emit(step, op.loc, (view,), out)
+
+
+def _tile_steps(ty) -> tuple:
+    """By how many elements each tile index moves."""
+    return tuple(ty.traversal_steps if isinstance(ty, _cutile.StridedViewTy) else ty.tile_shape)
+
+
+# Tiles
+
+
+class Window:
+    """The part of a tile that lies inside its view."""
+
+    __slots__ = ("offset", "shape", "slices", "whole", "empty", "lows")
+
+    def __init__(self, view: View, starts: list, tile_shape: tuple):
+        self.whole = True
+        offset = view.offset
+        for start, n, size, stride in zip(starts, tile_shape, view.shape, view.strides, strict=True):
+            if start < 0 or start + n > size:
+                self.whole = False
+            offset += start * stride
+        self.lows = starts
+        if self.whole:
+            self.offset, self.shape, self.slices, self.empty = offset, tile_shape, None, False
+            return
+        lows = [max(start, 0) for start in starts]
+        highs = [min(start + n, size) for start, n, size in zip(starts, tile_shape, view.shape, strict=True)]
+        self.lows = lows
+        self.empty = any(low >= high for low, high in zip(lows, highs, strict=True))
+        self.offset = view.offset + sum(low * stride for low, stride in zip(lows, view.strides, strict=True))
+        self.shape = tuple(high - low for low, high in zip(lows, highs, strict=True))
+        self.slices = tuple(
+            slice(low - start, high - start) for low, high, start in zip(lows, highs, starts, strict=True)
+        )
+
+    def of(self, view: View) -> torch.Tensor:
+        return view.memory.flat.as_strided(self.shape, view.strides, self.offset)
+
+
+def check_window(op, state, view: View, window: Window, starts, tile_shape, unchecked: bool, what: str) -> None:
+    """Errors for tiles outside their view, where cuTile leaves the behaviour undefined."""
+    if window.whole:
+        return
+    if unchecked:
+        problem = f"{what} with check_bounds=False of a tile that reaches outside the array"
+    elif window.empty and state.sanitizer is not None:
+        problem = f"{what} of a tile that lies entirely outside the array"
+    else:
+        return
+    last = tuple(start + n - 1 for start, n in zip(starts, tile_shape, strict=True))
+    raise OutOfBoundsError(
+        f"{problem}: elements {tuple(starts)} to {last} of shape {view.shape}",
+        location=describe(op.loc),
+        array=view.memory.name,
+        index=tuple(starts),
+    )
+
+
+@builds_step(O.TileLoad)
+def tile_load(builder, op):
+    ty = op.view.get_type()
+    if isinstance(ty, _cutile.GatherScatterViewTy):
+        return _gather_view_load(builder, op, ty)
+    view, index = builder.slot(op.view), [builder.slot(var) for var in op.index]
+    steps, tile_shape = _tile_steps(ty), tuple(ty.tile_shape)
+    dtype, mode, unchecked = result_dtype(op), ty.padding_mode, any(op.inbounds)
+    out = builder.define(op.result_vars[0])
+    padding = constant(padding_number(mode, dtype), (), dtype)
+    location = op.loc
+
+    def step(r):
+        array, state = r[view], r[0]
+        starts = [r[slot] * n for slot, n in zip(index, steps, strict=True)]
+        window = Window(array, starts, tile_shape)
+        if window.whole:
+            r[out] = window.of(array).clone()
+            return
+        check_window(op, state, array, window, starts, tile_shape, unchecked, "load")
+        fill = padding
+        if state.garbage is not None and mode == PaddingMode.UNDETERMINED:
+            fill = state.undetermined(dtype, location, array.memory.name)
+        tile = fill.expand(tile_shape).clone()
+        if not window.empty:
+            tile[window.slices] = window.of(array)
+        r[out] = tile
+
+    return builder.numbered(step, out, dtype)
+
+
+@builds_step(O.TileStore)
+def tile_store(builder, op):
+    ty = op.view.get_type()
+    if isinstance(ty, _cutile.GatherScatterViewTy):
+        return _scatter_view_store(builder, op, ty)
+    view, tile = builder.slot(op.view), builder.tensor_slot(op.tile)
+    index = [builder.slot(var) for var in op.index]
+    steps, tile_shape, unchecked, location = _tile_steps(ty), tuple(ty.tile_shape), any(op.inbounds), op.loc
+
+    def step(r):
+        array, state = r[view], r[0]
+        starts = [r[slot] * n for slot, n in zip(index, steps, strict=True)]
+        window = Window(array, starts, tile_shape)
+        value = r[tile]
+        if not window.whole:
+            check_window(op, state, array, window, starts, tile_shape, unchecked, "store")
+            if window.empty:
+                return
+            value = value[window.slices]
+        if state.sanitizer is not None:
+            state.sanitizer.view_store(state, location, array, window, value)
+        window.of(array).copy_(value)
+
+    return step
+
+
+# Gather and scatter along one dimension of a view
+
+
+def _sparse_offsets(array: View, ty, index: list) -> tuple:
+    """Flat offsets of the elements of a gather/scatter tile, and which of them are in bounds."""
+    rank = len(index)
+    offsets, inside = torch.tensor(array.offset), torch.tensor(True)
+    for axis, position in enumerate(index):
+        if axis == ty.sparse_dim:
+            elements = position.to(torch.int64)
+        else:
+            elements = int(position) + torch.arange(ty.tile_shape[axis])
+        elements = elements.reshape([-1 if axis == other else 1 for other in range(rank)])
+        offsets = offsets + elements * array.strides[axis]
+        inside = inside & (elements >= 0) & (elements < array.shape[axis])
+    shape = tuple(ty.tile_shape)
+    return offsets.expand(shape), inside.expand(shape)
+
+
+def _gather_view_load(builder, op, ty):
+    view, index = builder.slot(op.view), [builder.slot(var) for var in op.index]
+    dtype, mode, location = result_dtype(op), ty.padding_mode, op.loc
+    padding = constant(padding_number(mode, dtype), (), dtype)
+    out = builder.define(op.result_vars[0])
+
+    def step(r):
+        array, state = r[view], r[0]
+        offsets, inside = _sparse_offsets(array, ty, [r[slot] for slot in index])
+        fill = padding
+        if state.garbage is not None and mode == PaddingMode.UNDETERMINED and not bool(inside.all()):
+            fill = state.undetermined(dtype, location, array.memory.name)
+        r[out] = _gather(array.memory.flat, offsets, inside, fill)
+
+    return step
+
+
+def _scatter_view_store(builder, op, ty):
+    view, tile = builder.slot(op.view), builder.tensor_slot(op.tile)
+    index, location = [builder.slot(var) for var in op.index], op.loc
+
+    def step(r):
+        array, state = r[view], r[0]
+        offsets, inside = _sparse_offsets(array, ty, [r[slot] for slot in index])
+        offsets, values = offsets[inside], r[tile][inside]
+        if state.sanitizer is not None:
+            state.sanitizer.scatter(state, location, array.memory, offsets, values)
+        array.memory.flat[offsets] = values
+
+    return step
+
+
+def _gather(flat, offsets, inside, fill):
+    if flat.numel() == 0:
+        return fill.expand(offsets.shape)
+    return torch.where(inside, flat[torch.where(inside, offsets, 0)], fill)
+
+
+# Pointers
+
+
+@builds_step(O.PointerOffset)
+def pointer_offset(builder, op):
+    pointer, offset = builder.slot(op.pointer), builder.slot(op.offset)
+    out = builder.define(op.result_vars[0])
+
+    def step(r):
+        base, distance = r[pointer], r[offset]
+        if not isinstance(distance, int):
+            distance = distance.to(torch.int64)
+        r[out] = Pointer(base.memory, base.offset + distance)
+
+    builder.emit(step, op.loc, (pointer, offset), (out,))
+
+
+def addressed(op, r, pointer, mask, shape, what: str) -> tuple:
+    """Offsets (a tensor of ``shape``) and mask (or None) of an access through pointers, checked against the memory."""
+    target = r[pointer]
+    memory, offsets = target.memory, target.offset
+    offsets = torch.tensor(offsets) if isinstance(offsets, int) else offsets
+    offsets = offsets.expand(shape)
+    active = None if mask is None else r[mask].expand(shape)
+    low, high = (0, memory.flat.numel() - 1) if r[0].sanitizer is None else memory.extent()
+    wrong = (offsets < low) | (offsets > high)
+    if active is not None:
+        wrong = wrong & active
+    if bool(wrong.any()):
+        offset = int(offsets[wrong].reshape(-1)[0])
+        raise OutOfBoundsError(
+            f"{what} outside the array of shape {memory.shape}, {offset - memory.start} elements from its first one",
+            location=describe(op.loc),
+            array=memory.name,
+            index=memory.index_of(offset),
+        )
+    return memory, offsets, active
+
+
+@builds_step(O.LoadPointer)
+def load_pointer(builder, op):
+    pointer = builder.slot(op.pointer)
+    mask = None if op.mask is None else builder.tensor_slot(op.mask)
+    padding = None if op.padding_value is None else builder.tensor_slot(op.padding_value)
+    shape, dtype, location = result_shape(op), result_dtype(op), op.loc
+    out = builder.define(op.result_vars[0])
+    zero = constant(0, (), dtype)
+
+    def step(r):
+        memory, offsets, active = addressed(op, r, pointer, mask, shape, "gather")
+        if active is None:
+            tile = memory.flat[offsets]
+        else:
+            fill = zero if padding is None else r[padding]
+            if padding is None and r[0].garbage is not None and not bool(active.all()):
+                fill = r[0].undetermined(dtype, location, memory.name)
+            tile = _gather(memory.flat, offsets, active, fill)
+        r[out] = tile
+
+    return builder.numbered(step, out, dtype)
+
+
+@builds_step(O.StorePointer)
+def store_pointer(builder, op):
+    pointer, value = builder.slot(op.pointer), builder.tensor_slot(op.value)
+    mask = None if op.mask is None else builder.tensor_slot(op.mask)
+    shape, location = tuple(op.pointer.get_type().tensor_shape()), op.loc
+
+    def step(r):
+        memory, offsets, active = addressed(op, r, pointer, mask, shape, "scatter")
+        values = r[value].expand(shape)
+        if active is not None:
+            offsets, values = offsets[active], values[active]
+        if r[0].sanitizer is not None:
+            r[0].sanitizer.scatter(r[0], location, memory, offsets, values)
+        memory.flat[offsets] = values
+
+    return step
+
+
+# Claims
+
+
+@builds_step(O.AssumeDivBy)
+def assume_divisible(builder, op):
+    source, divisor = builder.slot(op.x), op.divisor
+    out = builder.define(op.result_vars[0])
+
+    def step(r):
+        value = r[source]
+        if isinstance(value, Pointer):
+            memory = value.memory
+            bits = memory.dtype.bitwidth
+            claimed, array = value.offset * bits // 8 + memory.address, memory.name
+        else:
+            claimed, array = value, None
+        wrong = claimed % divisor != 0
+        if wrong if isinstance(wrong, bool) else bool(wrong.any()):
+            what = "address" if array is not None else f"value {claimed}"
+            raise DivisibilityError(f"{what} is not divisible by {divisor}", location=describe(op.loc), array=array)
+        r[out] = value
+
+    _emit_at_top(builder, op, step, (source,), out)
+
+
+@builds_step(O.AssumeBounded)
+def assume_bounded(builder, op):
+    source = builder.slot(op.x)
+    out = builder.define(op.result_vars[0])
+    low = -math.inf if op.lower_bound is None else op.lower_bound
+    high = math.inf if op.upper_bound is None else op.upper_bound
+
+    def step(r):
+        value = r[source]
+        inside = (low <= value <= high) if isinstance(value, int) else bool(((value >= low) & (value <= high)).all())
+        if not inside:
+            raise DivisibilityError(f"value {value} is not within {low} to {high}", location=describe(op.loc))
+        r[out] = value
+
+    _emit_at_top(builder, op, step, (source,), out)
