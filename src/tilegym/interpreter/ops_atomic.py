@@ -88,7 +88,7 @@ def atomic_rmw(builder, op):
         fallback = torch.zeros((), dtype=value.dtype)
         _apply(r, op, pointer, mask, shape, value, lambda old, new, _: combine(old, new), fallback, out)
 
-    return builder.numbered(step, out, dtype)
+    return builder.numbered(step, op.result_vars[0])
 
 
 @builds_step(O.TileAtomicCAS)
@@ -109,7 +109,7 @@ def atomic_cas(builder, op):
 
         _apply(r, op, pointer, mask, shape, r[desired], swap, r[expected], out)
 
-    return builder.numbered(step, out, dtype)
+    return builder.numbered(step, op.result_vars[0])
 
 
 @builds_step(O.TileAtomicRedView)

@@ -186,7 +186,7 @@ def tile_load(builder, op):
             tile[window.slices] = window.of(array)
         r[out] = tile
 
-    return builder.numbered(step, out, dtype)
+    return builder.numbered(step, op.result_vars[0])
 
 
 @builds_step(O.TileStore)
@@ -331,7 +331,7 @@ def load_pointer(builder, op):
             tile = _gather(memory.flat, offsets, active, fill)
         r[out] = tile
 
-    return builder.numbered(step, out, dtype)
+    return builder.numbered(step, op.result_vars[0])
 
 
 @builds_step(O.StorePointer)

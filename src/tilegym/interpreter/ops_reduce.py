@@ -93,8 +93,8 @@ def reduce(builder, op):
         for slot, value in zip(out, values, strict=True):
             r[slot] = value.squeeze(axis)
 
-    for slot, var in zip(out, op.result_vars, strict=True):
-        step = builder.numbered(step, slot, dtype_of(var))
+    for var in op.result_vars:
+        step = builder.numbered(step, var)
     return step
 
 

@@ -50,7 +50,7 @@ def reshape_or_broadcast(builder, op):
     def step(r):
         r[out] = function(r[source])
 
-    builder.emit(builder.numbered(step, out, result_dtype(op)), op.loc, (source,), (out,))
+    builder.emit(builder.numbered(step, op.result_vars[0]), op.loc, (source,), (out,))
 
 
 @evaluates(O.TilePermute)

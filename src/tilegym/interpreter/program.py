@@ -153,10 +153,12 @@ class ProgramBuilder:
         self.emit(to_tensor, var.loc, (slot,), (result,))
         return result
 
-    def numbered(self, step, slot: int, dtype):
-        """``step``, whose result in ``slot`` is a tensor, followed by conversion to a number where one is wanted."""
+    def numbered(self, step, var):
+        """``step``, which sets ``var`` to a tensor, followed by conversion to a number where one is wanted."""
+        slot = self.slot(var)
         if slot not in self.numbers:
             return step
+        dtype = var.get_type().tensor_dtype()
 
         def step_to_number(r):
             step(r)
@@ -198,36 +200,21 @@ class ProgramBuilder:
 
     def _pure(self, op, build) -> None:
         operands = [var for var in op.all_inputs() if self.has_slot(var)]
-        results = [self.define(var) for var in op.result_vars]
+        out = self.define(op.result_var)
         reads = [self.slot(var) for var in operands]
-        if all(slot in self.numbers for slot in (*reads, *results)):
+        if all(slot in self.numbers for slot in (*reads, out)):
             scalar_build = SCALAR_FUNCTIONS.get(type(op))
             function = scalar_build(op) if scalar_build is not None else None
             if function is not None:
-                self.emit(_call(function, reads, results), op.loc, reads, results)
+                self.emit(_call(function, reads, out), op.loc, reads, (out,))
                 return
         reads = [self.tensor_slot(var) for var in operands]
-        function = build(op)
-        wholes = [
-            (slot, var.get_type().dtype)
-            for slot, var in zip(results, op.result_vars, strict=True)
-            if slot in self.numbers
-        ]
-        if wholes:
-            function = _returning_numbers(function, [var.get_type().dtype for var in op.result_vars])
-        self.emit(_call(function, reads, results), op.loc, reads, results)
+        step = self.numbered(_call(build(op), reads, out), op.result_var)
+        self.emit(step, op.loc, reads, (out,))
 
 
-def _call(function, reads, results):
-    """The step ``results = function(*reads)``, by number of operands since it runs for every operation."""
-    if len(results) > 1:
-
-        def step(r):
-            for slot, value in zip(results, function(*[r[read] for read in reads]), strict=True):
-                r[slot] = value
-
-        return step
-    (out,) = results
+def _call(function, reads, out):
+    """The step ``out = function(*reads)``, by number of operands since it runs for every operation."""
     if len(reads) == 0:
 
         def step(r):
