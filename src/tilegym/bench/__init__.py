@@ -1,0 +1,1 @@
+"""End-to-end runs of Hugging Face models: loading, timed generation, kernel coverage, comparison with the unpatched."""

@@ -1,0 +1,83 @@
+"""Whether a provider computes the op: against an oracle in fp64, by the error that PyTorch itself makes.
+
+A provider may be at most ``RATIO`` times as far from the oracle as PyTorch in the working dtype, plus half a unit in
+the last place, which is what rounding the exact result costs and PyTorch may avoid by luck.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+RATIO = 2.0
+# PyTorch's own error is the measure of all others, so it must be one of rounding: a wrong oracle shows here.
+MAX_BASELINE_ULPS = 16.0
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far one tensor is from the oracle, relative to the oracle's root mean square."""
+
+    rms: float
+    largest: float
+
+
+def tensors(result: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of a provider's result."""
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def deviation(got: torch.Tensor, oracle: torch.Tensor) -> Deviation:
+    """The errors of ``got``; infinite where its shape is not the oracle's, or it is not finite where the oracle is."""
+    if got.shape != oracle.shape:
+        return Deviation(float("inf"), float("inf"))
+    if oracle.numel() == 0:
+        return Deviation(0.0, 0.0)
+    error = got.detach().to(oracle.dtype).sub_(oracle).abs_()
+    scale = max(float(oracle.square().mean().sqrt()), torch.finfo(oracle.dtype).tiny)
+    largest = float(error.max())
+    if not largest < float("inf"):
+        return Deviation(float("inf"), float("inf"))
+    return Deviation(float(error.square_().mean().sqrt()) / scale, largest / scale)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges providers at one shape: the oracle's tensors, and for each what is allowed."""
+
+    oracle: tuple[torch.Tensor, ...]
+    allowed: tuple[Deviation, ...]
+
+    @classmethod
+    def of(cls, oracle: tuple[torch.Tensor, ...], baseline: tuple[torch.Tensor, ...], dtype: torch.dtype) -> "Judge":
+        """Allows what PyTorch's results in ``dtype`` allow.
+
+        Raises:
+            ValueError: the baseline itself is not within rounding of the oracle.
+        """
+        half_ulp = torch.finfo(dtype).eps / 2
+        allowed = []
+        for got, exact in zip(baseline, oracle, strict=True):
+            own = deviation(got, exact)
+            if not own.rms <= MAX_BASELINE_ULPS * 2 * half_ulp:
+                raise ValueError(f"PyTorch's own error against the fp64 oracle is {own.rms:.1e} of its size")
+            scale = max(float(exact.square().mean().sqrt()), torch.finfo(exact.dtype).tiny) if exact.numel() else 1.0
+            peak = float(exact.abs().max()) / scale if exact.numel() else 0.0
+            allowed.append(Deviation(RATIO * own.rms + half_ulp, RATIO * own.largest + half_ulp * peak))
+        return cls(oracle, tuple(allowed))
+
+    def check(self, results: tuple[torch.Tensor, ...]) -> tuple[Deviation, str | None]:
+        """The worst deviation of a provider's results, and what is wrong with them, or None."""
+        if len(results) != len(self.oracle):
+            return Deviation(float("inf"), float("inf")), f"{len(results)} tensors instead of {len(self.oracle)}"
+        worst, wrong = Deviation(0.0, 0.0), None
+        for index, (got, exact, limit) in enumerate(zip(results, self.oracle, self.allowed, strict=True)):
+            own = deviation(got, exact)
+            worst = Deviation(max(worst.rms, own.rms), max(worst.largest, own.largest))
+            # "not <=": a NaN is wrong too.
+            if wrong is None and not (own.rms <= limit.rms and own.largest <= limit.largest):
+                wrong = (
+                    f"result {index}: error {own.rms:.1e} rms, {own.largest:.1e} largest, "
+                    f"allowed {limit.rms:.1e}, {limit.largest:.1e}"
+                )
+        return worst, wrong

@@ -1,0 +1,273 @@
+"""The main job: run a model as it is, with TileGym's kernels, or both, and say what came of it."""
+
+import contextlib
+import platform
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilegym import __version__
+from tilegym.backend import selector
+from tilegym.backend import use_backend
+from tilegym.bench import generate
+from tilegym.bench import models
+from tilegym.bench import prompts
+from tilegym.bench.compare import Comparison
+from tilegym.bench.compare import collect_logits
+from tilegym.bench.compare import compare
+from tilegym.bench.compare import compared_steps
+from tilegym.bench.coverage import Coverage
+from tilegym.bench.coverage import measure_coverage
+from tilegym.bench.coverage import profile_run
+from tilegym.errors import ModelError
+
+PROFILE_DIR = Path("out")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run; the command line's flags without their dashes."""
+
+    model_id: str
+    random_weights: bool = False
+    use_tilegym: bool = False
+    use_cutile: bool = False
+    use_attn: bool = False
+    interpret: bool = False
+    compare: bool = False
+    input_text: str = "The capital of France is"
+    sentence_file: Path | None = None
+    input_length: int | None = None
+    output_length: int = 64
+    batch_size: int | None = None
+    precision: str = "bfloat16"
+    num_runs: int = 3
+    warmup_runs: int = 1
+    profile: bool = False
+    report_kernel_coverage: bool = False
+
+    def check(self) -> None:
+        """Raises ModelError if the flags contradict each other."""
+        for flag in ("use_cutile", "use_attn", "compare", "interpret"):
+            if getattr(self, flag) and not self.use_tilegym:
+                raise ModelError(f"--{flag} does nothing without --use_tilegym: add --use_tilegym")
+        if self.interpret and not self.use_cutile:
+            raise ModelError("--interpret runs the cuTile kernels: add --use_cutile")
+        if self.precision not in models.PRECISIONS:
+            raise ModelError(f"--precision {self.precision!r} is none of {', '.join(models.PRECISIONS)}")
+
+
+@dataclass
+class Result:
+    """What a job found. ``unpatched`` and ``patched`` are None where that side was not run."""
+
+    options: Options
+    device: torch.device
+    backend: str | None
+    model: dict[str, Any]
+    batches: list[prompts.Batch]
+    notices: list[str] = field(default_factory=list)
+    patches: Any | None = None
+    unpatched: generate.Measurement | None = None
+    patched: generate.Measurement | None = None
+    coverage: Coverage | None = None
+    comparison: Comparison | None = None
+    profile_table: str | None = None
+    profile_file: Path | None = None
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def main(self) -> generate.Measurement:
+        return self.patched or self.unpatched
+
+    @property
+    def failed(self) -> bool:
+        return self.comparison is not None and not self.comparison.passed
+
+    def summary(self) -> dict[str, Any]:
+        """Everything as plain data, for ``--json`` and ``--summary_file``."""
+        return {
+            "tilegym": __version__,
+            "torch": torch.__version__,
+            "device": device_name(self.device),
+            "backend": self.backend,
+            "interpreted": self.options.interpret,
+            "model": self.model,
+            "precision": str(models.PRECISIONS[self.options.precision]).removeprefix("torch."),
+            "batch_sizes": [batch.size for batch in self.batches],
+            "prompt_lengths": [batch.prompt_length for batch in self.batches],
+            "output_length": self.options.output_length,
+            "num_runs": self.options.num_runs,
+            "warmup_runs": self.options.warmup_runs,
+            "notices": self.notices,
+            "patched_modules": _entries(self.patches, "patched"),
+            "skipped_modules": _entries(self.patches, "skipped"),
+            "unpatched": self.unpatched.summary() if self.unpatched else None,
+            "patched": self.patched.summary() if self.patched else None,
+            "kernel_coverage": self.coverage.summary() if self.coverage else None,
+            "comparison": self.comparison.summary() if self.comparison else None,
+            "profile_file": str(self.profile_file) if self.profile_file else None,
+            "outputs": self.texts,
+        }
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def choose_device(options: Options) -> tuple[torch.device, str | None, str | None]:
+    """Where to run and with which backend: the device, the backend (None: unpatched), and a notice for the user."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not options.interpret else "cpu")
+    if not options.use_tilegym:
+        return device, None, None
+    if options.interpret:
+        selector.assert_backend_available("cutile")
+        return device, "cutile", "the cuTile kernels run in the interpreter, on the CPU: exact, but slow"
+    if not options.use_cutile:
+        return device, selector.get_current_backend(), None
+    default, why = selector.default_backend()
+    if default == "cutile":
+        return device, "cutile", None
+    return (
+        device,
+        "pytorch",
+        f"--use_cutile: {why}, so TileGym's pytorch backend runs instead; "
+        "add --interpret to run the cuTile kernels on the CPU (slow), or use a machine with a GPU that cuTile supports",
+    )
+
+
+@contextlib.contextmanager
+def patched(model: Any, options: Options, backend: str) -> Iterator[Any]:
+    """The model with TileGym's kernels on ``backend`` within the block; yields the report of what was patched."""
+    from tilegym.transformers import monkey_patch
+
+    with use_backend(backend):
+        report = monkey_patch.apply(model, use_cutile=backend == "cutile", use_attn=options.use_attn)
+        try:
+            yield report
+        finally:
+            report.revert()
+
+
+def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -> Result:
+    """Runs the job; ``tell`` gets a line whenever a step that takes time begins or ends.
+
+    Raises:
+        ModelError: the input cannot be used; the message is one sentence with the remedy.
+    """
+    options.check()
+    texts = prompts.read_prompts(options.input_text, options.sentence_file)
+    device, backend, notice = choose_device(options)
+    dtype = models.PRECISIONS[options.precision]
+    if options.use_tilegym:
+        _check_family(models.load_config(options.model_id, options.random_weights), options.model_id)
+    tell(f"{'building' if options.random_weights else 'loading'} {options.model_id} on {device_name(device)}")
+    loaded = models.load(options.model_id, dtype, device, options.random_weights)
+    config = loaded.model.config
+    batches = prompts.make_batches(texts, loaded.tokenizer, config, options.batch_size, options.input_length)
+    prompts.check_length(batches, options.output_length, config)
+    result = Result(options, device, backend, _describe(loaded), batches)
+    if notice:
+        result.notices.append(notice)
+    with models.out_of_memory_is_explained(device):
+        _measure(loaded.model, result, tell)
+    tokenizer = loaded.tokenizer
+    for tokens in result.main.tokens:
+        for row in tokens.tolist():
+            result.texts.append(tokenizer.decode(_until_end(row, tokenizer)) if tokenizer else _as_text(row))
+    return result
+
+
+def _measure(model: Any, result: Result, tell: Callable[[str], None]) -> None:
+    options, batches = result.options, result.batches
+
+    def measured(label: str) -> generate.Measurement:
+        return generate.measure(
+            model,
+            batches,
+            options.output_length,
+            options.num_runs,
+            options.warmup_runs,
+            lambda line: tell(f"{label}: {line}"),
+        )
+
+    if not options.use_tilegym or options.compare:
+        result.unpatched = measured("unpatched")
+    if not options.use_tilegym:
+        _observe(model, result, tell)
+        return
+    with patched(model, options, result.backend) as report:
+        result.patches = report
+        result.patched = measured("TileGym")
+        _observe(model, result, tell)
+        if options.compare:
+            steps = compared_steps(batches, options.output_length, model.config.vocab_size, model.dtype)
+            tell(f"comparing the logits of {steps} steps")
+            logits = collect_logits(model, batches, result.unpatched.tokens, steps)
+    if options.compare:
+        result.comparison = compare(model, batches, result.unpatched.tokens, result.patched.tokens, logits)
+
+
+def _observe(model: Any, result: Result, tell: Callable[[str], None]) -> None:
+    """The runs for coverage and profile, apart from the timed ones, which observation would slow."""
+    options = result.options
+
+    def run() -> None:
+        generate.run_once(model, result.batches, options.output_length)
+
+    if options.report_kernel_coverage:
+        tell("measuring kernel coverage")
+        result.coverage = measure_coverage(run, result.device)
+    if options.profile:
+        tell("profiling")
+        result.profile_file = PROFILE_DIR / f"profile-{Path(options.model_id).name}.json"
+        result.profile_table = profile_run(run, result.device, result.profile_file)
+
+
+def _check_family(config: Any, model_id: str) -> None:
+    from tilegym.transformers import monkey_patch
+
+    families = sorted(monkey_patch.SUPPORTED_MODEL_TYPES)
+    if config.model_type not in families:
+        raise ModelError(
+            f"{model_id} is a model of type {config.model_type!r}, for which TileGym has no kernels yet "
+            f"(it has for {', '.join(families)}): leave out --use_tilegym to run it unpatched"
+        )
+
+
+def _describe(loaded: models.LoadedModel) -> dict[str, Any]:
+    config = loaded.model.config
+    return {
+        "id": loaded.name,
+        "type": config.model_type,
+        "parameters": loaded.model.num_parameters(),
+        "random_weights": loaded.random_weights,
+        "layers": getattr(config, "num_hidden_layers", None),
+        "hidden_size": getattr(config, "hidden_size", None),
+    }
+
+
+def _until_end(row: list[int], tokenizer: Any) -> list[int]:
+    """Runs go on past the end token, so that all are equally long; what a reader sees ends there."""
+    end = tokenizer.eos_token_id
+    return row[: row.index(end)] if end in row else row
+
+
+def _as_text(row: list[int]) -> str:
+    return " ".join(str(token) for token in row)
+
+
+def _entries(patches: Any | None, kind: str) -> list[dict[str, Any]]:
+    if patches is None:
+        return []
+    return [
+        {key: getattr(entry, key, None) for key in ("module", "compute", "backend", "reason")}
+        for entry in getattr(patches, kind)
+    ]

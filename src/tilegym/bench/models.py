@@ -1,0 +1,234 @@
+"""Finds and loads a causal language model: from the Hub, a local folder, or a bare config with random weights."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilegym.errors import ModelError
+
+PRESET_DIR = Path(__file__).parent / "presets"
+PRECISIONS = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode on its device, and its tokenizer where there is one."""
+
+    name: str
+    model: Any
+    tokenizer: Any | None
+    random_weights: bool
+
+
+def presets() -> list[str]:
+    """The names of the configs that ship with TileGym."""
+    return sorted(path.stem for path in PRESET_DIR.glob("*.json"))
+
+
+def load_config(model_id: str, random_weights: bool) -> Any:
+    """Reads the config of ``model_id``.
+
+    Args:
+        model_id: a Hub id or a local folder; with ``random_weights`` also a config file or the name of a preset.
+        random_weights: whether a config is enough.
+
+    Returns:
+        The ``transformers`` config.
+
+    Raises:
+        ModelError: there is no such model, or ``transformers`` does not know its architecture.
+    """
+    from transformers import AutoConfig
+
+    path = Path(model_id).expanduser()
+    if model_id in presets() and not path.exists():
+        if not random_weights:
+            raise ModelError(f"{model_id} is a preset without weights: add --random_weights to run its shape")
+        source = PRESET_DIR / f"{model_id}.json"
+    elif path.is_file():
+        if not random_weights:
+            raise ModelError(f"{model_id} is a file: give its folder, or add --random_weights to run a config file")
+        source = path
+    elif path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"the folder {model_id} holds no config.json: give the folder of a transformers model")
+        source = path
+    elif model_id.count("/") != 1 or model_id.startswith((".", "~", "/")) or model_id.endswith(".json"):
+        raise ModelError(
+            f"{model_id!r} is no file, no folder and no Hub id (owner/name): check the spelling, "
+            f"or name a preset with --random_weights ({', '.join(presets())})"
+        )
+    else:
+        _check_hub(model_id)
+        source = model_id
+    if isinstance(source, Path):
+        _check_config_file(source / "config.json" if source.is_dir() else source)
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"the config of {model_id} cannot be used: {first_sentence(error)}") from error
+
+
+def _check_config_file(path: Path) -> None:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON ({first_sentence(error)}): give the config.json of a model") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError(f'{path} names no "model_type": give the config.json of a transformers model')
+
+
+def _check_hub(model_id: str) -> None:
+    """Asks the Hub once: ``from_pretrained`` would try again for half a minute before it says less."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    if isinstance(huggingface_hub.try_to_load_from_cache(model_id, "config.json"), str):
+        return
+    remedy = f"give a local folder, or run a shape with --random_weights --model_id {presets()[0]}"
+    try:
+        huggingface_hub.HfApi().model_info(model_id, timeout=10)
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"the model {model_id} is gated: accept its terms on its Hub page, then set HF_TOKEN; or {remedy}"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise ModelError(
+            f"the Hub has no model {model_id!r} that you may see: check the spelling, "
+            f"set HF_TOKEN if it is private, or {remedy}"
+        ) from error
+    except Exception as error:  # whatever the HTTP client raises when there is no network
+        raise ModelError(
+            f"the model {model_id!r} is not in the local cache and the Hub cannot be reached "
+            f"({first_sentence(error)}): connect to the network, or {remedy}"
+        ) from error
+
+
+def load(model_id: str, dtype: torch.dtype, device: torch.device, random_weights: bool, seed: int = 0) -> LoadedModel:
+    """Loads a model for greedy generation of a fixed number of tokens.
+
+    Args:
+        model_id: as in :func:`load_config`.
+        dtype: of the weights and the computation.
+        device: where the model is put.
+        random_weights: initialise the weights from ``seed`` instead of reading them.
+        seed: of the random weights.
+
+    Raises:
+        ModelError: the model is missing, broken, no causal language model, or too large for the memory that is free.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers import GenerationConfig
+
+    config = load_config(model_id, random_weights)
+    check_memory(config, dtype, device)
+    with out_of_memory_is_explained(device):
+        try:
+            if random_weights:
+                torch.manual_seed(seed)
+                with torch.device(device):
+                    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(model_id, config=config, dtype=dtype).to(device)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"the model {model_id} cannot be loaded: {first_sentence(error)}") from error
+    # Neutral: greedy, and no end token, so that every run makes the same number of tokens.
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=config.pad_token_id or 0)
+    return LoadedModel(model_id, model.eval(), _load_tokenizer(model_id, random_weights), random_weights)
+
+
+def _load_tokenizer(model_id: str, random_weights: bool) -> Any | None:
+    from transformers import AutoTokenizer
+
+    path = Path(model_id).expanduser()
+    if random_weights and (path.is_file() or model_id in presets()):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_id)
+    except (OSError, ValueError, KeyError) as error:
+        if random_weights:
+            return None
+        raise ModelError(f"the model {model_id} has no usable tokenizer: {first_sentence(error)}") from error
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def count_parameters(config: Any) -> int:
+    """The number of parameters of the model that ``config`` describes, without allocating it.
+
+    Raises:
+        ModelError: the config describes no causal language model, or contradicts itself.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config).num_parameters()
+    except (ValueError, KeyError, RuntimeError, TypeError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"a config of type {config.model_type!r} gives no causal language model: {first_sentence(error)}"
+        ) from error
+
+
+def check_memory(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ModelError if the weights alone exceed the free memory of ``device``.
+
+    On a CPU the operating system would otherwise kill the process without a word.
+    """
+    needed = count_parameters(config) * dtype.itemsize
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise ModelError(
+            f"out of memory: the weights take {needed / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')} and "
+            f"{free / 2**30:.1f} GiB are free on {device}; take a smaller model, a 16-bit --precision, "
+            "or a device with more memory"
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on ``device``; None where the system does not tell."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+@contextlib.contextmanager
+def out_of_memory_is_explained(device: torch.device) -> Iterator[None]:
+    """Turns an allocation that failed in the block into a ModelError that says what to do."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        failed = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        if not failed:
+            raise
+        raise ModelError(
+            f"out of memory on {device}: take a smaller --batch_size, --output_length, shorter prompts, "
+            "a smaller model or a 16-bit --precision"
+        ) from error
+
+
+def first_sentence(error: BaseException) -> str:
+    """The first sentence of an exception's message, on one line and without the final stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0].split(". ")[0].rstrip(".:") if lines else type(error).__name__)[:300]

@@ -1,0 +1,222 @@
+"""What a benchmark of an op consists of: its inputs, its shapes, its providers, and the work that it must do.
+
+A file ``tests/benchmark/bench_<op>.py`` holds one or more :class:`Benchmark` and nothing else that measures.
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilegym.errors import TileGymError
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
+MODES = (FORWARD, BACKWARD, BOTH)
+OURS = "tilegym"
+TOKENS = (1, 16, 512, 8192)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class BenchmarkError(TileGymError, ValueError):
+    """A benchmark, a file of providers or an option of ``tilegym bench`` cannot be used."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a model's layers that its ops see."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+MODELS = (
+    Model("Llama-3.1-8B", 4096, 14336, 32, 8, 128, 128256),
+    Model("Llama-3.1-70B", 8192, 28672, 64, 8, 128, 128256),
+    Model("Qwen3-8B", 4096, 12288, 32, 8, 128, 151936),
+    Model("Gemma-3-4B", 2560, 10240, 8, 4, 256, 262208),
+    Model("gpt-oss-20b", 2880, 2880, 64, 8, 64, 201088),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that an op must do: bytes read once, bytes written once, floating-point operations."""
+
+    read: int
+    written: int
+    flops: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.read + self.written
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.read + other.read, self.written + other.written, self.flops + other.flops)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One point of a sweep: the sizes, passed by name to ``inputs`` and to the work, and where they come from."""
+
+    label: str
+    dims: dict[str, Any]
+    model: str = ""
+
+    @property
+    def tokens(self) -> int | None:
+        return self.dims.get("tokens")
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An implementation that is measured.
+
+    Attributes:
+        call: called with the benchmark's inputs by name; returns a tensor or a tuple of tensors.
+        requires: a package without which the provider is left out.
+        compile: wrap ``call`` in torch.compile, anew for every shape.
+        context: a context manager that is entered around its calls, outside the time that is measured.
+    """
+
+    call: Callable[..., Any]
+    requires: str | None = None
+    compile: bool = False
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+    def missing(self) -> str | None:
+        """Why the provider cannot be used here, or None."""
+        if self.requires is not None and importlib.util.find_spec(self.requires) is None:
+            return f"{self.requires} is not installed"
+        return None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The declarative description of one op's benchmark.
+
+    Attributes:
+        op: the op's name, as it is dispatched.
+        inputs: ``inputs(make, **dims)`` gives the arguments by name; ``make(*sizes)`` is a tensor of normal numbers.
+        ours: calls the op; ``backend=`` is left to the dispatcher.
+        oracle: the plain PyTorch formula, exact when it is given fp64.
+        peers: the other implementations by name.
+        baseline: the one among ``peers`` whose error in the working dtype is the measure for all.
+        forward: ``forward(itemsize, **dims)``, the least work of a forward pass.
+        backward: the same of a backward pass.
+        differentiable: the inputs whose gradients are measured; empty: forward only.
+        shapes, quick, small: the sweep; the few shapes of ``--quick``; those for a machine without a GPU.
+        host: the sizes at which host time is measured, so small that the GPU never holds the host up.
+        yardstick: the peer whose speed is the goal; None where it is the roofline itself.
+    """
+
+    op: str
+    inputs: Callable[..., dict[str, Any]]
+    ours: Callable[..., Any]
+    oracle: Callable[..., Any]
+    peers: dict[str, Provider]
+    forward: Callable[..., Work]
+    host: dict[str, Any]
+    shapes: tuple[Shape, ...]
+    quick: tuple[Shape, ...]
+    small: tuple[Shape, ...]
+    backward: Callable[..., Work] | None = None
+    differentiable: tuple[str, ...] = ()
+    baseline: str = "torch"
+    yardstick: str | None = None
+    extra: dict[str, Provider] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.baseline not in self.peers:
+            raise BenchmarkError(f"benchmark {self.op!r}: its baseline {self.baseline!r} is not among its peers")
+        if bool(self.differentiable) != (self.backward is not None):
+            raise BenchmarkError(f"benchmark {self.op!r}: give both differentiable and backward, or neither")
+
+    @property
+    def providers(self) -> dict[str, Provider]:
+        """Ours first, then the peers, then those of plug-in files."""
+        return {OURS: Provider(self.ours)} | self.peers | self.extra
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return MODES if self.differentiable else (FORWARD,)
+
+    def work(self, mode: str, itemsize: int, dims: dict[str, Any]) -> Work:
+        """The least work of a pass in ``mode``."""
+        if mode == FORWARD:
+            return self.forward(itemsize, **dims)
+        backward = self.backward(itemsize, **dims)
+        return backward if mode == BACKWARD else self.forward(itemsize, **dims) + backward
+
+
+def shape(label: str = "", model: str = "", **dims: Any) -> Shape:
+    """A shape; its label is by default the sizes, ``8192x4096``."""
+    return Shape(label or "x".join(str(size) for size in dims.values()), dims, model)
+
+
+def sweep(dims: Callable[[Model, int], dict[str, Any]], tokens: tuple[int, ...] = TOKENS) -> tuple[Shape, ...]:
+    """The shapes that the models give for each number of tokens; sizes that two models share appear once."""
+    shapes: dict[tuple, Shape] = {}
+    for model in MODELS:
+        for count in tokens:
+            sizes = dims(model, count)
+            shapes.setdefault(tuple(sizes.items()), Shape(f"{model.name}, {count} tokens", sizes, model.name))
+    return tuple(shapes.values())
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"tilegym_benchmark_{path.stem}", path)
+    if spec is None or not path.is_file():
+        raise BenchmarkError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def default_folder() -> Path:
+    """``tests/benchmark`` of the checkout that this package is installed from."""
+    return Path(__file__).resolve().parents[3] / "tests" / "benchmark"
+
+
+def load_benchmarks(folder: Path) -> dict[str, Benchmark]:
+    """The benchmarks of every ``bench_*.py`` in ``folder``, by op.
+
+    Raises:
+        BenchmarkError: there are none, or two describe the same op.
+    """
+    found: dict[str, Benchmark] = {}
+    for path in sorted(folder.glob("bench_*.py")):
+        for benchmark in _load(path).BENCHMARKS:
+            if benchmark.op in found:
+                raise BenchmarkError(f"{path}: there is a benchmark of {benchmark.op!r} already")
+            found[benchmark.op] = benchmark
+    if not found:
+        raise BenchmarkError(f"no bench_*.py in {folder}: give the folder of a checkout's tests/benchmark as --folder")
+    return found
+
+
+def add_providers(benchmarks: dict[str, Benchmark], path: Path) -> None:
+    """Adds the providers of a plug-in file, whose ``PROVIDERS`` is {op: {name: callable or Provider}}.
+
+    Raises:
+        BenchmarkError: the file has no such dictionary, or names an op that has no benchmark or a provider twice.
+    """
+    plugged = getattr(_load(path), "PROVIDERS", None)
+    if not isinstance(plugged, dict):
+        raise BenchmarkError(f"{path} defines no dictionary PROVIDERS = {{op: {{name: callable}}}}")
+    for op, providers in plugged.items():
+        if op not in benchmarks:
+            raise BenchmarkError(f"{path}: no benchmark of {op!r}; there are {', '.join(sorted(benchmarks))}")
+        for name, provider in providers.items():
+            if name in benchmarks[op].providers:
+                raise BenchmarkError(f"{path}: {op} has a provider {name!r} already")
+            benchmarks[op].extra[name] = provider if isinstance(provider, Provider) else Provider(provider)

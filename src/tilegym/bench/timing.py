@@ -1,0 +1,193 @@
+"""Times calls: on a GPU with events around each one, after the L2 cache was emptied; on a CPU with the clock."""
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import torch
+
+Setup = Callable[[], Any]
+Call = Callable[[Any], Any]
+
+WARMUP_CALLS = 3
+MIN_SAMPLES = 5
+MAX_SAMPLES = 100
+HOST_BATCHES = 20
+HOST_CALLS = 100  # Far fewer launches than the driver queues before it makes the host wait.
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: the median, and the spread as the 20th and 80th percentile."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> "Timing":
+        if len(samples) < 2:
+            return cls(samples[0], samples[0], samples[0], 1)
+        fifths = statistics.quantiles(samples, n=5, method="inclusive")
+        return cls(statistics.median(samples), fifths[0], fifths[3], len(samples))
+
+
+@dataclass
+class Trial:
+    """One call being measured: ``call(setup())``, of which only ``call`` is timed."""
+
+    call: Call
+    setup: Setup
+    written: int
+    repetitions: int = 0
+    lead: float = 0.0
+    samples: list[float] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _repetitions(budget: float, rounds: int, seconds: float) -> int:
+    total = min(max(int(budget / max(seconds, 1e-7)), MIN_SAMPLES), MAX_SAMPLES)
+    return -(-total // rounds)
+
+
+class CudaTimer:
+    """Times GPU work.
+
+    Before every timed call the L2 cache is emptied by reading a buffer several times its size; then as many bytes are
+    written as the call itself writes, up to the cache's size. So a call has to write back as many bytes of its
+    predecessor as it leaves in the cache for its successor, and its time is that of all its traffic.
+
+    Args:
+        budget: seconds of GPU time for one trial, over all rounds.
+        rounds: into how many rounds a trial is split; those of a comparison alternate, so that all of them meet the
+            same clocks.
+    """
+
+    device = "cuda"
+
+    def __init__(self, budget: float, rounds: int = 3) -> None:
+        self.budget, self.rounds = budget, rounds
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        self._cache_bytes = properties.L2_cache_size
+        self._buffer = torch.ones(max(4 * self._cache_bytes, 1 << 28) // 4, dtype=torch.float32, device="cuda")
+        self._clock_hz = 1e3 * getattr(properties, "clock_rate", 2_000_000)
+
+    def _empty_cache(self, written: int) -> None:
+        self._buffer.sum()
+        dirty = min(written, self._cache_bytes) // 4
+        if dirty:
+            self._buffer[:dirty].fill_(1.0)
+
+    def trial(self, call: Call, setup: Setup, written: int) -> Trial:
+        """Warms a call up and settles how often it is repeated. ``written``: bytes that it writes."""
+        for _ in range(WARMUP_CALLS):
+            call(setup())
+        trial = Trial(call, setup, written, repetitions=MIN_SAMPLES)
+        self.round(trial)
+        enqueue = []
+        for _ in range(MIN_SAMPLES):
+            state = setup()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call(state)
+            enqueue.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        # The GPU must not wait for the host between the two events: it idles this long before the first one.
+        trial.lead = 1.5 * statistics.median(enqueue)
+        overhead = self._buffer.nbytes / 3e12 + trial.lead
+        trial.repetitions = _repetitions(self.budget, self.rounds, statistics.median(trial.samples) + overhead)
+        trial.samples.clear()
+        return trial
+
+    def round(self, trial: Trial) -> None:
+        """Adds one round of samples to ``trial``."""
+        events = []
+        with _no_garbage_collection():
+            for _ in range(trial.repetitions):
+                state = trial.setup()
+                if trial.lead:
+                    torch.cuda._sleep(int(trial.lead * self._clock_hz))
+                self._empty_cache(trial.written)
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                trial.call(state)
+                end.record()
+                events.append((begin, end))
+            torch.cuda.synchronize()
+        trial.samples += [begin.elapsed_time(end) * 1e-3 for begin, end in events]
+
+    def peak_memory(self, call: Call, setup: Setup) -> int:
+        """Bytes allocated at the worst moment of a call beyond those that were there before it."""
+        state = setup()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(state)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def host_time(self, call: Callable[[], Any]) -> Timing:
+        """Seconds of the host for one call, over many without waiting for the GPU; give it tiny tensors."""
+        for _ in range(HOST_BATCHES):
+            call()
+        samples = []
+        with _no_garbage_collection():
+            for _ in range(HOST_BATCHES):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(HOST_CALLS):
+                    call()
+                samples.append((time.perf_counter() - begin) / HOST_CALLS)
+        torch.cuda.synchronize()
+        return Timing.of(samples)
+
+
+class CpuTimer:
+    """Times CPU work. There is no host time on its own here, and no memory statistics."""
+
+    device = "cpu"
+
+    def __init__(self, budget: float, rounds: int = 3) -> None:
+        self.budget, self.rounds = budget, rounds
+
+    def trial(self, call: Call, setup: Setup, written: int) -> Trial:
+        """Warms a call up and settles how often it is repeated."""
+        call(setup())
+        trial = Trial(call, setup, written, repetitions=1)
+        self.round(trial)
+        trial.repetitions = _repetitions(self.budget, self.rounds, trial.samples[0])
+        trial.samples.clear()
+        return trial
+
+    def round(self, trial: Trial) -> None:
+        """Adds one round of samples to ``trial``."""
+        with _no_garbage_collection():
+            for _ in range(trial.repetitions):
+                state = trial.setup()
+                begin = time.perf_counter()
+                trial.call(state)
+                trial.samples.append(time.perf_counter() - begin)
+
+    def peak_memory(self, call: Call, setup: Setup) -> None:
+        return None
+
+    def host_time(self, call: Callable[[], Any]) -> None:
+        return None

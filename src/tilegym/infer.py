@@ -1,0 +1,154 @@
+"""``tilegym infer``: run a Hugging Face causal language model, with and without TileGym's kernels."""
+
+import contextlib
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from tilegym.bench import job
+from tilegym.bench import models
+from tilegym.bench import report
+from tilegym.bench.compare import CRITERION
+from tilegym.errors import ModelError
+from tilegym.errors import TileGymError
+
+EXIT_DISAGREE = 1
+EXIT_BAD_INPUT = 2
+
+
+def infer(
+    model_id: str = typer.Option(
+        ...,
+        "--model_id",
+        help="Hub id or local folder; with --random_weights also a config file or a preset: "
+        + ", ".join(models.presets()),
+    ),
+    random_weights: bool = typer.Option(False, "--random_weights", help="Build from the config; download no weights."),
+    use_tilegym: bool = typer.Option(False, "--use_tilegym", help="Patch the model with TileGym's ops."),
+    use_cutile: bool = typer.Option(
+        False, "--use_cutile", help="Take the cuTile kernels; without a supported GPU the pytorch backend, and say so."
+    ),
+    use_attn: bool = typer.Option(False, "--use_attn", help="Patch attention too."),
+    interpret: bool = typer.Option(
+        False, "--interpret", help="Run the cuTile kernels on the CPU, in the interpreter: exact, but slow."
+    ),
+    compare: bool = typer.Option(
+        False, "--compare", help=f"Run the unpatched model too; exit 1 if the two disagree. They agree if {CRITERION}."
+    ),
+    input_text: str = typer.Option("The capital of France is", "--input_text", help="The prompt."),
+    sentence_file: Path | None = typer.Option(None, "--sentence_file", help="A text file with one prompt a line."),
+    input_length: int | None = typer.Option(
+        None, "--input_length", min=1, help="Cut or repeat every prompt to this many tokens."
+    ),
+    output_length: int = typer.Option(64, "--output_length", min=1, help="New tokens of each sequence, end or no end."),
+    batch_size: int | None = typer.Option(
+        None, "--batch_size", min=1, help="Sequences at a time; fewer prompts are repeated. Default: all prompts."
+    ),
+    precision: str = typer.Option("bfloat16", "--precision", help=", ".join(models.PRECISIONS)),
+    num_runs: int = typer.Option(3, "--num_runs", min=1, help="Timed runs."),
+    warmup_runs: int = typer.Option(1, "--warmup_runs", min=0, help="Runs before them that do not count."),
+    show_outputs: bool = typer.Option(False, "--show_outputs", help="Print the generated text."),
+    profile: bool = typer.Option(
+        False, "--profile", help=f"Profile one run: a table, and a Chrome trace in {job.PROFILE_DIR}/."
+    ),
+    report_kernel_coverage: bool = typer.Option(
+        False,
+        "--report_kernel_coverage",
+        help="The share of GPU time in TileGym's own kernels; on a CPU, of the time in dispatched ops.",
+    ),
+    summary_file: Path | None = typer.Option(None, "--summary_file", help="Write all results to this file, as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print all results as JSON to stdout, and nothing else there."),
+) -> None:
+    """Run a Hugging Face model, with and without TileGym's kernels, and measure it.
+
+    Exit status: 0 all well; 1 patched and unpatched disagree; 2 the input cannot be used.
+    """
+    options = job.Options(
+        model_id=model_id,
+        random_weights=random_weights,
+        use_tilegym=use_tilegym,
+        use_cutile=use_cutile,
+        use_attn=use_attn,
+        interpret=interpret,
+        compare=compare,
+        input_text=input_text,
+        sentence_file=sentence_file,
+        input_length=input_length,
+        output_length=output_length,
+        batch_size=batch_size,
+        precision=precision,
+        num_runs=num_runs,
+        warmup_runs=warmup_runs,
+        profile=profile,
+        report_kernel_coverage=report_kernel_coverage,
+    )
+    # Width: a pipe has none, and 80 columns would cut the tables.
+    console = Console(stderr=as_json, width=None if sys.stdout.isatty() else 120)
+    progress = Console(stderr=True)
+
+    def tell(line: str) -> None:
+        progress.print(f"[dim]... {escape(line)}[/dim]", highlight=False, soft_wrap=True)
+
+    try:
+        if summary_file is not None:
+            _check_writable(summary_file)
+        with _quiet_transformers(), _warnings_told(tell):
+            result = job.run_job(options, tell)
+        report.show(result, console, show_outputs)
+        summary = json.dumps(result.summary(), indent=2)
+        if summary_file is not None:
+            summary_file.write_text(summary + "\n", encoding="utf-8")
+            console.print(f"results written to {summary_file}", highlight=False, soft_wrap=True)
+    except TileGymError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_BAD_INPUT) from None
+    if as_json:
+        print(summary)
+    if result.failed:
+        raise typer.Exit(EXIT_DISAGREE)
+
+
+def _check_writable(path: Path) -> None:
+    """Raises ModelError now, not after minutes of work, if ``path`` cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ModelError(f"--summary_file {path} cannot be written: {error.strerror}; name another file") from error
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keeps loading bars and advice out of the output for as long as the block runs."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
+    """Shows warnings as lines of progress, without the source line they came from."""
+
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        tell(f"warning: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
