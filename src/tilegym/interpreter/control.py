@@ -28,16 +28,18 @@ CONTINUE, BREAK, RETURN, END = "continue", "break", "return", "end"
 class BlockState:
     """What a running block knows beside its registers.
 
-    ``garbage`` picks what undetermined padding holds: None for zero, else one of two kinds of poison.
+    ``garbage`` picks what undetermined padding holds: 0 for zero, 1 and 2 for two kinds of poison. A ``silent`` block
+    prints nothing.
     """
 
-    __slots__ = ("index", "grid", "sanitizer", "garbage", "read_padding")
+    __slots__ = ("index", "grid", "sanitizer", "garbage", "silent", "read_padding")
 
-    def __init__(self, index, grid, sanitizer=None, garbage=None):
+    def __init__(self, index, grid, sanitizer=None, garbage=0, silent=False):
         self.index = index
         self.grid = grid
         self.sanitizer = sanitizer
         self.garbage = garbage
+        self.silent = silent
         self.read_padding = []
 
     def undetermined(self, dtype, location, array: str):
@@ -251,6 +253,8 @@ def printf(builder, op):
     arguments = [(builder.tensor_slot(var), dtype_of(var)) for var in op.args]
 
     def step(r):
+        if r[0].silent:
+            return
         remaining = iter(arguments)
 
         def replace(match):

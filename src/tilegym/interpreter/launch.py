@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,8 @@ def launch(grid, kernel, args, *, sanitize: bool | None = None, order: str = "se
         kernel: the kernel object.
         args: its positional arguments: CPU tensors, numpy arrays, numbers, tuples, lists of arrays.
         sanitize: whether to check for what the hardware leaves undefined; by default as ``sanitize()`` says.
-        order: "sequential", "shuffled" (by ``seed``), or "threads" (blocks spread over torch's number of threads).
+        order: "sequential", "shuffled" (by ``seed``), or "threads" (blocks spread over torch's number of threads;
+            one after the other when sanitized).
         seed: of the shuffled order.
 
     Raises:
@@ -52,26 +54,28 @@ def launch(grid, kernel, args, *, sanitize: bool | None = None, order: str = "se
     sizes = _grid_sizes(grid)
     _check_on_cpu(args)
     found = compiled(kernel, args)
+    program = found.program
     sanitizer = Sanitizer() if (sanitizing() if sanitize is None else sanitize) else None
     with torch.no_grad():
         memories = []
-        registers = [None] * found.program.num_registers
+        registers = [None] * program.num_registers
         _bind(registers, found, _cutile.parameter_names(kernel), args, memories)
         blocks = [(x, y, z) for z, y, x in itertools.product(*map(range, reversed(sizes)))]
+        if order == "shuffled":
+            random.Random(seed).shuffle(blocks)
         try:
-            _run_prologue(kernel, found.program, registers, sizes, sanitizer)
+            registers[0] = BlockState(None, sizes, sanitizer)
+            with _errors_name(kernel, None):
+                program.prologue.run(registers)
             if sanitizer is not None:
-                if order == "shuffled":
-                    random.Random(seed).shuffle(blocks)
                 for block in blocks:
-                    sanitizer.run_block(lambda state: _run_block(kernel, found.program, registers, state), block, sizes)
+                    with _errors_name(kernel, block):
+                        sanitizer.run_block(program, registers, block, sizes)
             elif order == "threads":
-                _run_on_threads(kernel, found.program, registers, blocks, sizes)
+                _run_on_threads(kernel, program, registers, blocks, sizes)
             else:
-                if order == "shuffled":
-                    random.Random(seed).shuffle(blocks)
                 for block in blocks:
-                    _run_block(kernel, found.program, registers, BlockState(block, sizes))
+                    _run_block(kernel, program, registers, BlockState(block, sizes))
         finally:
             for memory in memories:
                 memory.write_back()
@@ -94,15 +98,11 @@ def _check_on_cpu(args) -> None:
             raise ValueError(f"the interpreter runs on CPU tensors, got one on {arg.device}")
 
 
-def _run_prologue(kernel, program, registers, grid, sanitizer) -> None:
-    registers[0] = BlockState(None, grid, sanitizer)
-    _guarded(kernel, None, program.prologue, registers)
-
-
 def _run_block(kernel, program, registers, state) -> None:
     registers = registers.copy()
     registers[0] = state
-    _guarded(kernel, state.index, program.body, registers)
+    with _errors_name(kernel, state.index):
+        program.body.run(registers)
 
 
 def _run_on_threads(kernel, program, registers, blocks, grid) -> None:
@@ -115,10 +115,11 @@ def _run_on_threads(kernel, program, registers, blocks, grid) -> None:
             pass
 
 
-def _guarded(kernel, block, code, registers) -> None:
-    """Runs code; an error then says where it happened."""
+@contextlib.contextmanager
+def _errors_name(kernel, block):
+    """Errors that leave this context say where they happened."""
     try:
-        code.run(registers)
+        yield
     except KernelError as error:
         error.kernel = _cutile.kernel_name(kernel)
         error.block = block

@@ -58,15 +58,14 @@ class Memory:
         )
 
     def index_of(self, offset: int):
-        """The array index at a flat offset, or None where no element of the array lies."""
+        """The array index that a flat offset stands for, beyond the array's shape too; None where there is none."""
         rest = offset - self.start
         index = [0] * len(self.shape)
         for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):
             stride = self.strides[axis]
-            if stride > 0 and self.shape[axis] > 1:
+            if stride > 0:
                 index[axis], rest = divmod(rest, stride)
-        inside = rest == 0 and all(0 <= i < n for i, n in zip(index, self.shape, strict=True))
-        return tuple(index) if inside else None
+        return tuple(index) if rest == 0 else None
 
 
 class Pointer:

@@ -65,7 +65,7 @@ def _apply(r, op, pointer, mask, shape, update, combine, fallback, out):
     flat_update = update.expand(shape).reshape(-1)
     with _lock:
         if r[0].sanitizer is not None:
-            r[0].sanitizer.atomic(r[0], op.loc, memory, lanes[positions])
+            r[0].sanitizer.atomic(r[0], op.loc, memory, lanes[positions], flat_update[positions])
         if positions.numel():
             for round_ in _lanes(lanes[positions]):
                 chosen = positions[round_]
@@ -96,7 +96,7 @@ def atomic_cas(builder, op):
     pointer = builder.slot(op.pointer)
     expected, desired = builder.tensor_slot(op.expected), builder.tensor_slot(op.desired)
     mask = None if op.mask is None else builder.tensor_slot(op.mask)
-    shape, dtype = tuple(op.pointer.get_type().tensor_shape()), dtype_of(op.desired)
+    shape = tuple(op.pointer.get_type().tensor_shape())
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     out = builder.define(op.result_vars[0])
 
@@ -133,7 +133,7 @@ def atomic_reduce_view(builder, op):
         target = window.of(array)
         with _lock:
             if state.sanitizer is not None:
-                state.sanitizer.view_atomic(state, op.loc, array, window)
+                state.sanitizer.view_atomic(state, op.loc, array, window, value)
             target.copy_(combine(target, value))
 
     return step

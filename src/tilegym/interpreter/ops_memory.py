@@ -179,7 +179,7 @@ def tile_load(builder, op):
             return
         check_window(op, state, array, window, starts, tile_shape, unchecked, "load")
         fill = padding
-        if state.garbage is not None and mode == PaddingMode.UNDETERMINED:
+        if state.garbage and mode == PaddingMode.UNDETERMINED:
             fill = state.undetermined(dtype, location, array.memory.name)
         tile = fill.expand(tile_shape).clone()
         if not window.empty:
@@ -244,7 +244,7 @@ def _gather_view_load(builder, op, ty):
         array, state = r[view], r[0]
         offsets, inside = _sparse_offsets(array, ty, [r[slot] for slot in index])
         fill = padding
-        if state.garbage is not None and mode == PaddingMode.UNDETERMINED and not bool(inside.all()):
+        if state.garbage and mode == PaddingMode.UNDETERMINED and not bool(inside.all()):
             fill = state.undetermined(dtype, location, array.memory.name)
         r[out] = _gather(array.memory.flat, offsets, inside, fill)
 
@@ -326,7 +326,7 @@ def load_pointer(builder, op):
             tile = memory.flat[offsets]
         else:
             fill = zero if padding is None else r[padding]
-            if padding is None and r[0].garbage is not None and not bool(active.all()):
+            if padding is None and r[0].garbage and not bool(active.all()):
                 fill = r[0].undetermined(dtype, location, memory.name)
             tile = _gather(memory.flat, offsets, active, fill)
         r[out] = tile

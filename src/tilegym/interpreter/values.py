@@ -145,22 +145,25 @@ def _integer_to_float(x: torch.Tensor, source, target, mode) -> torch.Tensor:
     return encode(torch.from_numpy(np.asarray((high | sticky).astype(np.float64))), target, mode)
 
 
-def padding_number(mode, dtype, garbage=None):
-    """The Python number that fills padding; ``garbage`` picks what undetermined padding holds (default zero)."""
+_PADDING = {
+    PaddingMode.ZERO: 0.0,
+    PaddingMode.NEG_ZERO: -0.0,
+    PaddingMode.NAN: math.nan,
+    PaddingMode.POS_INF: math.inf,
+    PaddingMode.NEG_INF: -math.inf,
+}
+
+
+def padding_number(mode, dtype, garbage: int = 0):
+    """The Python number that fills padding; ``garbage`` picks what undetermined padding holds, see ``BlockState``."""
     if mode != PaddingMode.UNDETERMINED:
-        return {
-            PaddingMode.ZERO: 0.0,
-            PaddingMode.NEG_ZERO: -0.0,
-            PaddingMode.NAN: math.nan,
-            PaddingMode.POS_INF: math.inf,
-            PaddingMode.NEG_INF: -math.inf,
-        }[mode]
-    if garbage is None:
+        return _PADDING[mode]
+    if garbage == 0:
         return 0
     if _cutile.is_boolean(dtype):
-        return bool(garbage)
+        return garbage == 1
     if _cutile.is_integral(dtype):
-        return integer_range(dtype)[1] - 1 if garbage else 77
-    if garbage and dtype.name != "float4_e2m1fn":
+        return integer_range(dtype)[1] - 1 if garbage == 1 else 77
+    if garbage == 1 and dtype.name != "float4_e2m1fn":
         return math.nan
     return 3.0 if dtype.bitwidth <= 8 else 12345.0
