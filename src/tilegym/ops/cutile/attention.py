@@ -1,0 +1,329 @@
+"""``fmha`` in cuTile: attention that never holds a row of scores (online softmax, arXiv:2205.14135).
+
+A block takes TILE_M queries of one head and walks along the keys, TILE_N at a time. For its queries it keeps the largest
+score so far (``m``), the sum of exponentials relative to it (``l``) and the weighted sum of values (``acc``); whenever
+the largest score grows, the other two are scaled down to it. Exponentials are taken to base 2, which the hardware has.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.matmul import uses_tf32
+from tilegym.ops.pytorch.attention import check_arguments
+
+Bool = ct.Constant[bool]
+Int = ct.Constant[int]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
+LOG2E = math.log2(math.e)
+
+
+def cap_scores(s, soft_cap):
+    """``soft_cap * tanh(s / soft_cap)``, with tanh(x) = 1 - 2 / (1 + exp(2x)): exact to fp32 where tanh.approx is not."""
+    return soft_cap - 2 * soft_cap / (1 + ct.exp2(s * (2 * LOG2E / soft_cap)))
+
+
+def load_mask(mask, batch, head, i, j, TILE_R: Int, TILE_C: Int):
+    """Rows and columns of a mask [B or 1, H or 1, Sq or 1, Skv]; a dimension of one is broadcast (x % 1 is 0)."""
+    index = (batch % mask.shape[0], head % mask.shape[1], i if TILE_R > 1 else 0, j)
+    tile = ct.load(mask, index, (1, 1, TILE_R, TILE_C), padding_mode=ct.PaddingMode.ZERO)
+    return tile.reshape((TILE_R, TILE_C))
+
+
+def update_softmax(s, m, l, acc, unit, ADDITIVE: Bool):
+    """Takes a tile of scores into the online softmax: (probabilities, m, l, acc); ``s * unit`` is the exponent of 2."""
+    m_new = ct.maximum(m, ct.max(s, axis=1, keepdims=True))
+    # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is not a number.
+    base = ct.where(m_new == -math.inf, 0.0, m_new)
+    if ADDITIVE:
+        # A mask may hold the most negative number, whose multiple would be -inf: subtract before multiplying.
+        p = ct.exp2((s - base) * unit, flush_to_zero=True)
+    else:
+        p = ct.exp2(s * unit - base * unit, flush_to_zero=True)
+    shrink = ct.exp2((m - base) * unit, flush_to_zero=True)
+    return p, m_new, l * shrink + ct.sum(p, axis=1, keepdims=True), acc * shrink
+
+
+@ct.kernel
+def attention_kernel(
+    q,  # [B, Hq, Sq, D]
+    k,  # [B, Hkv, Skv, D]
+    v,  # [B, Hkv, Skv, Dv]
+    out,  # [B, Hq, Sq, Dv]
+    mask,  # [B or 1, Hq or 1, Sq or 1, Skv] if MASK, of booleans or numbers
+    sinks,  # [Hq] if SINKS
+    kv_len,  # [B] if KV_LEN
+    scaling: float,
+    soft_cap: float,
+    window: int,
+    TILE_M: Int,
+    TILE_N: Int,
+    TILE_D: Int,
+    TILE_DV: Int,
+    CAUSAL: Bool,
+    WINDOW: Bool,
+    SOFT_CAP: Bool,
+    MASK: Int,
+    MASK_ROWS: Int,  # TILE_M, or 1 for a mask that all queries share
+    SINKS: Bool,
+    KV_LEN: Bool,
+    BOUNDED: Bool,  # whether some tile of keys has a key that some query must not see
+    TF32: Bool,
+):
+    zero = ct.PaddingMode.ZERO
+    # Neighbouring blocks share a head, whose keys stay in the L2 cache. The last queries see the most keys: they go
+    # first, so that no long block is left over at the end.
+    q_tiles = ct.cdiv(q.shape[2], TILE_M)
+    i = q_tiles - 1 - ct.bid(0) % q_tiles
+    batch, head = ct.bid(0) // q_tiles // q.shape[1], ct.bid(0) // q_tiles % q.shape[1]
+    kv_head = head // (q.shape[1] // k.shape[1])
+    keys = k.shape[2]
+    if KV_LEN:
+        keys = min(max(ct.load(kv_len, (batch,), (1,)).astype(ct.int32).item(), 0), keys)
+        # What lies behind the last key may be NaN: make it read as zero.
+        k = k.slice(2, 0, keys)
+        v = v.slice(2, 0, keys)
+
+    # Positions of the queries among the keys, and the tiles of keys that they see: [first, full_first) and
+    # [full_last, last) in part, [full_first, full_last) as a whole.
+    start = keys - q.shape[2] + i * TILE_M
+    positions = start + ct.arange(TILE_M, dtype=ct.int32)[:, None]
+    first, full_first = 0, 0
+    last, full_last = ct.cdiv(keys, TILE_N), keys // TILE_N
+    if CAUSAL:
+        last = ct.cdiv(min(keys, max(start + TILE_M, 0)), TILE_N)
+        full_last = min(keys, max(start + 1, 0)) // TILE_N
+    if WINDOW:
+        first = max(start - window + 1, 0) // TILE_N
+        full_first = ct.cdiv(max(start + TILE_M - window, 0), TILE_N)
+
+    q_tile = ct.load(q, (batch, head, i, 0), (1, 1, TILE_M, TILE_D), padding_mode=zero).reshape((TILE_M, TILE_D))
+    if TF32:
+        q_tile = q_tile.astype(ct.tfloat32)
+    # Scores are kept as q k^T where nothing but a factor follows, which then costs no operation of its own.
+    unit = LOG2E if SOFT_CAP or MASK == ADDITIVE_MASK else scaling * LOG2E
+    acc = ct.zeros((TILE_M, TILE_DV), dtype=ct.float32)
+    if SINKS:
+        # A sink is one more key, with a score of its own and the value zero.
+        sink = ct.load(sinks, (head,), (1,)).astype(ct.float32).item()
+        m = ct.full((TILE_M, 1), sink * (LOG2E / unit), dtype=ct.float32)
+        l = ct.ones((TILE_M, 1), dtype=ct.float32)
+    else:
+        m = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
+        l = ct.zeros((TILE_M, 1), dtype=ct.float32)
+    for j in range(first, last):
+        k_tile = ct.load(k, (batch, kv_head, 0, j), (1, 1, TILE_D, TILE_N), order=(0, 1, 3, 2), padding_mode=zero)
+        k_tile = k_tile.reshape((TILE_D, TILE_N))
+        if TF32:
+            k_tile = k_tile.astype(ct.tfloat32)
+        s = ct.mma(q_tile, k_tile, ct.zeros((TILE_M, TILE_N), dtype=ct.float32))
+        if SOFT_CAP:
+            s = cap_scores(s * scaling, soft_cap)
+        if MASK == BOOLEAN_MASK:
+            s = ct.where(load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N), s, -math.inf)
+        if MASK == ADDITIVE_MASK:
+            if not SOFT_CAP:
+                s = s * scaling
+            s = s + load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N).astype(ct.float32)
+        if BOUNDED:
+            if j < full_first or j >= full_last:
+                columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
+                visible = columns < keys
+                if CAUSAL:
+                    visible = visible & (columns <= positions)
+                if WINDOW:
+                    visible = visible & (positions - columns < window)
+                s = ct.where(visible, s, -math.inf)
+        p, m, l, acc = update_softmax(s, m, l, acc, unit, MASK == ADDITIVE_MASK)
+        v_tile = ct.load(v, (batch, kv_head, j, 0), (1, 1, TILE_N, TILE_DV), padding_mode=zero)
+        v_tile = v_tile.reshape((TILE_N, TILE_DV))
+        if TF32:
+            acc = ct.mma(p.astype(ct.tfloat32), v_tile.astype(ct.tfloat32), acc)
+        else:
+            acc = ct.mma(p.astype(v_tile.dtype), v_tile, acc)
+
+    acc = acc / ct.where(l == 0.0, 1.0, l)  # no key seen: zeros
+    ct.store(out, (batch, head, i, 0), acc.reshape((1, 1, TILE_M, TILE_DV)).astype(out.dtype))
+
+
+class Config(NamedTuple):
+    """Queries a block, keys a step, and the compiler's hints (None: its own choice)."""
+
+    tile_m: int
+    tile_n: int
+    num_worker_warps: int | None = None
+    occupancy: int | None = None
+
+
+_INTERPRETED = Config(32, 16)
+
+
+@functools.cache
+def _major(device_index: int) -> int:
+    return torch.cuda.get_device_capability(device_index)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_config(seq_len: int, tile_d: int, bits: int, device_index: int) -> Config:
+    """Tiles for ``seq_len`` queries of a padded head dimension ``tile_d``. Hopper's were measured on an H200."""
+    if device_index < 0:
+        return _INTERPRETED
+    major = _major(device_index)
+    if bits == 32:
+        return Config(32, 32) if tile_d > 128 else Config(64, 32)
+    if seq_len <= 64:
+        return Config(64, 64)
+    if major == 9:
+        # 8 warps: with 4 the accumulators spill, and a 128 x 128 tile loses two thirds of its speed.
+        return Config(128, 64, 8) if tile_d > 128 else Config(128, 128, 8)
+    if major == 10:
+        return Config(128, 64) if tile_d > 128 else Config(128, 128)
+    return Config(64, 32) if tile_d > 128 else Config(128, 64, 8)
+
+
+@functools.cache
+def _hinted(num_worker_warps: int | None, occupancy: int | None) -> ct.kernel:
+    """The kernel with these hints; kept, because making it costs a hundred launches."""
+    return attention_kernel.replace_hints(num_worker_warps=num_worker_warps, occupancy=occupancy)
+
+
+def _fake(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len):
+    # Laid out as transformers hands over q, [B, Sq, Hq, Dv] in memory, so that the transpose that follows is free.
+    batch, heads, queries, _ = q.shape
+    return q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
+
+
+@compilable(_fake)
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    is_causal: bool,
+    window_size: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+) -> torch.Tensor:
+    out = _fake(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len)
+    batch, heads, queries, head_dim = q.shape
+    keys = k.shape[2]
+    if keys == 0:
+        return out.zero_()
+    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    tile_d, tile_dv = next_power_of_2(head_dim), next_power_of_2(v.shape[3])
+    config = choose_config(queries, max(tile_d, tile_dv), q.dtype.itemsize * 8, q.get_device())
+    mask_kind, mask = prepare_mask(attention_mask, q, keys)
+    launch(
+        out,
+        (-(-queries // config.tile_m) * batch * heads,),
+        _hinted(config.num_worker_warps, config.occupancy),
+        (
+            q,
+            k,
+            v,
+            out,
+            mask,
+            q if sinks is None else sinks,
+            q if kv_len is None else kv_len,
+            scaling,
+            1.0 if soft_cap is None else soft_cap,
+            0 if window_size is None else window_size,
+            config.tile_m,
+            config.tile_n,
+            tile_d,
+            tile_dv,
+            is_causal,
+            window_size is not None,
+            soft_cap is not None,
+            mask_kind,
+            config.tile_m if mask.shape[2] > 1 else 1,
+            sinks is not None,
+            kv_len is not None,
+            is_causal or window_size is not None or kv_len is not None or keys % config.tile_n != 0,
+            uses_tf32(q.dtype),
+        ),
+    )
+    return out
+
+
+@functools.cache
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``, and at least 16, which ``ct.mma`` can multiply."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a copy if its last dimension is strided or another is expanded."""
+    strides = x.stride()
+    return x if strides[3] == 1 and 0 not in strides else x.contiguous()
+
+
+def prepare_mask(mask: torch.Tensor | None, q: torch.Tensor, keys: int) -> tuple[int, torch.Tensor]:
+    """The kind of a mask, and the mask with four dimensions, those that are broadcast having size one.
+
+    For no mask: ``q``, so that the kernel has an argument there.
+    """
+    if mask is None:
+        return NO_MASK, q
+    if mask.dim() < 4:
+        mask = mask[(None,) * (4 - mask.dim())]
+    if mask.shape[3] != keys:
+        mask = mask.expand(*mask.shape[:3], keys)
+    return (BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK), mask
+
+
+def check_supported(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    sinks: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+) -> None:
+    """Raises UnsupportedError for what the attention kernels do not serve."""
+    if q.dtype not in DTYPES:
+        raise UnsupportedError(f"it does not take {q.dtype}")
+    if q.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
+        raise UnsupportedError(f"it takes head dimensions up to {MAX_HEAD_DIM}")
+    if not scaling > 0:
+        raise UnsupportedError("it takes positive scalings only")  # the largest score would become the smallest
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+        or (attention_mask is not None and attention_mask.requires_grad)
+    ):
+        raise UnsupportedError("it has no backward kernel yet")
+
+
+@register_impl("fmha", "cutile")
+def fmha(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float | None = None,
+    is_causal: bool = True,
+    window_size: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    kv_len: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_arguments("fmha", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
+    if scaling is None:
+        scaling = q.shape[3] ** -0.5
+    check_supported(q, k, v, scaling, sinks, attention_mask)
+    return attention_forward(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len)

@@ -1,0 +1,151 @@
+"""``fmha`` in plain PyTorch: ``scaled_dot_product_attention`` where it can express the call, else spelled out."""
+
+import torch
+import torch.nn.functional as F
+
+from tilegym.backend import register_impl
+
+
+@register_impl("fmha", "pytorch")
+def fmha(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float | None = None,
+    is_causal: bool = True,
+    window_size: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    kv_len: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_arguments("fmha", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
+    scaling = q.shape[3] ** -0.5 if scaling is None else scaling
+    queries, keys = q.shape[2], k.shape[2]
+    if keys == 0:
+        return q.new_zeros((*q.shape[:3], v.shape[3]))
+    plain = window_size is None and kv_len is None and attention_mask is None
+    # A single query at the last key sees every key; SDPA aligns its own causal mask top-left.
+    causal_in_sdpa = is_causal and plain and queries == keys
+    mask = None
+    if not (plain and (causal_in_sdpa or not is_causal or queries == 1)):
+        mask = _visible_keys(queries, keys, is_causal, window_size, kv_len, q.device)
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            mask = mask & attention_mask
+        elif attention_mask is not None:
+            mask = attention_mask.masked_fill(~mask, float("-inf"))
+    if soft_cap is not None or sinks is not None:
+        if causal_in_sdpa:
+            mask = _visible_keys(queries, keys, True, None, None, q.device)
+        return _attention(q, k, v, scaling, soft_cap, sinks, mask)
+    groups = q.shape[1] // k.shape[1]
+    if mask is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal_in_sdpa, scale=scaling, enable_gqa=groups > 1
+        )
+    if groups > 1:
+        # With a mask, grouped heads would send SDPA to its slowest path.
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    mask, blind = _see_something(mask)
+    if mask.dtype not in (torch.bool, torch.float32):
+        mask = mask.to(q.dtype)
+    if mask.dtype != torch.bool and q.dtype == torch.float64:
+        mask = mask.double()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling).masked_fill(blind, 0.0)
+
+
+def _visible_keys(
+    queries: int, keys: int, is_causal: bool, window_size: int | None, kv_len: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
+    """Which keys a query sees: boolean [B or 1, 1, Sq, Skv]."""
+    column = torch.arange(keys, device=device)
+    length = torch.tensor(keys, device=device) if kv_len is None else kv_len.view(-1, 1, 1, 1).clamp(0, keys)
+    position = length - queries + torch.arange(queries, device=device)[:, None]  # [B or 1, 1, Sq, 1]
+    visible = (column < length).expand(*length.shape[:2], queries, keys) if kv_len is not None else column >= 0
+    if is_causal:
+        visible = visible & (column <= position)
+    if window_size is not None:
+        visible = visible & (position - column < window_size)
+    return visible.expand(queries, keys)[None, None] if visible.dim() < 4 else visible
+
+
+def _see_something(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask with every row that sees no key opened (its softmax and gradient stay finite), and which rows they are."""
+    if mask.dtype == torch.bool:
+        blind = ~mask.any(-1, keepdim=True)
+        return mask | blind, blind
+    blind = (mask == float("-inf")).all(-1, keepdim=True)
+    return mask.masked_fill(blind, 0.0), blind
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """The formula with nothing fused: scores and softmax in fp32 (fp64 for fp64)."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(dtype) @ k.to(dtype).transpose(2, 3) * scaling  # [B, Hq, Sq, Skv]
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    blind = None
+    if mask is not None:
+        mask, blind = _see_something(mask)
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        sink = sinks.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    p = torch.softmax(scores, dim=-1)[..., : v.shape[2]]
+    out = (p @ v.to(dtype)).to(q.dtype)
+    return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+def check_arguments(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window_size: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+) -> None:
+    """Raises ValueError or TypeError, naming ``op``, unless the arguments fit each other."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"{op}: q, k and v must have four dimensions, they have {q.dim()}, {k.dim()} and {v.dim()}")
+    batch, heads, queries, head_dim = q.shape
+    kv_batch, kv_heads, keys, k_dim = k.shape
+    if k_dim != head_dim or kv_batch != batch or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"{op}: expected q [B, Hq, Sq, D], k [B, Hkv, Skv, D] and v [B, Hkv, Skv, Dv], "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{op}: q's {heads} heads are not a multiple of k's {kv_heads}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"{op}: q, k and v must have one dtype, they have {q.dtype}, {k.dtype} and {v.dtype}")
+    if window_size is not None and window_size < 1:
+        raise ValueError(f"{op}: window_size must be at least 1 (or None), it is {window_size}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"{op}: soft_cap must be positive (or None), it is {soft_cap}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"{op}: sinks must be [{heads}], one for each head of q, it is {tuple(sinks.shape)}")
+    if kv_len is not None:
+        if kv_len.shape != (batch,):
+            raise ValueError(f"{op}: kv_len must be [{batch}], one for each batch entry, it is {tuple(kv_len.shape)}")
+        if kv_len.is_floating_point():
+            raise TypeError(f"{op}: kv_len must be of integers, it is {kv_len.dtype}")
+    if attention_mask is not None:
+        if not (attention_mask.dtype == torch.bool or attention_mask.is_floating_point()):
+            raise TypeError(f"{op}: attention_mask must be boolean or floating point, it is {attention_mask.dtype}")
+        full = (batch, heads, queries, keys)
+        shape = attention_mask.shape
+        if len(shape) > 4 or any(n != 1 and n != m for n, m in zip(reversed(shape), reversed(full), strict=False)):
+            raise ValueError(f"{op}: attention_mask {tuple(shape)} cannot be broadcast to [B, Hq, Sq, Skv] {full}")
