@@ -1,4 +1,8 @@
 """The cuTile implementations: one file an op with its kernels, launch, autograd and registration."""
 
 from tilegym.ops.cutile import attention
+from tilegym.ops.cutile import flash_decode
+from tilegym.ops.cutile import linear
 from tilegym.ops.cutile import matmul
+from tilegym.ops.cutile import rms_norm
+from tilegym.ops.cutile import splitk_reduce

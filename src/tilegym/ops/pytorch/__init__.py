@@ -1,4 +1,8 @@
 """The reference implementations in plain PyTorch, which are also the fallback."""
 
 from tilegym.ops.pytorch import attention
+from tilegym.ops.pytorch import flash_decode
+from tilegym.ops.pytorch import linear
 from tilegym.ops.pytorch import matmul
+from tilegym.ops.pytorch import rms_norm
+from tilegym.ops.pytorch import splitk_reduce

@@ -1,0 +1,46 @@
+"""What the launch functions of row-wise and elementwise ops share when they choose tiles and hints."""
+
+import functools
+from typing import Any
+
+import cuda.tile as ct
+import torch
+
+Int = ct.Constant[int]
+Bool = ct.Constant[bool]
+FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+INT32_MAX = 2**31 - 1
+
+
+def span(tile, SIZE: Int):
+    """In a kernel: the indices of the elements of tile number ``tile`` along one dimension, [SIZE]."""
+    # Row-wise and elementwise kernels address memory with gather and scatter: on sm_90 these become predicated
+    # 16-byte accesses issued back to back, where a bounds-checked ct.load branches around each one, or, with the
+    # tensor memory accelerator, spends registers and barriers on a pipeline that a single pass cannot fill. Their
+    # offsets are computed in 64 bits, and what lies out of bounds is 0.
+    return tile * SIZE + ct.arange(SIZE, dtype=ct.int32)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n`` (1 for 0)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@functools.cache
+def hinted(kernel: ct.kernel, **hints: Any) -> ct.kernel:
+    """``kernel`` with compiler hints, built once: ``replace_hints`` costs as much as a hundred launches."""
+    return kernel.replace_hints(**hints)
+
+
+@functools.cache
+def sm_count(device_index: int) -> int:
+    """The number of multiprocessors of a CUDA device; 4 for the CPU (index -1), which is enough to test with."""
+    return 4 if device_index < 0 else torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as [M, N] over its last dimension: a view where strides allow and fit the kernels' 32 bits, else a copy."""
+    if x.dim() == 2 and x.stride(0) <= INT32_MAX:
+        return x
+    x = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(x.shape[:-1].numel(), 0)
+    return x if x.stride(0) <= INT32_MAX else x.contiguous()

@@ -1,0 +1,170 @@
+import pytest
+import torch
+from common import HAS_GPU
+from common import PyTestCase
+from common import assert_launches_compile
+from common import backends
+from common import dtypes
+from common import gpu
+from common import randn
+from common import sanitized
+
+from tilegym.backend import use_backend
+from tilegym.errors import FallbackWarning
+from tilegym.ops import rms_norm
+from tilegym.ops.cutile.rms_norm import rms_norm_backward
+from tilegym.ops.cutile.rms_norm import rms_norm_forward
+from tilegym.ops.cutile.rms_norm import rms_norm_forward_rstd
+from tilegym.ops.pytorch.rms_norm import rms_norm as reference
+
+MODES = ["static_persistent", "multi_wave_reload", "multi_wave_cached"]
+# Rows and columns: one, not powers of two, several tiles of either; on a GPU real sizes too.
+SHAPES = [(1, 4), (3, 5), (37, 128), (2, 7, 96), (5, 4099)]
+GPU_SHAPES = [(1, 4096), (4, 2048, 4096), (4096, 128), (300, 14336), (33, 40000)]
+
+
+def arguments(*shape, dtype, bias=False, eps=1e-6, **options):
+    n = shape[-1]
+    kwargs = dict(input=randn(*shape, dtype=dtype), normalized_shape=n, weight=randn(n, dtype=dtype, seed=1), eps=eps)
+    if bias:
+        kwargs["bias"] = randn(n, dtype=dtype, seed=2)
+    return kwargs | options
+
+
+class Test_RMSNorm(PyTestCase):
+    @backends("rms_norm")
+    @dtypes()
+    @pytest.mark.parametrize("shape", SHAPES + (GPU_SHAPES if HAS_GPU else []), ids=str)
+    def test_op(self, backend, dtype, shape):
+        self.assertCorrectness(rms_norm, reference, arguments(*shape, dtype=dtype), {"backend": backend}, gradient=True)
+
+    @pytest.mark.parametrize("casting", ["llama", "gemma"])
+    @pytest.mark.parametrize("options", [{"offset": 1.0}, {"bias": True}, {"offset": 0.5, "bias": True}], ids=str)
+    def test_options(self, casting, options):
+        kwargs = arguments(6, 80, dtype=torch.bfloat16, casting=casting, **options)
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    def test_without_weight(self, offset):
+        kwargs = arguments(6, 80, dtype=torch.float16, offset=offset) | {"weight": None}
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("shape", [(3, 5), (19, 1000), (2, 5000)] + ([(512, 40000)] if HAS_GPU else []), ids=str)
+    def test_modes_agree(self, shape):
+        kwargs = arguments(*shape, dtype=torch.bfloat16)
+        with sanitized():
+            results = [rms_norm(**kwargs, mode=mode, backend="cutile") for mode in MODES]
+        for result in results:
+            self.assertClose("y", result, reference(**kwargs), reference(**{k: _double(v) for k, v in kwargs.items()}))
+
+    def test_rows_wider_than_the_registers(self):
+        kwargs = arguments(3, 33000, dtype=torch.bfloat16, bias=True)
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
+    def test_gradients_of_some(self, frozen):
+        kwargs = arguments(5, 24, dtype=torch.float32, bias=True)
+        wanted = tuple({"input", "weight", "bias"} - {frozen})
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=wanted)
+
+    def test_gradients_are_the_same_every_time(self):
+        kwargs = arguments(300, 64, dtype=torch.bfloat16)
+        kwargs["weight"].requires_grad_()
+        runs = []
+        for _ in range(2):
+            y = rms_norm(**kwargs, backend="cutile")
+            runs.append(torch.autograd.grad(y, kwargs["weight"], torch.ones_like(y))[0])
+        assert torch.equal(*runs)
+
+    @pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # that they are not fp64
+    def test_gradcheck(self):
+        x, w, b = randn(3, 6), randn(6, seed=1), randn(6, seed=2)
+        inputs = tuple(t.requires_grad_() for t in (x, w, b))
+        torch.autograd.gradcheck(
+            lambda x, w, b: rms_norm(x, 6, w, 1e-5, bias=b, offset=1.0, backend="cutile"),
+            inputs, eps=1e-2, atol=1e-2, rtol=1e-2, nondet_tol=0.0,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        "view",
+        [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[::2, :32], lambda x: x[:1].expand(5, 64)],
+        ids=["transposed", "every_other_column", "slice", "expanded"],
+    )
+    def test_not_contiguous(self, view):
+        x = view(randn(64, 64, dtype=torch.bfloat16))
+        kwargs = dict(input=x, normalized_shape=x.shape[-1], weight=randn(x.shape[-1], dtype=x.dtype), eps=1e-6)
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)], ids=str)
+    def test_empty(self, shape):
+        kwargs = arguments(*shape, dtype=torch.float32)
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.0], ids=str)
+    def test_special_values(self, value):
+        kwargs = arguments(4, 40, dtype=torch.bfloat16)
+        kwargs["input"][1, 3] = value
+        kwargs["input"][2] = value
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_weight_of_another_dtype(self):
+        kwargs = arguments(4, 40, dtype=torch.bfloat16)
+        kwargs["weight"] = kwargs["weight"].float()
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_offsets_beyond_32_bits(self):
+        """Three rows, each 2^30 elements after the other; only what is touched takes memory."""
+        stride = 2**30 + 64
+        x = torch.empty(2 * stride + 64, dtype=torch.bfloat16).as_strided((3, 64), (stride, 1))
+        x.copy_(randn(3, 64, dtype=x.dtype))
+        kwargs = dict(input=x, normalized_shape=64, weight=None, eps=1e-6)
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_unsupported_dtype_falls_back(self):
+        x = randn(2, 8, dtype=torch.float64)
+        with use_backend("cutile"), pytest.warns(FallbackWarning, match="not fp32, fp16 or bf16"):
+            y = rms_norm(x, 8, None, 1e-6)
+        assert torch.equal(y, reference(x, 8, None, 1e-6))
+
+    @backends("rms_norm")
+    @pytest.mark.parametrize(
+        "wrong", [{"normalized_shape": 7}, {"normalized_shape": (2, 8)}, {"mode": "fast"}, {"casting": "qwen"}], ids=str
+    )
+    def test_wrong_arguments(self, backend, wrong):
+        with pytest.raises(ValueError, match="rms_norm: " + next(iter(wrong))):
+            rms_norm(**arguments(2, 8, dtype=torch.float32) | wrong, backend=backend)
+
+    @pytest.mark.parametrize("mode", [None, "multi_wave_reload"])
+    def test_compiled(self, mode):
+        def call(x, w):
+            return rms_norm(x * 2, 48, w, 1e-6, mode=mode, backend="cutile").sin()
+
+        self.assertCompiledEqualsEager(call, randn(10, 48), randn(48, seed=1))
+
+    def test_operators(self):
+        x, w, dy = randn(3, 2, 48), randn(48, seed=1), randn(3, 2, 48, seed=2)
+        _, rstd = rms_norm_forward_rstd(x, w, None, 1e-6, None, 0.0, True)
+        torch.library.opcheck(rms_norm_forward.operator, (x, w, None, 1e-6, None, 0.0, True))
+        torch.library.opcheck(rms_norm_forward_rstd.operator, (x, None, w, 1e-6, None, 0.0, True))
+        torch.library.opcheck(rms_norm_backward.operator, (dy, x, w, rstd, 0.0, True, False))
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_compiles_for_every_architecture(self, mode):
+        x, w = torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+        assert_launches_compile(lambda: rms_norm_forward(x, w, None, 1e-6, mode, 0.0, True))
+
+    @pytest.mark.parametrize("n", [4096, 10000])
+    def test_backward_compiles_for_every_architecture(self, n):
+        x, w, rstd = torch.empty(64, n, dtype=torch.bfloat16), torch.empty(n), torch.empty(64)
+        assert_launches_compile(lambda: rms_norm_backward(x, torch.empty_like(x), w, rstd, 0.0, True, True))
+
+    @gpu
+    def test_graph_capture(self):
+        self.assertCaptures(
+            lambda x, w: rms_norm(x, 4096, w, 1e-6, backend="cutile"),
+            randn(16, 4096, dtype=torch.bfloat16), randn(4096, dtype=torch.bfloat16),
+        )  # fmt: skip
+
+
+def _double(value):
+    return value.double() if isinstance(value, torch.Tensor) else value
