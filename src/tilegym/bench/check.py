@@ -33,7 +33,7 @@ def deviation(got: torch.Tensor, oracle: torch.Tensor) -> Deviation:
         return Deviation(float("inf"), float("inf"))
     if oracle.numel() == 0:
         return Deviation(0.0, 0.0)
-    error = got.detach().to(oracle.dtype).sub_(oracle).abs_()
+    error = (got.detach().to(oracle.dtype) - oracle).abs_()
     scale = max(float(oracle.square().mean().sqrt()), torch.finfo(oracle.dtype).tiny)
     largest = float(error.max())
     if not largest < float("inf"):

@@ -1,150 +1,208 @@
-"""Shows the result of a job on a terminal."""
+"""The results of a run: what one is, and how they are written (JSON, CSV) and shown (compact tables)."""
 
-import textwrap
+import csv
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from tilegym.bench.spec import OURS
+from tilegym.bench.spec import BenchmarkError
 
-from tilegym.bench.compare import Comparison
-from tilegym.bench.coverage import Coverage
-from tilegym.bench.job import Result
-from tilegym.bench.job import device_name
-
-_SHOWN_ENTRIES = 12
-
-
-def show(result: Result, console: Console, show_outputs: bool) -> None:
-    """Prints what was run, what it gave, how fast, and whether patched and unpatched agree."""
-    _show_setup(result, console)
-    if result.patches is not None:
-        console.print(escape(str(result.patches).rstrip()), highlight=False, soft_wrap=True)
-        console.print()
-    if show_outputs:
-        _show_outputs(result, console)
-    if result.coverage is not None:
-        _show_coverage(result.coverage, console)
-    if result.profile_table is not None:
-        console.print(escape(result.profile_table), highlight=False, soft_wrap=True)
-        console.print(f"profile written to {result.profile_file} (open it in chrome://tracing or ui.perfetto.dev)\n")
-    _show_speed(result, console)
-    if result.comparison is not None:
-        _show_comparison(result.comparison, console)
+SCHEMA = 1
+RESULTS_FILE = "results.json"
 
 
-def _show_setup(result: Result, console: Console) -> None:
-    model, options = result.model, result.options
-    weights = "random weights" if model["random_weights"] else "trained weights"
-    sizes = ", ".join(f"{batch.size} x {batch.prompt_length}" for batch in result.batches[:4])
-    more = f" and {len(result.batches) - 4} more" if len(result.batches) > 4 else ""
-    rows = {
-        "model": f"{model['id']} ({model['type']}, {_count(model['parameters'])} parameters, {weights})",
-        "device": f"{device_name(result.device)}, {str(result.summary()['precision'])}",
-        "kernels": "unpatched" if result.backend is None else f"TileGym, backend {result.backend}",
-        "work": f"prompts {sizes}{more} tokens, {options.output_length} new tokens each, "
-        f"{options.num_runs} runs after {options.warmup_runs} warm-up",
-    }
-    console.print()
-    for key, value in rows.items():
-        console.print(f"[bold]{key:8}[/bold] {escape(value)}", highlight=False, soft_wrap=True)
-    for notice in result.notices:
-        console.print(f"[yellow]note    [/yellow] {escape(notice)}", highlight=False, soft_wrap=True)
-    console.print()
+@dataclass
+class Result:
+    """One provider, at one shape, in one mode. Times in seconds, sizes in bytes; figures only where status is "ok".
+
+    ``status``: "ok"; "WRONG": it does not compute the op; "failed": it raised; "missing": it is not installed.
+    ``backend``: for ours, the backend that served the call.
+    """
+
+    op: str
+    shape: str
+    model: str
+    dims: dict[str, Any]
+    mode: str
+    provider: str
+    status: str
+    note: str = ""
+    backend: str = ""
+    error: float | None = None
+    largest_error: float | None = None
+    seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
+    samples: int = 0
+    bytes_per_second: float | None = None
+    flops_per_second: float | None = None
+    bound: str = ""
+    roofline_share: float | None = None
+    peak_bytes: int | None = None
 
 
-def _show_outputs(result: Result, console: Console) -> None:
-    for i, text in enumerate(result.texts):
-        console.print(f"[bold]output {i + 1}[/bold]", highlight=False)
-        console.print(escape(textwrap.indent(text.strip("\n"), "    ")), highlight=False, soft_wrap=True)
-    console.print()
+@dataclass
+class HostResult:
+    """The host's seconds for one call of a provider on tiny tensors."""
+
+    op: str
+    dims: dict[str, Any]
+    provider: str
+    status: str
+    note: str = ""
+    backend: str = ""
+    seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
 
 
-def _show_coverage(coverage: Coverage, console: Console) -> None:
-    table = Table("kernel" if coverage.device_type == "cuda" else "op", box=box.SIMPLE_HEAD)
-    table.add_column("TileGym's")
-    for column in ("calls", "ms", "share"):
-        table.add_column(column, justify="right")
-    shown = coverage.entries[:_SHOWN_ENTRIES]
-    shown += [entry for entry in coverage.entries[_SHOWN_ENTRIES:] if entry.own]
-    for entry in shown:
-        share = entry.seconds / coverage.total_seconds if coverage.total_seconds else 0.0
-        name = entry.name if len(entry.name) <= 60 else entry.name[:57] + "..."
-        table.add_row(
-            escape(name), "yes" if entry.own else "", str(entry.calls), f"{1e3 * entry.seconds:.2f}", f"{share:.1%}"
+@dataclass
+class Run:
+    """Everything that one run of the benchmarks has found so far."""
+
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    roofline: dict[str, Any] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    host: list[HostResult] = field(default_factory=list)
+    complete: bool = False
+    schema: int = SCHEMA
+
+    def write(self, folder: Path) -> None:
+        """Writes ``results.json``, ``results.csv`` and ``host.csv``; a reader never sees half a file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / RESULTS_FILE, json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n")
+        for name, rows in (("results.csv", self.results), ("host.csv", self.host)):
+            _write_csv(folder / name, rows, self.machine)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Run":
+        """The run that was written to ``folder``.
+
+        Raises:
+            BenchmarkError: there is none, or it was written by another version of TileGym.
+        """
+        path = folder / RESULTS_FILE
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BenchmarkError(f"{path} cannot be read ({error}): give the folder that --output named") from error
+        if stored.get("schema") != SCHEMA:
+            raise BenchmarkError(f"{path} has schema {stored.get('schema')}, not {SCHEMA}: measure again")
+        stored["results"] = [Result(**row) for row in stored["results"]]
+        stored["host"] = [HostResult(**row) for row in stored["host"]]
+        return cls(**stored)
+
+    @property
+    def wrong(self) -> list[Result | HostResult]:
+        """Results of ours that are wrong or failed: a run that has any is a failure."""
+        return [row for row in (*self.results, *self.host) if row.provider == OURS and row.status != "ok"]
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def _write_csv(path: Path, rows: list, machine: dict[str, Any]) -> None:
+    columns = {key: machine[key] for key in ("gpu", "driver", "torch", "tilegym", "cuda_tile") if key in machine}
+    part = path.with_name(path.name + ".part")
+    with part.open("w", newline="", encoding="utf-8") as file:
+        writer = None
+        for row in rows:
+            flat = dataclasses.asdict(row) | {"dims": json.dumps(row.dims)} | columns
+            if writer is None:
+                writer = csv.DictWriter(file, flat)
+                writer.writeheader()
+            writer.writerow(flat)
+    os.replace(part, path)
+
+
+def rate(result: Result) -> str:
+    """The figure that the roofline's binding ceiling is about: "3912 GB/s" or "640 TFLOP/s"."""
+    if result.bound == "compute":
+        return f"{result.flops_per_second / 1e12:.3g} TFLOP/s"
+    return f"{result.bytes_per_second / 1e9:.4g} GB/s"
+
+
+def microseconds(seconds: float) -> str:
+    """Three or four digits: "4.31", "36.2", "1620"."""
+    value = seconds * 1e6
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def spread(result: Result | HostResult) -> str:
+    """Half the distance of the 20th and 80th percentile, in percent of the median."""
+    return f"{50 * (result.high - result.low) / result.seconds:.0f}%"
+
+
+def cases(results: Iterable[Result]) -> dict[tuple[str, str, str], dict[str, Result]]:
+    """{(op, mode, shape): {provider: result}}, in the order of measurement."""
+    grouped: dict[tuple[str, str, str], dict[str, Result]] = {}
+    for row in results:
+        grouped.setdefault((row.op, row.mode, row.shape), {})[row.provider] = row
+    return grouped
+
+
+def _line(key: tuple[str, str, str], row: dict[str, Result]) -> str:
+    op, mode, shape = key
+    head = f"{op:16} {mode:8} {shape:26}"
+    ours = row.get(OURS)
+    if ours is None or ours.status != "ok":
+        head += f"{ours.status if ours else '-':>9}{'':26}"
+    else:
+        figures = f"{microseconds(ours.seconds):>9} ±{spread(ours):>4} {rate(ours):>12} {ours.roofline_share:>5.0%}"
+        head += figures + (f"  [{ours.note}]" if ours.note else "")
+    others = []
+    for name, other in row.items():
+        if name == OURS or other.status == "missing":
+            continue
+        if other.status != "ok":
+            others.append(f"{name} {other.status}")
+        elif ours is not None and ours.status == "ok":
+            others.append(f"{name} {microseconds(other.seconds)} ({other.seconds / ours.seconds:.2f}x)")
+        else:
+            others.append(f"{name} {microseconds(other.seconds)}")
+    return f"{head}  | {', '.join(others)}"
+
+
+def table(run: Run) -> str:
+    """The run as compact lines: a heading, one line a case, one line an op for host time, and what went wrong."""
+    lines = [f"{run.machine.get('device_name')}, {run.settings['dtype']}"]
+    if run.roofline:
+        lines.append(
+            f"roofline of this run: copy {run.roofline['bandwidth'] / 1e9:.0f} GB/s, "
+            f"GEMM {run.roofline['rate'] / 1e12:.3g} TFLOP/s"
         )
-    hidden = [entry for entry in coverage.entries if entry not in shown]
-    if hidden:
-        spent = sum(entry.seconds for entry in hidden)
-        share = spent / coverage.total_seconds
-        calls = sum(entry.calls for entry in hidden)
-        table.add_row(f"{len(hidden)} others", "", str(calls), f"{1e3 * spent:.2f}", f"{share:.1%}")
-    console.print(table)
-    console.print(escape(coverage.headline), highlight=False, style="bold", soft_wrap=True)
-    console.print(f"    {coverage.explanation}\n", highlight=False, soft_wrap=True)
-
-
-def _show_speed(result: Result, console: Console) -> None:
-    sides = {"unpatched": result.unpatched, "TileGym": result.patched}
-    sides = {name: side.summary() for name, side in sides.items() if side is not None}
-    table = Table("", box=box.SIMPLE_HEAD)
-    for name in sides:
-        table.add_column(name, justify="right")
-    if len(sides) == 2:
-        table.add_column("TileGym is", justify="right")
-    rows = [
-        ("throughput", "throughput_tokens_per_second", "{:.1f} tokens/sec", False),
-        ("time to first token", "time_to_first_token_ms", "{:.2f} ms", True),
-        ("time per output token", "time_per_output_token_ms", "{:.2f} ms", True),
-        ("decode rate", "decode_tokens_per_second", "{:.1f} tokens/sec", False),
-    ]
-    for label, key, form, lower_is_better in rows:
-        values = [side[key] for side in sides.values()]
-        cells = ["-" if value is None else form.format(value) for value in values]
-        if len(values) == 2 and None not in values:
-            ratio = values[0] / values[1] if lower_is_better else values[1] / values[0]
-            cells.append(f"{ratio:.2f}x as fast")
-        table.add_row(label, *cells)
-    table.add_row("peak memory", *(_bytes(side["peak_memory_bytes"]) for side in sides.values()))
-    console.print(table)
-    if result.device.type == "cpu":
-        console.print("    peak memory on a CPU is the whole process's so far", highlight=False)
-    for name, side in sides.items():
-        rate, spread = side["throughput_tokens_per_second"], side["throughput_stdev"]
-        label = f"{name + ':':11}" if len(sides) == 2 else ""
-        console.print(f"{label}Average throughput: {rate:.2f} ± {spread:.2f} tokens/sec", highlight=False, style="bold")
-    console.print()
-
-
-def _show_comparison(comparison: Comparison, console: Console) -> None:
-    agreement = f"{comparison.token_agreement:.1%}"
-    if comparison.first_difference is not None:
-        agreement += f", first difference at step {comparison.first_difference + 1}"
-    rows = {
-        "token agreement": agreement,
-        "equal sequences": f"{comparison.sequences_equal} of {comparison.sequences}",
-        "largest logit difference": f"{comparison.max_logit_difference:.4g}"
-        f" (logits reach {comparison.max_logit:.3g}; {comparison.steps_compared} steps compared)",
-    }
-    if comparison.oracle is not None:
-        rows[f"error against {comparison.oracle}"] = (
-            f"unpatched {comparison.unpatched_max_error:.4g} at most, {comparison.unpatched_rms_error:.3g} rms; "
-            f"TileGym {comparison.patched_max_error:.4g} at most, {comparison.patched_rms_error:.3g} rms"
-        )
-    width = max(len(label) for label in rows)
-    for label, value in rows.items():
-        console.print(f"{label:{width}}  {value}", highlight=False, soft_wrap=True)
-    verdict = "[bold green]PASS[/bold green]" if comparison.passed else "[bold red]FAIL[/bold red]"
-    console.print(f"{verdict}: {escape(comparison.reason)}", highlight=False, soft_wrap=True)
-    console.print(f"    criterion: {comparison.criterion}", highlight=False, style="dim")
-
-
-def _count(number: int) -> str:
-    for unit, size in (("billion", 1e9), ("million", 1e6)):
-        if number >= 0.1 * size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number:,}"
-
-
-def _bytes(number: int) -> str:
-    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
+    if run.results:
+        lines += [
+            "",
+            f"{'op':16} {'pass':8} {'shape':26}{'us':>9}{'':7}{'rate':>12} {'roof':>6}  "
+            "| others: us (their time as a multiple of ours)",
+        ]
+        lines += [_line(key, row) for key, row in cases(run.results).items()]
+    if run.host:
+        lines += ["", "host time of one call, us"]
+        by_op: dict[str, list[HostResult]] = {}
+        for row in run.host:
+            by_op.setdefault(row.op, []).append(row)
+        for op, rows in by_op.items():
+            figures = [
+                f"{row.provider} {microseconds(row.seconds)}" if row.status == "ok" else f"{row.provider} {row.status}"
+                for row in rows
+                if row.status != "missing"
+            ]
+            lines.append(f"{op:16} {', '.join(figures)}")
+    faults = dict.fromkeys(
+        f"{row.op} {getattr(row, 'shape', 'host')}, {row.provider} {row.status}: {row.note}"
+        for row in (*run.results, *run.host)
+        if row.status in ("WRONG", "failed")
+    )
+    return "\n".join([*lines, *([""] if faults else []), *faults])

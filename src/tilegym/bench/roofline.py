@@ -4,6 +4,7 @@ The roofline model (Williams, Waterman and Patterson 2009): an op that moves b b
 least ``max(b / bandwidth, f / rate)``; its share of the roofline is that time over the measured one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,22 +35,25 @@ class Roofline:
         return max(work.bytes / self.bandwidth, work.flops / self.rate)
 
 
-def _median(timer: CudaTimer | CpuTimer, call, written: int) -> float:
+def _median(timer: CudaTimer | CpuTimer, call: Callable, written: int) -> float:
     trial = timer.trial(lambda _: call(), lambda: None, written)
     for _ in range(timer.rounds):
         timer.round(trial)
     return Timing.of(trial.samples).median
 
 
+def _bandwidth(timer: CudaTimer | CpuTimer, size: int) -> float:
+    source = torch.randn(size // 4, device=timer.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _median(timer, lambda: target.copy_(source), target.nbytes)
+
+
+def _rate(timer: CudaTimer | CpuTimer, size: int, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(size, size, device=timer.device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _median(timer, lambda: a @ b, a.nbytes)
+
+
 def measure_roofline(timer: CudaTimer | CpuTimer, dtype: torch.dtype) -> Roofline:
     """Measures a copy that is far larger than any cache, and a square GEMM of ``dtype`` by the vendor's library."""
-    gpu = timer.device == "cuda"
-    copied = 1 << 30 if gpu else 1 << 26
-    source = torch.randn(copied // 4, device=timer.device)
-    target = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / _median(timer, lambda: target.copy_(source), target.nbytes)
-    del source, target
-    size = 8192 if gpu else 512
-    a, b = (torch.randn(size, size, device=timer.device).to(dtype) for _ in range(2))
-    rate = 2 * size**3 / _median(timer, lambda: a @ b, a.nbytes)
-    return Roofline(bandwidth, rate, copied, size)
+    copied, size = (1 << 30, 8192) if timer.device == "cuda" else (1 << 26, 512)
+    return Roofline(_bandwidth(timer, copied), _rate(timer, size, dtype), copied, size)

@@ -116,6 +116,7 @@ class Benchmark:
         differentiable: the inputs whose gradients are measured; empty: forward only.
         shapes, quick, small: the sweep; the few shapes of ``--quick``; those for a machine without a GPU.
         host: the sizes at which host time is measured, so small that the GPU never holds the host up.
+        quick_modes: the passes that ``--quick`` measures.
         yardstick: the peer whose speed is the goal; None where it is the roofline itself.
     """
 
@@ -131,6 +132,7 @@ class Benchmark:
     small: tuple[Shape, ...]
     backward: Callable[..., Work] | None = None
     differentiable: tuple[str, ...] = ()
+    quick_modes: tuple[str, ...] = (FORWARD,)
     baseline: str = "torch"
     yardstick: str | None = None
     extra: dict[str, Provider] = field(default_factory=dict, repr=False)
