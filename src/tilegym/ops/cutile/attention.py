@@ -1,8 +1,9 @@
 """``fmha`` in cuTile: attention that never holds a row of scores (online softmax, arXiv:2205.14135).
 
-A block takes TILE_M queries of one head and walks along the keys, TILE_N at a time. For its queries it keeps the largest
-score so far (``m``), the sum of exponentials relative to it (``l``) and the weighted sum of values (``acc``); whenever
-the largest score grows, the other two are scaled down to it. Exponentials are taken to base 2, which the hardware has.
+A block takes TILE_M queries of one head and walks along the keys, TILE_N at a time. For each query it keeps the largest
+score so far (``row_max``), the sum of exponentials relative to it (``row_sum``) and the weighted sum of values
+(``acc``); whenever the largest score grows, the other two are scaled down to it. Exponentials are taken to base 2,
+which the hardware has.
 """
 
 import functools
@@ -29,7 +30,7 @@ LOG2E = math.log2(math.e)
 
 
 def cap_scores(s, soft_cap):
-    """``soft_cap * tanh(s / soft_cap)``, with tanh(x) = 1 - 2 / (1 + exp(2x)): exact to fp32 where tanh.approx is not."""
+    """``soft_cap * tanh(s / soft_cap)``, by tanh(x) = 1 - 2 / (1 + exp(2x)), which is exact to fp32."""
     return soft_cap - 2 * soft_cap / (1 + ct.exp2(s * (2 * LOG2E / soft_cap)))
 
 
@@ -40,18 +41,21 @@ def load_mask(mask, batch, head, i, j, TILE_R: Int, TILE_C: Int):
     return tile.reshape((TILE_R, TILE_C))
 
 
-def update_softmax(s, m, l, acc, unit, ADDITIVE: Bool):
-    """Takes a tile of scores into the online softmax: (probabilities, m, l, acc); ``s * unit`` is the exponent of 2."""
-    m_new = ct.maximum(m, ct.max(s, axis=1, keepdims=True))
+def update_softmax(s, row_max, row_sum, acc, unit, ADDITIVE: Bool):
+    """Takes a tile of scores into the online softmax: ``s * unit`` is the exponent of 2.
+
+    Returns the probabilities (relative to the new maximum) and the updated row_max, row_sum and acc.
+    """
+    new_max = ct.maximum(row_max, ct.max(s, axis=1, keepdims=True))
     # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is not a number.
-    base = ct.where(m_new == -math.inf, 0.0, m_new)
+    base = ct.where(new_max == -math.inf, 0.0, new_max)
     if ADDITIVE:
         # A mask may hold the most negative number, whose multiple would be -inf: subtract before multiplying.
         p = ct.exp2((s - base) * unit, flush_to_zero=True)
     else:
         p = ct.exp2(s * unit - base * unit, flush_to_zero=True)
-    shrink = ct.exp2((m - base) * unit, flush_to_zero=True)
-    return p, m_new, l * shrink + ct.sum(p, axis=1, keepdims=True), acc * shrink
+    shrink = ct.exp2((row_max - base) * unit, flush_to_zero=True)
+    return p, new_max, row_sum * shrink + ct.sum(p, axis=1, keepdims=True), acc * shrink
 
 
 @ct.kernel
@@ -116,11 +120,11 @@ def attention_kernel(
     if SINKS:
         # A sink is one more key, with a score of its own and the value zero.
         sink = ct.load(sinks, (head,), (1,)).astype(ct.float32).item()
-        m = ct.full((TILE_M, 1), sink * (LOG2E / unit), dtype=ct.float32)
-        l = ct.ones((TILE_M, 1), dtype=ct.float32)
+        row_max = ct.full((TILE_M, 1), sink * (LOG2E / unit), dtype=ct.float32)
+        row_sum = ct.ones((TILE_M, 1), dtype=ct.float32)
     else:
-        m = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
-        l = ct.zeros((TILE_M, 1), dtype=ct.float32)
+        row_max = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
+        row_sum = ct.zeros((TILE_M, 1), dtype=ct.float32)
     for j in range(first, last):
         k_tile = ct.load(k, (batch, kv_head, 0, j), (1, 1, TILE_D, TILE_N), order=(0, 1, 3, 2), padding_mode=zero)
         k_tile = k_tile.reshape((TILE_D, TILE_N))
@@ -144,7 +148,7 @@ def attention_kernel(
                 if WINDOW:
                     visible = visible & (positions - columns < window)
                 s = ct.where(visible, s, -math.inf)
-        p, m, l, acc = update_softmax(s, m, l, acc, unit, MASK == ADDITIVE_MASK)
+        p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, MASK == ADDITIVE_MASK)
         v_tile = ct.load(v, (batch, kv_head, j, 0), (1, 1, TILE_N, TILE_DV), padding_mode=zero)
         v_tile = v_tile.reshape((TILE_N, TILE_DV))
         if TF32:
@@ -152,7 +156,7 @@ def attention_kernel(
         else:
             acc = ct.mma(p.astype(v_tile.dtype), v_tile, acc)
 
-    acc = acc / ct.where(l == 0.0, 1.0, l)  # no key seen: zeros
+    acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
     ct.store(out, (batch, head, i, 0), acc.reshape((1, 1, TILE_M, TILE_DV)).astype(out.dtype))
 
 

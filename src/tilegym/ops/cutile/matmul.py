@@ -122,7 +122,7 @@ _CONFIGS = {
     (0, 8): ((Config(128, 128, 64), 1.0), (Config(64, 128, 64), 0.8), (Config(64, 64, 64), 0.6)),
     (0, 32): ((Config(128, 128, 32, 8), 1.0), (Config(64, 64, 32), 0.7)),
 }
-_GROUP_M = 8
+GROUP_M = 8  # rows of tiles that blocks running at the same time share
 _INTERPRETED = Config(32, 32, 32)
 
 
@@ -189,6 +189,8 @@ def matmul_forward(
 ) -> torch.Tensor:
     c = _fake(a, b, trans_a, trans_b, static_persistent, use_tma)
     m, n = c.shape
+    if a.numel() == 0:
+        return c.zero_()
     tf32 = uses_tf32(a.dtype)
     a, a_flipped = with_unit_stride(a)
     b, b_flipped = with_unit_stride(b)
@@ -211,7 +213,7 @@ def matmul_forward(
             config.tile_m,
             config.tile_n,
             config.tile_k,
-            _GROUP_M,
+            GROUP_M,
             trans_a != a_flipped,
             trans_b != b_flipped,
             tf32,
@@ -236,9 +238,11 @@ class Matmul(torch.autograd.Function):
         trans_a, trans_b, *how = ctx.options
         da = db = None
         if ctx.needs_input_grad[0]:
-            da = differentiable(b, dc, trans_b, True, *how) if trans_a else differentiable(dc, b, False, not trans_b, *how)
+            operands = (b, dc, trans_b, True) if trans_a else (dc, b, False, not trans_b)
+            da = differentiable(*operands, *how)
         if ctx.needs_input_grad[1]:
-            db = differentiable(dc, a, True, trans_a, *how) if trans_b else differentiable(a, dc, not trans_a, False, *how)
+            operands = (dc, a, True, trans_a) if trans_b else (a, dc, not trans_a, False)
+            db = differentiable(*operands, *how)
         return da, db, None, None, None, None
 
 

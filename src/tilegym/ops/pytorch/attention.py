@@ -70,7 +70,7 @@ def _visible_keys(
 
 
 def _see_something(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask with every row that sees no key opened (its softmax and gradient stay finite), and which rows they are."""
+    """The mask with those rows opened that see no key (softmax and gradient stay finite), and which rows they are."""
     if mask.dtype == torch.bool:
         blind = ~mask.any(-1, keepdim=True)
         return mask | blind, blind

@@ -1,0 +1,23 @@
+"""``linear`` in plain PyTorch."""
+
+import torch
+import torch.nn.functional as F
+
+from tilegym.backend import register_impl
+
+
+@register_impl("linear", "pytorch")
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    check_operands(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def check_operands(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises ValueError or TypeError unless x @ weight.T + bias is defined."""
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: expected x [..., K] and weight [N, K], got {tuple(x.shape)}, {tuple(weight.shape)}")
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+        dtypes = [str(t.dtype) for t in (x, weight, bias) if t is not None]
+        raise TypeError(f"linear: x, weight and bias must have one dtype, they have {', '.join(dtypes)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear: bias must be [{weight.shape[0]}], it is {tuple(bias.shape)}")
