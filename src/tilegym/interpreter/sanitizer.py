@@ -114,12 +114,8 @@ class Sanitizer:
             conflict &= previous > 0  # atomics of several blocks go together
         if bool(conflict.any()):
             lane = int(conflict.nonzero()[0])
-            other = abs(int(previous[lane])) - 1
-            other = (
-                other % state.grid[0],
-                other // state.grid[0] % state.grid[1],
-                other // state.grid[0] // state.grid[1],
-            )
+            rows, x = divmod(abs(int(previous[lane])) - 1, state.grid[0])
+            z, y = divmod(rows, state.grid[1])
             raise WriteConflictError(
                 f"an element that block {(x, y, z)} wrote is written again, not both times by an atomic operation",
                 location=describe(location),

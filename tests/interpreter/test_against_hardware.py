@@ -1,0 +1,89 @@
+"""Every small kernel run in the interpreter and by the real compiler on a GPU: bit for bit where the operation is
+exact, within a stated number of units in the last place where platforms round in their own way."""
+
+import os
+
+import cuda.tile as ct
+import pytest
+import torch
+
+from interpreter import cases
+from interpreter import programs
+from interpreter.comparison import describe_difference
+from tilegym import interpreter
+
+HAS_GPU = (
+    torch.cuda.is_available()
+    and torch.cuda.get_device_capability() >= (8, 0)
+    and os.environ.get("TILEGYM_INTERPRET") != "1"
+)
+IS_BLACKWELL = HAS_GPU and torch.cuda.get_device_capability() >= (10, 0)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU that cuTile supports")]
+
+CASES = [
+    case
+    for group in (
+        cases.elementwise,
+        cases.conversions,
+        programs.memory,
+        programs.shapes,
+        programs.reductions,
+        programs.products,
+        programs.atomics,
+        programs.control_flow,
+    )
+    for case in group()
+]
+
+
+def moved(arg, device: str):
+    """A copy of a kernel argument on a device, of the same layout."""
+    if isinstance(arg, torch.Tensor):
+        copy = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=device)
+        return copy.copy_(arg)
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(moved(item, device) for item in arg)
+    return arg
+
+
+def tensors(args) -> list:
+    found = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found.extend(tensors(arg))
+    return found
+
+
+def differences(case: cases.Case) -> list[str]:
+    args = case.make_args()
+    on_cpu, on_gpu = moved(args, "cpu"), moved(args, "cuda")
+    interpreter.launch(case.grid, case.kernel, on_cpu)
+    with ct.compiler_timeout(60):
+        ct.launch(torch.cuda.current_stream(), case.grid, case.kernel, tuple(on_gpu))
+    torch.cuda.synchronize()
+    found = []
+    pairs = list(zip(tensors(on_cpu), tensors(on_gpu), strict=True))
+    for number, (ours, real) in enumerate(pairs):
+        real = moved(real, "cpu")
+        if case.rows and number == len(pairs) - 1:
+            for row, (name, ulps) in enumerate(case.rows):
+                found += describe_difference(name, ours[row], real[row], ulps)
+        else:
+            found += describe_difference(f"array {number}", ours, real, case.ulps)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel(case):
+    found = differences(case)
+    assert not found, f"the interpreter differs from the GPU in {len(found)} ways:\n" + "\n".join(found)
+
+
+@pytest.mark.skipif(not IS_BLACKWELL, reason="block-scaled products need Blackwell")
+@pytest.mark.parametrize("case", programs.scaled_products(), ids=str)
+def test_scaled_product(case):
+    found = differences(case)
+    assert not found, "\n".join(found)
