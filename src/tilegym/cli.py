@@ -26,6 +26,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "infer": Command("tilegym.infer", "infer", "Run a Hugging Face model, with and without TileGym's kernels."),
     "tune": Command("tilegym.tune", "tune", "List, clear or export what the autotuner has measured."),
+    "bench": Command("tilegym.bench_cli", "bench", "Measure ops against other implementations and the roofline."),
     "doctor": Command("tilegym.doctor", "doctor", "Check that this machine can run TileGym; say what to do if not."),
 }
 
