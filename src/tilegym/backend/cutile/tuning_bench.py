@@ -1,0 +1,125 @@
+"""The GPU as the autotuner sees it: compiling candidates in parallel, launching them, timing them with a cold L2."""
+
+import contextlib
+import functools
+import io
+import os
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import cuda.tile as ct
+import torch
+from cuda.tile import compilation
+
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.tuning import Candidate
+
+_parallel_lock = threading.Lock()
+
+
+class GpuBench:
+    """One CUDA device."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        properties = torch.cuda.get_device_properties(index)
+        self.gpu = properties.name
+        self.arch = f"sm_{properties.major}{properties.minor}"
+        self._l2_bytes = properties.L2_cache_size
+
+    def ready(self) -> bool:
+        return not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing())
+
+    def compile(self, candidates: Sequence[Candidate], timeout: float) -> list[Exception | None]:
+        """Compiles into cuTile's disk cache, from which the first launch takes the binary.
+
+        Threads suffice: the compiler proper is a process of its own.
+        """
+        with torch.cuda.device(self.device), parallel_compilation(), ct.compiler_timeout(timeout):
+            signatures = [_signature(candidate) for candidate in candidates]
+            with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as pool:
+                jobs = [
+                    signature if isinstance(signature, Exception) else pool.submit(_compile, c, signature, self.arch)
+                    for c, signature in zip(candidates, signatures, strict=True)
+                ]
+                return [job if isinstance(job, Exception) else job.exception() for job in jobs]
+
+    def run(self, candidate: Candidate, args: tuple) -> None:
+        self._launch(candidate, args)
+        torch.cuda.synchronize(self.device)
+
+    def time(self, candidate: Candidate, args: tuple, reset: Callable[[], None], samples: int) -> list[float]:
+        events = []
+        flush = self._flush_buffer()
+        with torch.cuda.device(self.device):
+            for _ in range(samples):
+                reset()
+                flush.zero_()  # also keeps the GPU busy while the host issues what follows
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                self._launch(candidate, args)
+                end.record()
+                events.append((start, end))
+            torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+    def _launch(self, candidate: Candidate, args: tuple) -> None:
+        launch(self._like, candidate.grid(args), candidate.kernel, args)
+
+    @functools.cached_property
+    def _like(self) -> torch.Tensor:
+        return torch.empty(0, device=self.device)
+
+    def _flush_buffer(self) -> torch.Tensor:
+        return torch.empty(2 * self._l2_bytes, dtype=torch.uint8, device=self.device)
+
+
+@functools.cache
+def gpu_bench(index: int) -> GpuBench:
+    """The bench of the CUDA device with this index."""
+    return GpuBench(index)
+
+
+def _signature(candidate: Candidate) -> compilation.KernelSignature | Exception:
+    # One after the other: this calls the user's args_fn, which may allocate.
+    try:
+        return compilation.KernelSignature.from_kernel_args(
+            candidate.kernel, candidate.make_args(), compilation.CallingConvention.cutile_python_v2()
+        )
+    except Exception as error:
+        return error
+
+
+def _compile(candidate: Candidate, signature: compilation.KernelSignature, arch: str) -> None:
+    compilation.export_kernel(candidate.kernel, [signature], io.BytesIO(), gpu_code=arch, output_format="cubin")
+
+
+@contextlib.contextmanager
+def parallel_compilation() -> Iterator[None]:
+    """Within the block, threads that compile cuTile kernels run the compiler proper side by side.
+
+    cuTile holds one lock over a whole compilation. Its Python front end (a hundredth of a second) needs that; the wait
+    for the tileiras process that follows does not, so the lock is let go for as long as that runs: eight variants of
+    a matmul take half the time with two threads on two cores.
+    """
+    from cuda.tile import _compile as front_end
+
+    with _parallel_lock:
+        compile_cubin, lock = front_end.compile_cubin, front_end._compiler_lock
+
+        @functools.wraps(compile_cubin)
+        def without_lock(*args, **kwargs):
+            lock.release()
+            try:
+                return compile_cubin(*args, **kwargs)
+            finally:
+                lock.acquire()
+
+        front_end.compile_cubin = without_lock
+        try:
+            yield
+        finally:
+            front_end.compile_cubin = compile_cubin

@@ -1,0 +1,134 @@
+"""What a tuning result is remembered under: the kernel's source, the GPU, the search space, dtypes and shape bucket."""
+
+import ast
+import dataclasses
+import hashlib
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import cuda.tile as ct
+import torch
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class TuningKey(NamedTuple):
+    """One tuning result's key; all parts are strings, so that it can be stored, shipped and read."""
+
+    gpu: str  # the device's name, "NVIDIA H200"
+    kernel: str  # module and qualified name
+    source: str  # hash of the kernel's source, see kernel_fingerprint
+    space: str  # hash of the configurations that were allowed
+    shape: str  # dtypes and bucketed sizes of the arguments, see describe
+
+
+def bucket(size: int) -> int:
+    """The power of two nearest to ``size`` by ratio, 0 for 0.
+
+    Sizes of one bucket share a tuning result. The borders (23, 46, 91, 182, 363, 725, 1449, ...) lie between
+    the sizes that are common, so that 512 and 513 tokens, or 100 and 101, are one bucket.
+    """
+    if size < 2:
+        return size
+    power = 1 << (size.bit_length() - 1)
+    return power if size * size < 2 * power * power else 2 * power
+
+
+def describe(kernel: ct.kernel, args: Sequence[Any]) -> str:
+    """Dtypes and bucketed sizes of a launch's arguments, as in ``x=bfloat16[8192,4096] n=4096 TILE=128``.
+
+    What is compiled in (``ct.Constant``) counts exactly, any other int by its bucket, a float not at all.
+    """
+    # Imported here: it takes a while, and a process that has nothing to tune does not need it.
+    from tilegym.interpreter import _cutile
+
+    annotations = _cutile.parameter_annotations(kernel)
+    return " ".join(
+        f"{name}={_describe(arg, getattr(annotation, 'constant', False))}"
+        for name, annotation, arg in zip(parameter_names(kernel), annotations, args, strict=True)
+    )
+
+
+def _describe(arg: Any, constant: bool) -> str:
+    if isinstance(arg, torch.Tensor):
+        sizes = ",".join(str(bucket(n)) for n in arg.shape)
+        return f"{str(arg.dtype).removeprefix('torch.')}[{sizes}]{_stride_order(arg)}"
+    if isinstance(arg, tuple):
+        return f"({','.join(_describe(item, constant) for item in arg)})"
+    if isinstance(arg, list):
+        return f"{bucket(len(arg))}*{_describe(arg[0], constant) if arg else ''}"
+    if dataclasses.is_dataclass(arg):
+        values = (_describe(getattr(arg, field.name), constant) for field in dataclasses.fields(arg))
+        return f"{type(arg).__name__}({','.join(values)})"
+    if constant or isinstance(arg, bool) or not isinstance(arg, int | float):
+        return str(arg)
+    return "float" if isinstance(arg, float) else str(bucket(arg))
+
+
+def _stride_order(tensor: torch.Tensor) -> str:
+    """Empty where strides descend, as in a contiguous tensor; else the dimensions from outermost to innermost."""
+    dims = [d for d in range(tensor.ndim) if tensor.shape[d] > 1]
+    order = sorted(dims, key=lambda d: -tensor.stride(d))
+    return "" if order == dims else "@" + ",".join(map(str, order))
+
+
+def parameter_names(kernel: ct.kernel) -> list[str]:
+    """The names of a kernel's parameters, in order."""
+    return list(inspect.signature(kernel._pyfunc).parameters)
+
+
+def kernel_name(kernel: ct.kernel) -> str:
+    """Module and qualified name of a kernel's function."""
+    function = kernel._pyfunc
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def kernel_fingerprint(kernel: ct.kernel) -> str:
+    """A hash of the code that a kernel runs: its own, its helper functions', and the constants that they name.
+
+    Comments, docstrings and layout do not count.
+    """
+    parts: list[str] = []
+    _collect(kernel._pyfunc, parts, set())
+    return _digest(*parts)
+
+
+def space_fingerprint(configs: Sequence[str]) -> str:
+    """A hash of the allowed configurations, written out; their order does not count, but which is first does."""
+    return _digest(configs[0], *sorted(configs))
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _collect(function: Callable, parts: list[str], seen: set[int]) -> None:
+    function = inspect.unwrap(function)
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    parts.append(_normalized_source(function))
+    used = inspect.getclosurevars(function)
+    for name, value in sorted({**used.globals, **used.nonlocals}.items()):
+        if isinstance(value, types.FunctionType):
+            if not value.__module__.startswith("cuda."):
+                _collect(value, parts, seen)
+        elif isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)):
+            parts.append(f"{name}={value!r}")
+
+
+def _normalized_source(function: types.FunctionType) -> str:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):  # no source file: the interpreter prompt, exec
+        code = function.__code__
+        return f"{code.co_code.hex()} {code.co_consts} {code.co_names}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
