@@ -77,7 +77,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "tilegym":
             raise
-        print(f"error: `tilegym {asked}` needs the package {error.name}: pip install {error.name}", file=sys.stderr)
+        print(f"error: `tilegym {asked}` needs a package that is not installed: {error.name}", file=sys.stderr)
+        print("remedy: pip install 'tilegym[dev]', or that package alone", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:  # `tilegym tune --list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

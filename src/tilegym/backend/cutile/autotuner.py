@@ -33,7 +33,7 @@ from tilegym import env
 from tilegym.backend.cutile import tuning
 from tilegym.backend.cutile import tuning_cache
 from tilegym.backend.cutile.launch import launch
-from tilegym.backend.cutile.tuning_key import TuningKey
+from tilegym.backend.cutile.tuning_cache import TuningKey
 from tilegym.backend.cutile.tuning_key import describe
 from tilegym.backend.cutile.tuning_key import kernel_fingerprint
 from tilegym.backend.cutile.tuning_key import kernel_name

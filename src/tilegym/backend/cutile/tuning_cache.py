@@ -18,11 +18,20 @@ from typing import Any
 from typing import NamedTuple
 
 from tilegym import env
-from tilegym.backend.cutile.tuning_key import TuningKey
 
 SCHEMA_VERSION = 1
 SHIPPED = Path(__file__).parent / "tuned"
 _BUSY_SECONDS = 30.0
+
+
+class TuningKey(NamedTuple):
+    """One tuning result's key; all parts are strings, so that it can be stored, shipped and read."""
+
+    gpu: str  # the device's name, "NVIDIA H200"
+    kernel: str  # module and qualified name
+    source: str  # hash of the kernel's source
+    space: str  # hash of the configurations that were allowed
+    shape: str  # dtypes and bucketed sizes of the arguments
 
 
 class TuningResult(NamedTuple):

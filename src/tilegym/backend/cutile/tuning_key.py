@@ -1,4 +1,4 @@
-"""What a tuning result is remembered under: the kernel's source, the GPU, the search space, dtypes and shape bucket."""
+"""The parts of a TuningKey: fingerprints of kernel and search space, dtypes and shape bucket of the arguments."""
 
 import ast
 import dataclasses
@@ -9,22 +9,11 @@ import types
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
 import cuda.tile as ct
 import torch
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
-
-
-class TuningKey(NamedTuple):
-    """One tuning result's key; all parts are strings, so that it can be stored, shipped and read."""
-
-    gpu: str  # the device's name, "NVIDIA H200"
-    kernel: str  # module and qualified name
-    source: str  # hash of the kernel's source, see kernel_fingerprint
-    space: str  # hash of the configurations that were allowed
-    shape: str  # dtypes and bucketed sizes of the arguments, see describe
 
 
 def bucket(size: int) -> int:
