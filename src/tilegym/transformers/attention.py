@@ -1,0 +1,231 @@
+"""TileGym's attention as an implementation that transformers can choose, with the masks that it needs.
+
+Importing this module makes the names "tilegym" (the backend of the moment) and "tilegym_cutile" known to transformers'
+attention interface; nothing changes for a model until its config names one of them. They stay known, since a copy of a
+patched model may outlive the patch.
+
+Masks are never written out where a few numbers say the same: see :class:`CausalMask`. What it cannot express (packed
+sequences, overlays, custom 4D masks) comes as a full boolean or additive mask, which says everything by itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface
+from transformers import AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import sliding_window_causal_mask_function
+from transformers.utils.import_utils import is_tracing
+
+from tilegym.errors import UnsupportedError
+from tilegym.ops import fmha
+from tilegym.ops import fmha_decode
+
+
+class CausalMask(BlockMask):
+    """A causal mask that is not written out: what the kernels need to know of it.
+
+    It is a BlockMask because that is the one mask besides a 4D tensor that transformers hands on untouched.
+
+    Attributes:
+        keys: [B, 1, 1, Skv] boolean, the keys that are not padding; None if all are valid.
+        kv_len: [B] int32, how many keys are filled (a static cache is longer); None for all. The last query stands at
+            the last of them.
+        window: how many keys a query sees, its own included; None for all before it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], keys: Tensor | None, kv_len: Tensor | None, window: int | None) -> None:
+        self._shape, self.keys, self.kv_len, self.window = shape, keys, kv_len, window
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def to(self, device: Any, *args, **kwargs) -> "CausalMask":
+        keys, kv_len = (None if t is None else t.to(device, *args, **kwargs) for t in (self.keys, self.kv_len))
+        return CausalMask(self._shape, keys, kv_len, self.window)
+
+    def contiguous(self) -> "CausalMask":
+        return self
+
+    def to_dense(self) -> Tensor:
+        """The mask written out, [B or 1, 1, Sq, Skv] boolean; on the CPU if it consists of Python numbers only."""
+        *_, q_len, skv = self._shape
+        known = self.keys if self.keys is not None else self.kv_len
+        device = "cpu" if known is None else known.device
+        key = torch.arange(skv, device=device)
+        last = skv if self.kv_len is None else self.kv_len.view(-1, 1, 1, 1)
+        query = torch.arange(q_len, device=device).view(-1, 1) + (last - q_len)
+        visible = key <= query
+        if self.window is not None:
+            visible = visible & (query - key < self.window)
+        if self.keys is not None:
+            visible = visible & self.keys
+        return visible.view(-1, 1, q_len, skv)
+
+    def __repr__(self) -> str:
+        padded, filled = self.keys is not None, self.kv_len is not None
+        return f"CausalMask(shape={self._shape}, padded={padded}, kv_len={filled}, window={self.window})"
+
+    __str__ = __repr__
+
+
+_window_pattern = sliding_window_causal_mask_function(1)
+
+
+def _window_of(mask_function: Callable) -> int | None:
+    """The W of transformers' sliding-window causal mask function; None for any other function."""
+    if getattr(mask_function, "__code__", None) is not _window_pattern.__code__:
+        return None
+    parts, pattern = (f.__closure__[0].cell_contents for f in (mask_function, _window_pattern))
+    if len(parts) != 2 or parts[0].__code__ is not pattern[0].__code__ or parts[1] is not causal_mask_function:
+        return None
+    return parts[0].__closure__[0].cell_contents
+
+
+def causal_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> Tensor | CausalMask | None:
+    """The mask function that transformers calls once per forward; see ``transformers.masking_utils.sdpa_mask``.
+
+    Returns:
+        None (causal, the last query at the last key, nothing else), a :class:`CausalMask`, or a full boolean mask.
+        On a GPU it waits for the device only before a prefill, to learn that nothing is padded.
+    """
+    window = None if mask_function is causal_mask_function else _window_of(mask_function)
+    compact = mask_function is causal_mask_function or window is not None
+    tracing = is_tracing(attention_mask)
+    if isinstance(q_offset, Tensor) and q_offset.device.type == "cpu" and not tracing:
+        q_offset = int(q_offset)
+    # How many keys there are up to the last query; a tensor where a static cache keeps count on the device.
+    filled = q_offset + q_length - kv_offset
+    static = isinstance(filled, Tensor)
+    if not static:
+        # A caller that wants no shortcut is going to index the mask, unless a cache with spare room made it say so.
+        compact = compact and (filled < kv_length or (filled == kv_length and allow_is_causal_skip))
+    if not compact or use_vmap or (attention_mask is not None and attention_mask.ndim != 2):
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+    if window is not None and window >= kv_length:
+        window = None
+    keys = None
+    if attention_mask is not None:
+        keys = attention_mask[:, kv_offset : kv_offset + kv_length]
+        if not tracing and (q_length > 1 or keys.device.type == "cpu"):
+            relevant = keys if static else keys[:, :filled]
+            if relevant.shape[1] == (kv_length if static else filled) and bool(relevant.all()):
+                keys = None
+    if keys is not None:
+        if keys.shape[1] < kv_length:
+            keys = nn.functional.pad(keys, (0, kv_length - keys.shape[1]))
+        keys = keys.to(torch.bool)[:, None, None, :]
+    kv_len = None
+    if static:
+        kv_len = filled.to(device, torch.int32).reshape(1).repeat(batch_size)
+    elif filled < kv_length:
+        kv_len = torch.full((batch_size,), filled, dtype=torch.int32, device=device)
+    if keys is None and kv_len is None and window is None:
+        return None
+    return CausalMask((batch_size, 1, q_length, kv_length), keys, kv_len, window)
+
+
+def _attention_forward(backend: str | None) -> Callable:
+    def attention_forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | CausalMask | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
+        cache: Any = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        """Attention as transformers calls it: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D].
+
+        Returns ([B, Sq, Hq, D], None). Dropout and a position bias go to PyTorch.
+
+        Raises:
+            UnsupportedError: for a paged cache (continuous batching).
+        """
+        if cache is not None:
+            raise UnsupportedError("tilegym attention has no paged cache; for continuous batching patch without attention")
+        if dropout or position_bias is not None:
+            return _torch_attention(
+                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal,
+                sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, position_bias=position_bias, **kwargs,
+            )  # fmt: skip
+        kv_len = window = None
+        if attention_mask is None:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            if sliding_window is not None and sliding_window < key.shape[2]:
+                window = sliding_window
+        elif attention_mask.__class__ is CausalMask:
+            causal, kv_len, window = True, attention_mask.kv_len, attention_mask.window
+            attention_mask = attention_mask.keys
+        else:
+            causal = False
+        if query.shape[2] == 1 and not query.requires_grad and not key.requires_grad:
+            out = fmha_decode(
+                query, key, value, scaling, None, kv_len, window, softcap, s_aux, attention_mask, backend=backend
+            )
+        else:
+            out = fmha(
+                query, key, value, scaling, causal, window, softcap, s_aux, attention_mask, kv_len, backend=backend
+            )
+        return out.transpose(1, 2), None
+
+    return attention_forward
+
+
+def _torch_attention(module, query, key, value, attention_mask, *, softcap, s_aux, sliding_window, **kwargs):
+    """What the kernels do not do, by transformers' SDPA integration."""
+    if softcap is not None or s_aux is not None:
+        raise UnsupportedError("attention with a soft cap or sinks has no dropout and no position bias")
+    if attention_mask is None and query.shape[2] > 1:
+        causal = getattr(module, "is_causal", True) if kwargs["is_causal"] is None else kwargs["is_causal"]
+        if causal and (query.shape[2] != key.shape[2] or sliding_window is not None):
+            # SDPA would count from the first key and know no window.
+            attention_mask = CausalMask((1, 1, query.shape[2], key.shape[2]), None, None, sliding_window)
+    if isinstance(attention_mask, CausalMask):
+        attention_mask = attention_mask.to_dense().to(query.device)
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+NAMES = {None: "tilegym", "cutile": "tilegym_cutile"}  # by the backend that is fixed
+
+for _backend, _name in NAMES.items():
+    AttentionInterface.register(_name, _attention_forward(_backend))
+    AttentionMaskInterface.register(_name, causal_mask)

@@ -1,0 +1,5 @@
+"""Mistral (``model_type`` "mistral")."""
+
+from tilegym.transformers.family import Family
+
+FAMILY = Family("mistral", "Mistral")

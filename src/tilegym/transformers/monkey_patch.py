@@ -1,0 +1,234 @@
+"""Puts TileGym's kernels into models of transformers, and takes them out again.
+
+``apply(model)`` patches one loaded model; ``apply_tilegym_kernel_to_llama()`` and its sisters, without a model, patch
+transformers itself, for the models made afterwards. Both return a :class:`~tilegym.transformers.patching.PatchSet`: a
+report of what runs on which backend and what was left alone and why, which can be reverted.
+"""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from tilegym.backend import assert_backend_available
+from tilegym.backend import get_current_backend
+from tilegym.errors import ModelError
+from tilegym.transformers import layers
+from tilegym.transformers.family import Family
+from tilegym.transformers.llama import FAMILY as LLAMA
+from tilegym.transformers.mistral import FAMILY as MISTRAL
+from tilegym.transformers.patching import Entry
+from tilegym.transformers.patching import PatchSet
+from tilegym.transformers.patching import describe
+from tilegym.transformers.patching import with_globals
+from tilegym.transformers.qwen2 import FAMILY as QWEN2
+from tilegym.transformers.qwen3 import FAMILY as QWEN3
+
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+COMPUTES = ("rope", "rms_norm", "swiglu", "attn")
+
+
+def apply(
+    model: nn.Module,
+    use_cutile: bool = True,
+    use_attn: bool = True,
+    rope: bool = True,
+    rms_norm: bool = True,
+    swiglu: bool = True,
+) -> PatchSet:
+    """Puts TileGym's kernels into ``model``, whatever its family, and into nothing else in the process.
+
+    Args:
+        model: a model of transformers whose ``config.model_type`` is one of the supported families.
+        use_cutile: run the patched computations on the ``cutile`` backend; else on the one that is chosen when they run.
+        use_attn, rope, rms_norm, swiglu: which computations to patch.
+
+    Returns:
+        The report; ``revert()`` on it, or using it as a context manager, restores the model.
+
+    Raises:
+        ModelError: the model is of no supported family.
+        PatchError: nothing in the model could be patched.
+        BackendError: cuTile is asked for and not installed.
+    """
+    family = FAMILIES[_model_type(model, tuple(FAMILIES))]
+    return _patch(family, model, use_cutile, rope=rope, rms_norm=rms_norm, swiglu=swiglu, attn=use_attn)
+
+
+def revert(model: nn.Module | None = None) -> None:
+    """Undoes every patch of ``model``, or, without one, every patch of transformers itself. Does nothing if none is."""
+    for patches in reversed(PatchSet.active(model)):
+        patches.revert()
+
+
+def _for_family(family: Family) -> Callable[..., PatchSet]:
+    def apply_to_family(
+        rope: bool = True,
+        rms_norm: bool = True,
+        swiglu: bool = True,
+        attn: bool = True,
+        model: nn.Module | None = None,
+        use_cutile: bool = False,
+    ) -> PatchSet:
+        if model is not None:
+            _model_type(model, (family.model_type,))
+        return _patch(family, model, use_cutile, rope=rope, rms_norm=rms_norm, swiglu=swiglu, attn=attn)
+
+    apply_to_family.__name__ = apply_to_family.__qualname__ = f"apply_tilegym_kernel_to_{family.model_type}"
+    apply_to_family.__doc__ = f"""Puts TileGym's kernels into ``model``, or into every {family.prefix} model made from now on.
+
+    Without ``model`` transformers' own classes and functions are patched: norms, MLPs and the rotation of all
+    {family.prefix} models in the process change, attention only of those made afterwards, unless they ask for another
+    implementation than transformers' default. Arguments, result and errors otherwise as for :func:`apply`.
+    """
+    return apply_to_family
+
+
+apply_tilegym_kernel_to_llama = _for_family(LLAMA)
+apply_tilegym_kernel_to_mistral = _for_family(MISTRAL)
+apply_tilegym_kernel_to_qwen2 = _for_family(QWEN2)
+apply_tilegym_kernel_to_qwen3 = _for_family(QWEN3)
+
+
+def _model_type(model: nn.Module, supported: tuple[str, ...]) -> str:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type not in supported:
+        what = f"model type {model_type!r}" if model_type else "no config.model_type"
+        raise ModelError(f"{type(model).__name__} has {what}; supported here: {', '.join(supported)}")
+    return model_type
+
+
+def _patch(family: Family, model: nn.Module | None, use_cutile: bool, **wanted: bool) -> PatchSet:
+    if use_cutile:
+        assert_backend_available("cutile")
+    backend = "cutile" if use_cutile else None
+    patches = PatchSet(model)
+    patchers = _CLASS_PATCHERS if model is None else _MODEL_PATCHERS
+    with patches.all_or_nothing():
+        for compute in COMPUTES:
+            if wanted[compute]:
+                patchers[compute](patches, family, backend, model)
+        patches.require_match(family.modeling.__name__ if model is None else type(model).__name__)
+    return patches
+
+
+def _entry(where: str, compute: str, backend: str | None) -> Entry:
+    return Entry(where, compute, backend or get_current_backend())
+
+
+# One model. Each patcher takes the modules that stand where the family has this computation, or are of its class.
+
+
+def _candidates(patches: PatchSet, model: nn.Module, names: tuple[str, ...], cls: type, entry: Callable):
+    """The (path, module) pairs that run ``cls.forward``; others that stand at one of ``names`` are skipped."""
+    found = False
+    for path, module in model.named_modules():
+        if isinstance(module, cls) and type(module).forward is cls.forward:
+            found = True
+            yield path, module
+        elif path.rpartition(".")[2] in names:
+            found = True
+            patches.skip(entry(path), f"it is a {describe(type(module))}, not a {cls.__name__}")
+    if not found:
+        patches.skip(entry(type(model).__name__), f"there is no {cls.__name__} in it")
+
+
+def _rms_norm_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
+    cls, forward = family.class_of("RMSNorm"), layers.rms_norm_forward(backend)
+    fits = _is_ours(cls.forward) or layers.computes_rms_norm(cls.forward)
+    for path, module in _candidates(patches, model, family.norms, cls, lambda p: _entry(p, "rms_norm", backend)):
+        entry = _entry(path, "rms_norm", backend)
+        if not fits:
+            patches.skip(entry, f"{cls.__name__} of this transformers computes something else")
+        else:
+            patches.replace_forward(module, forward, entry)
+
+
+def _swiglu_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
+    cls, forward = family.class_of("MLP"), layers.swiglu_forward(backend)
+    fits = _is_ours(cls.forward) or layers.computes_gated_mlp(cls.forward)
+    for path, module in _candidates(patches, model, (family.mlp,), cls, lambda p: _entry(p, "swiglu", backend)):
+        entry = _entry(path, "swiglu", backend)
+        if not fits:
+            patches.skip(entry, f"{cls.__name__} of this transformers computes something else")
+        elif not layers.is_silu(module.act_fn):
+            patches.skip(entry, f"its activation is {type(module.act_fn).__name__}, not SiLU")
+        else:
+            patches.replace_forward(module, forward, entry)
+
+
+def _rope_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
+    cls, rotate = family.class_of("Attention"), getattr(family.modeling, family.rope)
+    fits = _is_ours(rotate) or layers.computes_rope(rotate)
+    for path, module in _candidates(patches, model, (family.attention,), cls, lambda p: _entry(p, "rope", backend)):
+        entry = _entry(path, "rope", backend)
+        if not fits:
+            patches.skip(entry, f"{family.rope} of this transformers computes something else")
+        else:
+            forward = with_globals(cls.forward, ((family.rope, layers.rope_function(backend)),))
+            patches.replace_forward(module, forward, entry)
+
+
+def _attn_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
+    from tilegym.transformers.attention import NAMES
+
+    patches.use_attention(model, NAMES[backend], _entry(type(model).__name__, "attn", backend))
+
+
+# Transformers itself, for models made afterwards.
+
+
+def _rms_norm_in_class(patches: PatchSet, family: Family, backend: str | None, _: None) -> None:
+    cls = family.class_of("RMSNorm")
+    entry = _entry(describe(cls), "rms_norm", backend)
+    if not _is_ours(cls.forward) and not layers.computes_rms_norm(cls.forward):
+        patches.skip(entry, "in this transformers it computes something else")
+    else:
+        patches.replace_method(cls, "forward", layers.rms_norm_forward(backend), entry)
+
+
+def _swiglu_in_class(patches: PatchSet, family: Family, backend: str | None, _: None) -> None:
+    cls = family.class_of("MLP")
+    entry = _entry(describe(cls), "swiglu", backend)
+    original = cls.forward.recipe[1][0] if _is_ours(cls.forward) else cls.forward
+    if not layers.computes_gated_mlp(original):
+        patches.skip(entry, "in this transformers it computes something else")
+    else:
+        patches.replace_method(cls, "forward", layers.swiglu_forward_if_silu(original, backend), entry)
+
+
+def _rope_in_class(patches: PatchSet, family: Family, backend: str | None, _: None) -> None:
+    rotate = getattr(family.modeling, family.rope)
+    entry = _entry(f"{family.modeling.__name__}.{family.rope}", "rope", backend)
+    if not _is_ours(rotate) and not layers.computes_rope(rotate):
+        patches.skip(entry, "in this transformers it computes something else")
+    else:
+        patches.replace_function(family.modeling, family.rope, layers.rope_function(backend), entry)
+
+
+def _attn_in_class(patches: PatchSet, family: Family, backend: str | None, _: None) -> None:
+    from tilegym.transformers.attention import NAMES
+
+    cls, method = family.class_of("PreTrainedModel"), "get_correct_attn_implementation"
+    original = getattr(cls, method)
+    original = original.recipe[1][0] if _is_ours(original) else original
+    entry = _entry(describe(cls), "attn", backend)
+    patches.replace_method(cls, method, layers.attention_choice(original, NAMES[backend]), entry)
+
+
+def _is_ours(function: Callable) -> bool:
+    """Whether a patch of this module stands there already."""
+    return hasattr(function, "recipe")
+
+
+_MODEL_PATCHERS = {
+    "rope": _rope_in_model,
+    "rms_norm": _rms_norm_in_model,
+    "swiglu": _swiglu_in_model,
+    "attn": _attn_in_model,
+}
+_CLASS_PATCHERS = {
+    "rope": _rope_in_class,
+    "rms_norm": _rms_norm_in_class,
+    "swiglu": _swiglu_in_class,
+    "attn": _attn_in_class,
+}

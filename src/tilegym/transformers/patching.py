@@ -1,0 +1,390 @@
+"""Reversible patches: every change to a class, module, model or registry goes through a :class:`PatchSet`.
+
+A patch set remembers what stood where, so that it can put it back; patching the same thing twice changes nothing, and a
+set that fails half-way (:meth:`PatchSet.all_or_nothing`) leaves nothing behind. Not safe against other threads that
+patch the same things at the same time.
+"""
+
+import contextlib
+import copy
+import enum
+import functools
+import importlib
+import re
+import types
+import weakref
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from tilegym.errors import PatchError
+
+ALREADY_PATCHED = "already patched"
+
+# On a patched model: its patch sets, and the private copy of its config. In the instance's own __dict__, so that a
+# deepcopy or an unpickled model brings its own patch sets along and can be reverted by itself.
+_SETS = "_tilegym_patch_sets"
+_CONFIG = "_tilegym_config"
+
+
+class _Missing(enum.Enum):
+    MISSING = "missing"  # an enum member stays itself through deepcopy and pickle
+
+
+MISSING = _Missing.MISSING
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a report: what was patched or skipped, and why it was skipped."""
+
+    module: str  # path in the model ("model.layers.0.mlp") or in Python ("transformers...LlamaMLP")
+    compute: str  # "rms_norm", "rope", ...
+    backend: str = ""
+    why: str = ""
+
+
+def reproducible(factory: Callable) -> Callable:
+    """Decorates a module-level function that makes functions, so that what it makes can be pickled.
+
+    Closures cannot be pickled; the factory's name and its arguments can. The same arguments give the same function.
+    """
+
+    @functools.cache
+    @functools.wraps(factory)
+    def make(*args):
+        function = factory(*args)
+        function.recipe = (make, args)
+        return function
+
+    return make
+
+
+class BoundForward(functools.partial):
+    """``function(module, ...)`` as the ``forward`` of one instance.
+
+    A partial, because copying a module then binds the copy's forward to the copy, and because pickling is in our hands
+    (a bound method is pickled by name, which would silently give the class's own forward back).
+    """
+
+    def __reduce__(self):
+        # The module goes into the state: at that point of unpickling it exists already.
+        return BoundForward, (_portable(self.func),), self.args
+
+    def __setstate__(self, args):
+        super().__setstate__((self.func, args, {}, {}))
+
+
+class _Recipe:
+    """Stands for a function while it is pickled; what is unpickled is the function."""
+
+    def __init__(self, make: Callable, args: tuple) -> None:
+        self.make, self.args = make, args
+
+    def __reduce__(self):
+        return self.make, self.args
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_portable(item) for item in value)
+    if hasattr(value, "recipe"):
+        make, args = value.recipe
+        return _Recipe(make, _portable(args))
+    return value
+
+
+def _mentions(code: types.CodeType, name: str) -> bool:
+    return name in code.co_names or any(_mentions(c, name) for c in code.co_consts if isinstance(c, types.CodeType))
+
+
+def _overlay(function: types.FunctionType, replacements: dict[str, Any]) -> types.FunctionType | None:
+    """A copy of ``function`` (and of what it wraps) in which global names mean something else; None if it uses none."""
+    cells, used = [], any(_mentions(function.__code__, name) for name in replacements)
+    for cell in function.__closure__ or ():
+        inner = None
+        with contextlib.suppress(ValueError):  # an empty cell
+            if isinstance(cell.cell_contents, types.FunctionType):
+                inner = _overlay(cell.cell_contents, replacements)
+        cells.append(cell if inner is None else types.CellType(inner))
+        used = used or inner is not None
+    if not used:
+        return None
+    # A code object of its own: torch.compile caches by code object, and its guards look globals up by name.
+    new = types.FunctionType(
+        function.__code__.replace(),
+        {**function.__globals__, **replacements},
+        function.__name__,
+        function.__defaults__,
+        tuple(cells) if function.__closure__ else None,
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    new.__dict__.update(function.__dict__)
+    new.__qualname__, new.__module__, new.__doc__ = function.__qualname__, function.__module__, function.__doc__
+    return new
+
+
+@reproducible
+def with_globals(function: types.FunctionType, replacements: tuple[tuple[str, Any], ...]) -> types.FunctionType:
+    """A copy of ``function`` that sees other values under the given global names; the original is not touched.
+
+    Works through decorators (functions held in closures), ``super()`` and nested functions.
+
+    Raises:
+        PatchError: the function uses none of the names.
+    """
+    new = _overlay(function, dict(replacements))
+    if new is None:
+        names = ", ".join(name for name, _ in replacements)
+        raise PatchError(f"{describe(function)} does not use the global {names}; nothing to replace in it")
+    return new
+
+
+def describe(thing: Any) -> str:
+    """The qualified name of a class or function; for a partial that of its function, for an object that of its class."""
+    thing = getattr(thing, "func", thing)
+    if isinstance(thing, types.ModuleType):
+        return thing.__name__
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _read(owner: Any, name: str) -> Any:
+    """What ``owner`` itself holds under ``name``, not what it inherits."""
+    return (owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING)
+
+
+def _write(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        if value is MISSING:
+            owner.pop(name, None)
+        else:
+            owner[name] = value
+    elif value is MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+class _Replacement:
+    """``owner.name`` (``owner[name]`` for a dict) is ``new`` now and was ``former``."""
+
+    active: "weakref.WeakSet[_Replacement]" = weakref.WeakSet()
+
+    def __init__(self, owner: Any, name: str, new: Any) -> None:
+        self.owner, self.name, self.new = owner, name, new
+        self.former = _read(owner, name)
+        _write(owner, name, new)
+        self.active.add(self)
+
+    def undo(self) -> bool:
+        """Puts ``former`` back; False if somebody else has replaced the value since."""
+        self.active.discard(self)
+        current = _read(self.owner, self.name)
+        if current is self.new or (isinstance(self.new, str) and current == self.new):
+            _write(self.owner, self.name, self.former)
+            return True
+        for later in self.active:  # a later patch of ours lies on top: it shall put back what was below this one
+            if later.owner is self.owner and later.name == self.name and later.former is self.new:
+                later.former = self.former
+                return True
+        return current is self.former
+
+
+class PatchSet:
+    """The patches of one call and the report on them.
+
+    Attributes:
+        patched: an :class:`Entry` for everything that runs other code now.
+        skipped: an :class:`Entry`, with ``why``, for what was looked at and left as it was.
+
+    Printing it gives a table. ``revert()`` undoes everything, in reverse order; as a context manager it does so at the
+    end of the block. ``model`` is the model that the set belongs to; None for process-wide patches.
+    """
+
+    process_wide: list["PatchSet"] = []
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.patched: list[Entry] = []
+        self.skipped: list[Entry] = []
+        self._replacements: list[_Replacement] = []
+        self._model = model
+
+    @classmethod
+    def active(cls, model: nn.Module | None = None) -> list["PatchSet"]:
+        """The sets that are applied to ``model`` (None: process-wide), oldest first."""
+        return list(cls.process_wide if model is None else vars(model).get(_SETS, ()))
+
+    def replace_class(self, module: types.ModuleType | str, name: str, new: type, entry: Entry) -> bool:
+        """Makes ``new`` the class called ``name`` in a Python module; instances made before keep theirs.
+
+        Like all primitives it records ``entry``, and returns whether it changed anything.
+
+        Raises:
+            PatchError: the module has no class of that name.
+        """
+        return self._replace_global(module, name, new, entry, lambda value: isinstance(value, type), "class")
+
+    def replace_function(self, module: types.ModuleType | str, name: str, new: Callable, entry: Entry) -> bool:
+        """Makes ``new`` the function called ``name`` in a Python module, for every caller that looks it up there.
+
+        Raises:
+            PatchError: the module has no callable of that name.
+        """
+        return self._replace_global(module, name, new, entry, callable, "function")
+
+    def _replace_global(self, module, name, new, entry, is_right, kind) -> bool:
+        if isinstance(module, str):
+            module = importlib.import_module(module)
+        if not is_right(_read(module, name)):
+            raise PatchError(f"{module.__name__} has no {kind} {name!r} to replace")
+        return self._replace(module, name, new, entry)
+
+    def replace_method(self, cls: type, name: str, new: Callable, entry: Entry) -> bool:
+        """Makes ``new`` the method ``name`` of ``cls``, for all its instances, also those that exist.
+
+        A method that the class inherits is replaced in the class itself only, not in its base.
+
+        Raises:
+            PatchError: the class has no such method.
+        """
+        if not callable(getattr(cls, name, None)):
+            raise PatchError(f"{describe(cls)} has no method {name!r} to replace")
+        return self._replace(cls, name, new, entry)
+
+    def replace_forward(self, module: nn.Module, function: Callable, entry: Entry) -> bool:
+        """Makes ``function(module, ...)`` the forward of one instance; its class and its siblings stay as they are.
+
+        Hooks, state_dict, isinstance and printing are not affected; a deepcopy or an unpickled module has the same
+        forward, bound to itself. Under accelerate's hooks what the hook calls is replaced. A forward that another
+        library has put on the instance is left alone, and reported as skipped.
+        """
+        own = vars(module)
+        name = "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
+        current = own.get(name)
+        if isinstance(current, BoundForward):
+            if current.func is function:
+                return self.skip(entry, ALREADY_PATCHED)
+        elif current is None:
+            if type(module).forward is function:
+                return self.skip(entry, ALREADY_PATCHED)
+        elif name == "forward":
+            return self.skip(entry, f"its forward has been replaced already, by {describe(current)}")
+        return self._replace(module, name, BoundForward(function, module), entry)
+
+    def register_attention(self, name: str, forward: Callable, mask: Callable, entry: Entry) -> bool:
+        """Makes ``forward`` and ``mask`` the attention and mask functions that transformers knows as ``name``.
+
+        Undoing it takes the name away if it was new: models that still use it cannot run then.
+        """
+        from transformers import AttentionInterface
+        from transformers import AttentionMaskInterface
+
+        tables = (AttentionInterface._global_mapping, forward), (AttentionMaskInterface._global_mapping, mask)
+        if all(table.get(name) is function for table, function in tables):
+            return self.skip(entry, ALREADY_PATCHED)
+        for table, function in tables:
+            self._record(_Replacement(table, name, function))
+        self.patched.append(entry)
+        return True
+
+    def use_attention(self, model: nn.Module, name: str, entry: Entry) -> bool:
+        """Lets ``model`` alone use the attention implementation ``name``, which transformers must know.
+
+        transformers reads the name from the config, and models made from one config object share it: the model gets a
+        copy of its own, which it keeps after undoing, since it may have been changed on purpose by then.
+        """
+        shared = model.config
+        if shared._attn_implementation == name:
+            return self.skip(entry, ALREADY_PATCHED)
+        if vars(model).get(_CONFIG) is not shared:
+            private = vars(model)[_CONFIG] = copy.copy(shared)
+            for module in model.modules():
+                if vars(module).get("config") is shared:
+                    module.config = private
+        return self._replace(model.config, "_attn_implementation_internal", name, entry)
+
+    def skip(self, entry: Entry, why: str) -> bool:
+        """Records that nothing was changed, and why; returns False."""
+        self.skipped.append(replace(entry, why=why))
+        return False
+
+    def _replace(self, owner: Any, name: str, new: Any, entry: Entry) -> bool:
+        if _read(owner, name) is new:
+            return self.skip(entry, ALREADY_PATCHED)
+        self._record(_Replacement(owner, name, new))
+        self.patched.append(entry)
+        return True
+
+    def _record(self, replacement: _Replacement) -> None:
+        if not self._replacements:
+            (self.process_wide if self._model is None else vars(self._model).setdefault(_SETS, [])).append(self)
+        self._replacements.append(replacement)
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator["PatchSet"]:
+        """Undoes everything in the set if the block raises."""
+        try:
+            yield self
+        except BaseException:
+            self.revert()
+            raise
+
+    def revert(self) -> None:
+        """Undoes everything, in reverse order; a second call does nothing.
+
+        Raises:
+            PatchError: something was replaced by others in the meantime and was left alone; the rest is undone.
+        """
+        replacements, self._replacements = self._replacements, []
+        foreign = [f"{describe(r.owner)}.{r.name}" for r in reversed(replacements) if not r.undo()]
+        if replacements:
+            self._forget()
+        if foreign:
+            raise PatchError(f"not reverted, since others have replaced them after TileGym: {', '.join(foreign)}")
+
+    def _forget(self) -> None:
+        if self._model is None:
+            self.process_wide.remove(self)
+            return
+        sets = vars(self._model).get(_SETS, [])
+        sets.remove(self)
+        if not sets:
+            vars(self._model).pop(_SETS, None)
+            vars(self._model).pop(_CONFIG, None)
+
+    def require_match(self, what: str) -> None:
+        """Raises PatchError, with what was skipped and why, if nothing is patched by this set or was already."""
+        if not self.patched and not any(entry.why == ALREADY_PATCHED for entry in self.skipped):
+            reasons = "; ".join(dict.fromkeys(f"{e.compute} at {e.module}: {e.why}" for e in self.skipped))
+            raise PatchError(f"nothing was patched in {what}: {reasons or 'no compute was asked for'}")
+
+    def __enter__(self) -> "PatchSet":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.revert()
+
+    def __str__(self) -> str:
+        rows = _rows(self.patched, "patched") + _rows(self.skipped, "skipped")
+        if not rows:
+            return "nothing patched"
+        table = [("", "modules", "compute", "backend", "count", "why"), *rows]
+        widths = [max(len(row[i]) for row in table) for i in range(6)]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table)
+
+    def __repr__(self) -> str:
+        return f"<PatchSet: {len(self.patched)} patched, {len(self.skipped)} skipped>"
+
+
+def _rows(entries: list[Entry], status: str) -> list[tuple[str, ...]]:
+    """Table rows, with the modules that differ only in layer numbers on one."""
+    counts: dict[Entry, int] = {}
+    for entry in entries:
+        group = replace(entry, module=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", entry.module))
+        counts[group] = counts.get(group, 0) + 1
+    return [(status, e.module, e.compute, e.backend, str(n), e.why) for e, n in counts.items()]

@@ -1,0 +1,5 @@
+"""Qwen2 (``model_type`` "qwen2")."""
+
+from tilegym.transformers.family import Family
+
+FAMILY = Family("qwen2", "Qwen2")

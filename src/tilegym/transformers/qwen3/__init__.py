@@ -1,0 +1,5 @@
+"""Qwen3 (``model_type`` "qwen3"): Llama's layout, with RMS norms over the head dimension of queries and keys."""
+
+from tilegym.transformers.family import Family
+
+FAMILY = Family("qwen3", "Qwen3", norms=("input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm"))
