@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from tilegym.bench import job
 from tilegym.bench import models
-from tilegym.bench import report
+from tilegym.bench import terminal
 from tilegym.bench.compare import CRITERION
 from tilegym.errors import ModelError
 from tilegym.errors import TileGymError
@@ -102,7 +102,7 @@ def infer(
             _check_writable(summary_file)
         with _quiet_transformers(), _warnings_told(tell):
             result = job.run_job(options, tell)
-        report.show(result, console, show_outputs)
+        terminal.show(result, console, show_outputs)
         summary = json.dumps(result.summary(), indent=2)
         if summary_file is not None:
             summary_file.write_text(summary + "\n", encoding="utf-8")

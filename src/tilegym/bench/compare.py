@@ -80,7 +80,7 @@ class Comparison:
 
 
 def make_oracle(model: Any) -> Any | None:
-    """A copy of ``model`` in the next wider precision, on its device or else the CPU; None if neither has the memory."""
+    """A copy of ``model`` in the next wider precision, on its device, else the CPU; None if neither has the memory."""
     dtype = _WIDER[model.dtype]
     needed = 1.2 * model.num_parameters() * (dtype.itemsize + model.dtype.itemsize)
     for device in dict.fromkeys([model.device, torch.device("cpu")]):
@@ -118,7 +118,7 @@ def compare(
         batches: the prompts.
         unpatched_tokens: what it generated, for each batch [B, T].
         patched_tokens: what it generated while patched.
-        patched_logits: the patched model's :func:`collect_logits` along ``unpatched_tokens``, for each batch [B, steps, V].
+        patched_logits: the patched model's :func:`collect_logits` along ``unpatched_tokens``, [B, steps, V] each.
     """
     steps = patched_logits[0].shape[1]
     unpatched_logits = collect_logits(model, batches, unpatched_tokens, steps)
@@ -172,12 +172,10 @@ def compare(
 def _judge_logits(judged: Deviation, yardstick: Deviation, factor: int, rounding: float) -> str | None:
     """Why the logits are too far off, or None."""
     if not judged.largest <= factor * yardstick.largest + rounding:
-        return (
-            f"the largest error of the patched logits is {judged.largest:.3g}, the unpatched's {yardstick.largest:.3g}"
-        )
+        return f"the patched logits are off by up to {judged.largest:.3g}, the unpatched by {yardstick.largest:.3g}"
     # A rounding moves a logit by up to half of its last place; in the mean square by a quarter of the largest's.
     if not judged.rms <= factor * yardstick.rms + rounding / 4:
-        return f"the mean error of the patched logits is {judged.rms:.3g}, the unpatched's {yardstick.rms:.3g}"
+        return f"the patched logits are off by {judged.rms:.3g} rms, the unpatched by {yardstick.rms:.3g}"
     return None
 
 

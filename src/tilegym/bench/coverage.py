@@ -58,9 +58,7 @@ class Coverage:
     @property
     def explanation(self) -> str:
         if self.device_type == "cuda":
-            return (
-                "share of the GPU's busy time in kernels whose symbols are those of TileGym's own @ct.kernel functions"
-            )
+            return "share of the GPU's busy time in kernels whose symbols are those of TileGym's own @ct.kernels"
         return "no GPU, so no GPU kernels to count: share of the wall time spent inside TileGym's dispatched ops"
 
     def summary(self) -> dict[str, Any]:

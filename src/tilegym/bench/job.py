@@ -4,6 +4,7 @@ import contextlib
 import platform
 from collections.abc import Callable
 from collections.abc import Iterator
+from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
@@ -79,7 +80,7 @@ class Result:
     comparison: Comparison | None = None
     profile_table: str | None = None
     profile_file: Path | None = None
-    texts: list[str] = field(default_factory=list)
+    outputs: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def main(self) -> generate.Measurement:
@@ -112,7 +113,7 @@ class Result:
             "kernel_coverage": self.coverage.summary() if self.coverage else None,
             "comparison": self.comparison.summary() if self.comparison else None,
             "profile_file": str(self.profile_file) if self.profile_file else None,
-            "outputs": self.texts,
+            "outputs": self.outputs,
         }
 
 
@@ -178,10 +179,7 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
         result.notices.append(notice)
     with models.out_of_memory_is_explained(device):
         _measure(loaded.model, result, tell)
-    tokenizer = loaded.tokenizer
-    for tokens in result.main.tokens:
-        for row in tokens.tolist():
-            result.texts.append(tokenizer.decode(_until_end(row, tokenizer)) if tokenizer else _as_text(row))
+    result.outputs = list(_outputs(result, loaded.tokenizer))
     return result
 
 
@@ -234,7 +232,7 @@ def _observe(model: Any, result: Result, tell: Callable[[str], None]) -> None:
 def _check_family(config: Any, model_id: str) -> None:
     from tilegym.transformers import monkey_patch
 
-    families = sorted(monkey_patch.SUPPORTED_MODEL_TYPES)
+    families = sorted(monkey_patch.FAMILIES)
     if config.model_type not in families:
         raise ModelError(
             f"{model_id} is a model of type {config.model_type!r}, for which TileGym has no kernels yet "
@@ -254,20 +252,19 @@ def _describe(loaded: models.LoadedModel) -> dict[str, Any]:
     }
 
 
-def _until_end(row: list[int], tokenizer: Any) -> list[int]:
-    """Runs go on past the end token, so that all are equally long; what a reader sees ends there."""
-    end = tokenizer.eos_token_id
-    return row[: row.index(end)] if end in row else row
-
-
-def _as_text(row: list[int]) -> str:
-    return " ".join(str(token) for token in row)
+def _outputs(result: Result, tokenizer: Any | None) -> Iterator[dict[str, str]]:
+    """Prompt and continuation of every sequence; token numbers where there is no tokenizer."""
+    for batch, tokens in zip(result.batches, result.main.tokens, strict=True):
+        for ids, mask, row in zip(batch.input_ids, batch.attention_mask, tokens.tolist(), strict=True):
+            prompt = ids[mask.bool()].tolist()
+            if tokenizer is None:
+                yield {"prompt": " ".join(map(str, prompt)), "text": "".join(f" {token}" for token in row)}
+                continue
+            # Runs go on past the end token, so that all are equally long; what a reader sees ends there.
+            if tokenizer.eos_token_id in row:
+                row = row[: row.index(tokenizer.eos_token_id)]
+            yield {"prompt": tokenizer.decode(prompt, skip_special_tokens=True), "text": tokenizer.decode(row)}
 
 
 def _entries(patches: Any | None, kind: str) -> list[dict[str, Any]]:
-    if patches is None:
-        return []
-    return [
-        {key: getattr(entry, key, None) for key in ("module", "compute", "backend", "reason")}
-        for entry in getattr(patches, kind)
-    ]
+    return [asdict(entry) for entry in getattr(patches, kind)] if patches is not None else []

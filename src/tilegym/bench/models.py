@@ -50,6 +50,7 @@ def load_config(model_id: str, random_weights: bool) -> Any:
     Raises:
         ModelError: there is no such model, or ``transformers`` does not know its architecture.
     """
+    import transformers
     from transformers import AutoConfig
 
     path = Path(model_id).expanduser()
@@ -77,8 +78,11 @@ def load_config(model_id: str, random_weights: bool) -> Any:
         _check_config_file(source / "config.json" if source.is_dir() else source)
     try:
         return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"the config of {model_id} cannot be used: {first_sentence(error)}") from error
+    except Exception as error:  # each architecture checks its config in its own way
+        raise ModelError(
+            f"the config of {model_id} cannot be used ({first_sentence(error)}): "
+            f"correct it, or take a model that transformers {transformers.__version__} knows"
+        ) from error
 
 
 def _check_config_file(path: Path) -> None:
@@ -143,12 +147,32 @@ def load(model_id: str, dtype: torch.dtype, device: torch.device, random_weights
                 with torch.device(device):
                     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             else:
-                model = AutoModelForCausalLM.from_pretrained(model_id, config=config, dtype=dtype).to(device)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"the model {model_id} cannot be loaded: {first_sentence(error)}") from error
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    model_id, config=config, dtype=dtype, output_loading_info=True
+                )
+                _check_complete(model_id, info)
+                model = model.to(device)
+        except Exception as error:  # a damaged file fails in whichever library reads it
+            if isinstance(error, ModelError) or _is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"the model {model_id} cannot be loaded ({first_sentence(error)}): "
+                "restore its files, or add --random_weights to run its shape"
+            ) from error
     # Neutral: greedy, and no end token, so that every run makes the same number of tokens.
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=config.pad_token_id or 0)
     return LoadedModel(model_id, model.eval(), _load_tokenizer(model_id, random_weights), random_weights)
+
+
+def _check_complete(model_id: str, loading_info: dict[str, Any]) -> None:
+    """transformers fills weights that are missing with random numbers, and only logs it."""
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise ModelError(
+            f"the model {model_id} lacks the weight {missing[0]}{more}: restore its files, "
+            "or add --random_weights to run its shape"
+        )
 
 
 def _load_tokenizer(model_id: str, random_weights: bool) -> Any | None:
@@ -159,10 +183,13 @@ def _load_tokenizer(model_id: str, random_weights: bool) -> Any | None:
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # as many reasons as there are kinds of tokenizer
         if random_weights:
             return None
-        raise ModelError(f"the model {model_id} has no usable tokenizer: {first_sentence(error)}") from error
+        raise ModelError(
+            f"transformers finds no tokenizer for {model_id}: put its tokenizer.json there, "
+            "or add --random_weights to run the shape without one"
+        ) from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -180,9 +207,10 @@ def count_parameters(config: Any) -> int:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config).num_parameters()
-    except (ValueError, KeyError, RuntimeError, TypeError, ZeroDivisionError) as error:
+    except Exception as error:  # a config that contradicts itself fails anywhere in the model's constructor
         raise ModelError(
-            f"a config of type {config.model_type!r} gives no causal language model: {first_sentence(error)}"
+            f"a config of type {config.model_type!r} makes no causal language model ({first_sentence(error)}): "
+            "take one of a decoder such as llama or qwen3"
         ) from error
 
 
@@ -218,9 +246,8 @@ def out_of_memory_is_explained(device: torch.device) -> Iterator[None]:
     """Turns an allocation that failed in the block into a ModelError that says what to do."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        failed = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-        if not failed:
+    except Exception as error:
+        if not _is_out_of_memory(error):
             raise
         raise ModelError(
             f"out of memory on {device}: take a smaller --batch_size, --output_length, shorter prompts, "
@@ -228,7 +255,14 @@ def out_of_memory_is_explained(device: torch.device) -> Iterator[None]:
         ) from error
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch's CPU allocator raises a plain RuntimeError.
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
 def first_sentence(error: BaseException) -> str:
-    """The first sentence of an exception's message, on one line and without the final stop."""
+    """The first sentence of what went wrong at the root, on one line and without the final stop."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0].split(". ")[0].rstrip(".:") if lines else type(error).__name__)[:300]

@@ -1,0 +1,128 @@
+import pytest
+import torch
+from bench.tiny import tiny_batches
+from bench.tiny import tiny_model
+
+from tilegym.bench import compare
+from tilegym.bench import generate
+
+LENGTH = 8
+
+
+def judge(model, batches, patch):
+    """Runs ``model`` as it is and with ``patch``, a function that changes it and returns one that undoes that."""
+    unpatched = generate.run_once(model, batches, LENGTH).tokens
+    undo = patch(model)
+    patched = generate.run_once(model, batches, LENGTH).tokens
+    logits = compare.collect_logits(model, batches, unpatched, LENGTH)
+    undo()
+    return compare.compare(model, batches, unpatched, patched, logits)
+
+
+def unchanged(model):
+    return lambda: None
+
+
+def norm_in_working_dtype(model):
+    """An honest rewrite of the norm whose roundings fall elsewhere than PyTorch's."""
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+    kind = type(model.model.norm)
+    original, kind.forward = kind.forward, forward
+    return lambda: setattr(kind, "forward", original)
+
+
+def norm_of_other_eps(model):
+    model.model.norm.variance_epsilon, before = 0.05, model.model.norm.variance_epsilon
+    return lambda: setattr(model.model.norm, "variance_epsilon", before)
+
+
+def nan_in_one_logit(model):
+    def spoil(module, inputs, output):
+        output[0, -1, 7] = torch.nan
+
+    return model.lm_head.register_forward_hook(spoil).remove
+
+
+def blind_to_the_cache(model):
+    """Wrong in decoding only: every step sees its own token and nothing before it."""
+
+    def forget(module, args, kwargs):
+        if kwargs.get("past_key_values") is not None and kwargs["hidden_states"].shape[1] == 1:
+            kwargs["position_embeddings"] = tuple(torch.zeros_like(x) for x in kwargs["position_embeddings"])
+        return args, kwargs
+
+    handles = [layer.self_attn.register_forward_pre_hook(forget, with_kwargs=True) for layer in model.model.layers]
+    return lambda: [handle.remove() for handle in handles]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("patch", [unchanged, norm_in_working_dtype])
+def test_honest_patches_pass(patch, dtype):
+    result = judge(tiny_model(dtype), tiny_batches(), patch)
+    assert result.passed, result.reason
+    assert result.oracle == ("float64 on cpu" if dtype == torch.float32 else "float32 on cpu")
+    assert result.patched_max_error <= 2 * result.unpatched_max_error + torch.finfo(dtype).eps * result.max_logit
+    if patch is unchanged:
+        assert result.token_agreement == 1.0
+        assert result.first_difference is None
+        assert result.max_logit_difference == 0.0
+        assert result.sequences_equal == result.sequences == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("patch", [norm_of_other_eps, nan_in_one_logit, blind_to_the_cache])
+def test_wrong_patches_fail(patch, dtype):
+    result = judge(tiny_model(dtype), tiny_batches(), patch)
+    assert not result.passed
+    assert "off by" in result.reason
+    assert result.max_logit_difference > 0
+
+
+@pytest.mark.parametrize(
+    "patch, passes", [(unchanged, True), (norm_in_working_dtype, True), (norm_of_other_eps, False)]
+)
+def test_without_memory_for_an_oracle_the_models_own_noise_is_the_measure(patch, passes, monkeypatch):
+    monkeypatch.setattr(compare, "free_memory", lambda device: 0)
+    result = judge(tiny_model(torch.bfloat16), tiny_batches(), patch)
+    assert result.oracle is None
+    assert result.passed == passes, result.reason
+    assert result.criterion == compare.CRITERION_WITHOUT_ORACLE
+
+
+def test_tokens_that_differ_without_a_tie_fail_although_the_logits_agree():
+    model, batches = tiny_model(), tiny_batches()
+    tokens = generate.run_once(model, batches, LENGTH).tokens
+    logits = compare.collect_logits(model, batches, tokens, LENGTH)
+    other = [rows.clone() for rows in tokens]
+    other[0][1, 3] = (other[0][1, 3] + 1) % 300
+    result = compare.compare(model, batches, tokens, other, logits)
+    assert not result.passed
+    assert "step 4" in result.reason
+    assert result.token_agreement == pytest.approx(23 / 24)
+    assert (result.sequences_equal, result.sequences, result.first_difference) == (2, 3, 3)
+
+
+def test_tokens_may_differ_where_the_logits_tie():
+    model, batches = tiny_model(), tiny_batches()
+    with torch.no_grad():
+        model.lm_head.weight[151:] = model.lm_head.weight[:149]  # every token has a twin
+    tokens = generate.run_once(model, batches, LENGTH).tokens
+    logits = compare.collect_logits(model, batches, tokens, LENGTH)
+    other = [rows.clone() for rows in tokens]
+    step = (tokens[0][1] < 149).nonzero()[0].item()
+    other[0][1, step:] += 151
+    other[0][1, step + 1 :] %= 300
+    result = compare.compare(model, batches, tokens, other, logits)
+    assert result.passed, result.reason
+    assert result.token_agreement < 1
+
+
+def test_kept_logits_stay_within_the_budget(monkeypatch):
+    batches = tiny_batches()
+    assert compare.compared_steps(batches, 8, 300, torch.bfloat16) == 8
+    monkeypatch.setattr(compare, "_LOGIT_BUDGET", 3 * 300 * 2 * 5)
+    assert compare.compared_steps(batches, 8, 300, torch.bfloat16) == 5
+    assert compare.compared_steps(batches, 8, 10**9, torch.bfloat16) == 1

@@ -1,0 +1,181 @@
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from bench.tiny import CONFIG
+from huggingface_hub.errors import RepositoryNotFoundError
+from safetensors.torch import load_file
+from safetensors.torch import save_file
+
+from tilegym.bench import models
+from tilegym.errors import ModelError
+
+CPU = torch.device("cpu")
+TINY_LLAMA = Path(__file__).parents[2] / "examples/models/tiny-llama"
+# Published parameter counts, in billions.
+SIZES = {
+    "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.24,
+    "mistral-7b": 7.24,
+    "qwen2.5-7b": 7.62,
+    "qwen3-0.6b": 0.596,
+    "qwen3-8b": 8.19,
+}
+
+
+def write_config(path, **changes):
+    path.write_text(json.dumps({**CONFIG, **changes}))
+    return str(path)
+
+
+def copy_of_tiny_llama(folder, *, without=()):
+    shutil.copytree(TINY_LLAMA, folder, ignore=shutil.ignore_patterns("*.py", "*.txt", *without))
+    return folder
+
+
+def test_presets_have_the_published_sizes():
+    assert models.presets() == sorted(SIZES)
+    for name, billions in SIZES.items():
+        config = models.load_config(name, random_weights=True)
+        assert models.count_parameters(config) == pytest.approx(billions * 1e9, rel=0.005), name
+
+
+def test_loads_a_folder_with_its_tokenizer():
+    loaded = models.load(str(TINY_LLAMA), torch.bfloat16, CPU, random_weights=False)
+    assert loaded.model.dtype == torch.bfloat16
+    assert not loaded.model.training
+    assert loaded.tokenizer.decode(loaded.tokenizer("Paris")["input_ids"], skip_special_tokens=True) == "Paris"
+    assert loaded.tokenizer.padding_side == "left"
+    assert loaded.model.generation_config.eos_token_id is None
+
+
+def test_random_weights_depend_on_the_seed_alone(tmp_path):
+    path = write_config(tmp_path / "config.json")
+    first, second, third = (
+        models.load(path, torch.float32, CPU, random_weights=True, seed=seed).model for seed in (3, 3, 4)
+    )
+    assert torch.equal(first.lm_head.weight, second.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, third.lm_head.weight)
+
+
+def test_random_weights_of_a_folder_keep_its_tokenizer(tmp_path):
+    folder = copy_of_tiny_llama(tmp_path / "model", without=["*.safetensors"])
+    assert models.load(str(folder), torch.float32, CPU, random_weights=True).tokenizer is not None
+
+
+@pytest.mark.parametrize(
+    "model_id, random_weights, message",
+    [
+        ("./nowhere", False, "no file, no folder and no Hub id"),
+        ("a/b/c", False, "no file, no folder and no Hub id"),
+        ("llama-3.1-8b", False, "add --random_weights"),
+        ("gpt5-900b", True, "name a preset with --random_weights"),
+    ],
+)
+def test_unknown_names(model_id, random_weights, message):
+    with pytest.raises(ModelError, match=message):
+        models.load_config(model_id, random_weights)
+
+
+# The constructor of the second wants a response of the HTTP client, and which client that is depends on the version.
+NO_NETWORK = ConnectionError("Name or service not known")
+NOT_FOUND = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (NO_NETWORK, "the Hub cannot be reached .Name or service not known.: connect to the network"),
+        (NOT_FOUND, "the Hub has no model 'nobody/nothing' that you may see: check the spelling"),
+    ],
+)
+def test_hub_ids_that_cannot_be_had(error, message, monkeypatch):
+    def model_info(self, *args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    with pytest.raises(ModelError, match=message) as caught:
+        models.load_config("nobody/nothing", random_weights=False)
+    assert "--random_weights" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "is not JSON"),
+        ("[]", "names no .model_type"),
+        ("{}", "names no .model_type"),
+        ('{"model_type": "martian"}', "cannot be used .*martian"),
+        ('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}', "not a multiple"),
+        ('{"model_type": "llama", "hidden_size": "x"}', "expected int, got str"),
+        ('{"model_type": "t5"}', "no causal language model"),
+    ],
+)
+def test_bad_configs(text, message, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ModelError, match=message) as caught:
+        models.load(str(path), torch.float32, CPU, random_weights=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_without_weights(tmp_path):
+    folder = copy_of_tiny_llama(tmp_path / "model", without=["*.safetensors"])
+    with pytest.raises(ModelError, match="cannot be loaded .* add --random_weights"):
+        models.load(str(folder), torch.float32, CPU, random_weights=False)
+
+
+def test_damaged_weights(tmp_path):
+    folder = copy_of_tiny_llama(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        models.load(str(folder), torch.float32, CPU, random_weights=False)
+
+
+def test_missing_weights_are_not_made_up(tmp_path):
+    folder = copy_of_tiny_llama(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="lacks the weight model.norm.weight"):
+        models.load(str(folder), torch.float32, CPU, random_weights=False)
+
+
+def test_folder_without_tokenizer(tmp_path):
+    folder = copy_of_tiny_llama(tmp_path / "model", without=["tokenizer*"])
+    with pytest.raises(ModelError, match="finds no tokenizer"):
+        models.load(str(folder), torch.float32, CPU, random_weights=False)
+
+
+def test_weights_larger_than_the_memory_are_refused_before_they_are_built(monkeypatch):
+    monkeypatch.setattr(models, "free_memory", lambda device: 10 * 2**30)
+    with pytest.raises(ModelError, match="out of memory: the weights take 15.0 GiB in bfloat16 and 10.0 GiB are free"):
+        models.load("llama-3.1-8b", torch.bfloat16, CPU, random_weights=True)
+
+
+def test_failed_allocations_are_explained():
+    with pytest.raises(ModelError, match="out of memory on cpu: take a smaller --batch_size"):
+        with models.out_of_memory_is_explained(CPU):
+            torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="something else"):
+        with models.out_of_memory_is_explained(CPU):
+            raise RuntimeError("something else")
+
+
+def test_free_memory():
+    free = models.free_memory(CPU)
+    assert free is None or 2**20 < free < 2**50
+
+
+def test_first_sentence():
+    try:
+        try:
+            raise ValueError("The root. And more.\nAnd a second line")
+        except ValueError as error:
+            raise RuntimeError("outer") from error
+    except RuntimeError as error:
+        assert models.first_sentence(error) == "The root"
+    assert models.first_sentence(KeyError()) == "KeyError"

@@ -1,0 +1,241 @@
+"""``tilegym infer`` as a user meets it: what it prints, what it writes, and with which status it exits."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilegym.cli import build_app
+
+ROOT = Path(__file__).parents[2]
+TINY_LLAMA = str(ROOT / "examples/models/tiny-llama")
+TILEGYM = ["--use_tilegym", "--use_cutile", "--use_attn"]
+SHORT = ["--output_length", "6", "--num_runs", "1", "--warmup_runs", "0"]
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+
+
+def infer(*args):
+    return CliRunner().invoke(build_app("infer"), ["infer", *args])
+
+
+def infer_json(*args):
+    result = infer(*args, "--json")
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result, json.loads(result.stdout)
+
+
+def write_config(path, **changes):
+    config = {
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.1,
+    }
+    path.write_text(json.dumps({**config, **changes}))
+    return str(path)
+
+
+class Test_Unpatched:
+    def test_prints_what_was_measured(self):
+        result = infer("--model_id", TINY_LLAMA, "--output_length", "6", "--num_runs", "2", "--show_outputs")
+        assert result.exit_code == 0
+        assert re.search(r"^Average throughput: \d+\.\d+ ± \d+\.\d+ tokens/sec$", result.stdout, re.MULTILINE)
+        for words in ("time to first token", "time per output token", "peak memory", "kernels  unpatched"):
+            assert words in result.stdout
+        assert "The capital of France is Paris." in result.stdout
+        assert "run 2/2" in result.stderr
+
+    def test_json_alone_on_stdout(self):
+        _, summary = infer_json("--model_id", TINY_LLAMA, *SHORT, "--batch_size", "3")
+        assert summary["outputs"] == 3 * [{"prompt": "The capital of France is", "text": " Paris.\nPar"}]
+        assert summary["batch_sizes"] == [3]
+        assert summary["patched"] is None
+        measured = summary["unpatched"]
+        assert len(measured["throughput_of_runs"]) == 1
+        assert measured["time_to_first_token_ms"] > 0
+        assert measured["time_per_output_token_ms"] > 0
+        assert measured["peak_memory_bytes"] > 2**20
+
+    def test_summary_file(self, tmp_path):
+        path = tmp_path / "results" / "summary.json"
+        result = infer("--model_id", TINY_LLAMA, *SHORT, "--summary_file", str(path))
+        assert result.exit_code == 0
+        assert str(path) in result.stdout
+        assert json.loads(path.read_text())["model"]["parameters"] == 541_824
+
+    def test_prompts_of_a_file_in_padded_batches(self, tmp_path):
+        path = tmp_path / "prompts.txt"
+        path.write_text("The capital of Peru is\nQuestion: What is the capital of Japan? Answer:\nTwo and two\n")
+        _, summary = infer_json("--model_id", TINY_LLAMA, *SHORT, "--sentence_file", str(path), "--batch_size", "2")
+        assert summary["batch_sizes"] == [2, 1]
+        assert [output["text"].split("\n")[0] for output in summary["outputs"]] == [" Lima.", " Tokyo.", " make four."]
+
+    @pytest.mark.parametrize("precision, name", [("fp16", "float16"), ("float32", "float32")])
+    def test_precision(self, precision, name):
+        _, summary = infer_json("--model_id", TINY_LLAMA, *SHORT, "--precision", precision)
+        assert summary["precision"] == name
+        assert summary["outputs"][0]["text"].startswith(" Paris.")
+
+    def test_random_weights_and_input_length(self, tmp_path):
+        config = write_config(tmp_path / "config.json")
+        _, summary = infer_json("--model_id", config, "--random_weights", *SHORT, "--input_length", "40")
+        assert summary["prompt_lengths"] == [40]
+        assert summary["model"]["random_weights"]
+        assert len(summary["outputs"][0]["text"].split()) == 6
+
+    def test_profile(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        result = infer("--model_id", TINY_LLAMA, *SHORT, "--profile")
+        assert result.exit_code == 0
+        assert "aten::mm" in result.stdout
+        assert json.loads((tmp_path / "out/profile-tiny-llama.json").read_text())["traceEvents"]
+
+
+class Test_Patched:
+    def test_compare(self):
+        result = infer("--model_id", TINY_LLAMA, *TILEGYM, "--compare", "--show_outputs", "--output_length", "24")
+        assert result.exit_code == 0, result.output
+        assert "Paris" in result.stdout
+        assert re.search(r"^token agreement +100\.0%$", result.stdout, re.MULTILINE)
+        assert re.search(r"^largest logit difference +\d", result.stdout, re.MULTILINE)
+        assert re.search(
+            r"^unpatched: Average throughput: \d+\.\d+ ± \d+\.\d+ tokens/sec$", result.stdout, re.MULTILINE
+        )
+        assert re.search(r"^TileGym: +Average throughput: \d+\.\d+ ± \d+\.\d+ tokens/sec$", result.stdout, re.MULTILINE)
+        assert "PASS" in result.stdout and "criterion:" in result.stdout
+
+    @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+    @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+    def test_every_family_agrees_with_itself_unpatched(self, model_type, precision, tmp_path):
+        config = write_config(tmp_path / "config.json", model_type=model_type)
+        path = tmp_path / "prompts.txt"
+        path.write_text("a short one\nand another that is a good deal longer\n")
+        result, summary = infer_json(
+            *("--model_id", config, "--random_weights", *TILEGYM, "--compare", *SHORT),
+            *("--sentence_file", str(path), "--precision", precision),
+        )
+        assert result.exit_code == 0, summary["comparison"]
+        assert summary["comparison"]["passed"]
+        computes = {entry["compute"] for entry in summary["patched_modules"]}
+        assert len(computes) == 4, computes
+
+    def test_every_patched_compute_is_covered(self):
+        result, summary = infer_json("--model_id", TINY_LLAMA, *TILEGYM, *SHORT, "--report_kernel_coverage")
+        assert result.exit_code == 0
+        coverage = summary["kernel_coverage"]
+        assert 0 < coverage["percent"] < 100
+        assert sum(entry["own"] for entry in coverage["entries"]) >= 4
+
+    @needs_no_gpu
+    def test_coverage_line_on_a_cpu(self):
+        result = infer("--model_id", TINY_LLAMA, *TILEGYM, *SHORT, "--report_kernel_coverage")
+        assert re.search(r"^>>> Dispatched Op Coverage \(CPU Time\): \d+\.\d% <<<$", result.stdout, re.MULTILINE)
+        assert "no GPU" in result.stdout
+
+    def test_without_attention(self):
+        _, summary = infer_json("--model_id", TINY_LLAMA, "--use_tilegym", *SHORT)
+        computes = {entry["compute"] for entry in summary["patched_modules"]}
+        assert len(computes) == 3, computes
+
+    @needs_no_gpu
+    def test_cutile_without_a_gpu_says_what_runs_instead(self):
+        result, summary = infer_json("--model_id", TINY_LLAMA, *TILEGYM, *SHORT)
+        assert result.exit_code == 0
+        assert summary["backend"] == "pytorch"
+        [notice] = summary["notices"]
+        assert "pytorch backend runs instead" in notice and "--interpret" in notice
+
+    def test_interpreted_kernels_make_the_same_tokens(self):
+        result, summary = infer_json(
+            *("--model_id", TINY_LLAMA, *TILEGYM, "--interpret", "--compare", "--report_kernel_coverage"),
+            *("--output_length", "4", "--num_runs", "1", "--warmup_runs", "0"),
+        )
+        assert result.exit_code == 0, summary["comparison"]
+        assert summary["backend"] == "cutile" and summary["interpreted"]
+        assert summary["comparison"]["token_agreement"] == 1.0
+        assert summary["outputs"][0]["text"].startswith(" Paris.")
+        assert all("(cutile)" in entry["name"] for entry in summary["kernel_coverage"]["entries"] if entry["own"])
+
+    def test_disagreement_exits_1(self, monkeypatch):
+        from tilegym.backend.dispatcher import _ops
+
+        impls = _ops["silu_and_mul"].impls | _ops["swiglu"].impls
+        for name in ("silu_and_mul", "swiglu"):
+            for backend, impl in list(_ops[name].impls.items()):
+                monkeypatch.setitem(_ops[name].impls, backend, _doubled(impl))
+        assert impls
+        result = infer("--model_id", TINY_LLAMA, *TILEGYM, "--compare", *SHORT)
+        assert result.exit_code == 1
+        assert "FAIL: the patched logits are off by" in result.stdout
+
+
+def _doubled(impl):
+    def wrong(*args, **kwargs):
+        return 2 * impl(*args, **kwargs)
+
+    return wrong
+
+
+class Test_Bad_Input:
+    """One sentence on stderr, with the remedy, status 2, no traceback."""
+
+    @pytest.mark.parametrize(
+        "args, message",
+        [
+            (["--model_id", "./nowhere"], "no file, no folder and no Hub id"),
+            (["--model_id", "llama-3.1-8b"], "add --random_weights"),
+            (["--model_id", TINY_LLAMA, "--compare"], "add --use_tilegym"),
+            (["--model_id", TINY_LLAMA, "--use_cutile"], "add --use_tilegym"),
+            (["--model_id", TINY_LLAMA, "--use_tilegym", "--interpret"], "add --use_cutile"),
+            (["--model_id", TINY_LLAMA, "--precision", "int3"], "is none of bfloat16"),
+            (["--model_id", TINY_LLAMA, "--input_text", " "], "--input_text is empty"),
+            (["--model_id", TINY_LLAMA, "--sentence_file", "/no/such/file"], "cannot be read: No such file"),
+            (["--model_id", TINY_LLAMA, "--output_length", "5000"], "exceed the model's 512 positions"),
+            (["--model_id", TINY_LLAMA, "--summary_file", "/dev/null/x.json"], "cannot be written"),
+        ],
+    )
+    def test_message(self, args, message):
+        self.check(infer(*args), message)
+
+    def test_family_without_patches(self, tmp_path):
+        path = tmp_path / "config.json"
+        path.write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 256}')
+        result = infer("--model_id", str(path), "--random_weights", *TILEGYM, *SHORT)
+        self.check(result, "'gpt2'")
+        assert "llama, mistral, qwen2, qwen3" in result.stderr and "leave out --use_tilegym" in result.stderr
+        assert infer("--model_id", str(path), "--random_weights", *SHORT).exit_code == 0
+
+    def test_out_of_memory(self, tmp_path):
+        config = write_config(tmp_path / "config.json", vocab_size=2**40)
+        self.check(infer("--model_id", config, "--random_weights", *SHORT), "out of memory: the weights take")
+
+    def test_option_out_of_range(self):
+        result = infer("--model_id", TINY_LLAMA, "--output_length", "0")
+        assert result.exit_code == 2
+        assert "--output_length" in result.stderr
+
+    def check(self, result, message):
+        assert result.exit_code == 2
+        assert isinstance(result.exception, SystemExit)
+        *progress, error = result.stderr.strip().splitlines()
+        assert error.startswith("error: ") and message in error
+        assert all(line.startswith("...") for line in progress)
+
+
+@pytest.mark.parametrize("program", [["-m", "tilegym", "infer"], ["modeling/transformers/infer.py"]])
+def test_as_a_program(program):
+    command = [sys.executable, *program, "--model_id", TINY_LLAMA, *SHORT, "--json"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["outputs"][0]["text"] == " Paris.\nPar"
