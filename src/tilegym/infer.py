@@ -41,7 +41,9 @@ def infer(
         False, "--interpret", help="Run the cuTile kernels on the CPU, in the interpreter: exact, but slow."
     ),
     compare: bool = typer.Option(
-        False, "--compare", help=f"Run the unpatched model too; exit 1 if the two disagree. They agree if {CRITERION}."
+        False,
+        "--compare",
+        help=f"Run the unpatched model too; exit status 1 if the two disagree. Criterion: {CRITERION}.",
     ),
     input_text: str = typer.Option("The capital of France is", "--input_text", help="The prompt."),
     sentence_file: Path | None = typer.Option(None, "--sentence_file", help="A text file with one prompt a line."),

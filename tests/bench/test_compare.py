@@ -126,3 +126,13 @@ def test_kept_logits_stay_within_the_budget(monkeypatch):
     monkeypatch.setattr(compare, "_LOGIT_BUDGET", 3 * 300 * 2 * 5)
     assert compare.compared_steps(batches, 8, 300, torch.bfloat16) == 5
     assert compare.compared_steps(batches, 8, 10**9, torch.bfloat16) == 1
+
+
+def test_the_oracle_is_a_wider_copy_and_leaves_the_model_alone():
+    model = tiny_model(torch.bfloat16)
+    oracle = compare.make_oracle(model)
+    assert {p.dtype for p in oracle.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    for ours, theirs in zip(oracle.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs.float())
+        assert ours.data_ptr() != theirs.data_ptr()

@@ -58,7 +58,7 @@ class Test_Unpatched:
 
     def test_json_alone_on_stdout(self):
         _, summary = infer_json("--model_id", TINY_LLAMA, *SHORT, "--batch_size", "3")
-        assert summary["outputs"] == 3 * [{"prompt": "The capital of France is", "text": " Paris.\nPar"}]
+        assert summary["outputs"] == 3 * [{"prompt": "The capital of France is", "text": " Paris.\nP"}]
         assert summary["batch_sizes"] == [3]
         assert summary["patched"] is None
         measured = summary["unpatched"]
@@ -238,4 +238,4 @@ def test_as_a_program(program):
     command = [sys.executable, *program, "--model_id", TINY_LLAMA, *SHORT, "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["outputs"][0]["text"] == " Paris.\nPar"
+    assert json.loads(result.stdout)["outputs"][0]["text"] == " Paris.\nP"

@@ -39,12 +39,14 @@ class Deviation:
     count: int = 0
 
     def add(self, logits: torch.Tensor, reference: torch.Tensor) -> None:
-        difference = logits.double() - reference.double()
-        # NaN must not vanish in a comparison: any non-finite difference is infinitely wrong.
-        difference = torch.where(difference.isfinite(), difference, torch.inf)
-        self.largest = max(self.largest, difference.abs().max().item())
-        self.squares += difference.square().sum().item()
-        self.count += difference.numel()
+        """Takes in two tensors [B, T, vocab]."""
+        for ours, theirs in zip(logits.flatten(0, 1), reference.flatten(0, 1), strict=True):
+            difference = ours.double() - theirs.double()  # [vocab]: a row at a time, to need little memory
+            # NaN must not vanish in a comparison: any non-finite difference is infinitely wrong.
+            difference = torch.where(difference.isfinite(), difference, torch.inf)
+            self.largest = max(self.largest, difference.abs().max().item())
+            self.squares += difference.square().sum().item()
+            self.count += difference.numel()
 
     @property
     def rms(self) -> float:
@@ -82,12 +84,23 @@ class Comparison:
 def make_oracle(model: Any) -> Any | None:
     """A copy of ``model`` in the next wider precision, on its device, else the CPU; None if neither has the memory."""
     dtype = _WIDER[model.dtype]
-    needed = 1.2 * model.num_parameters() * (dtype.itemsize + model.dtype.itemsize)
+    needed = 1.2 * model.num_parameters() * dtype.itemsize
     for device in dict.fromkeys([model.device, torch.device("cpu")]):
         free = free_memory(device)
         if free is None or needed < free:
-            return copy.deepcopy(model).to(device).to(dtype)
+            return _copy(model, device, dtype)
     return None
+
+
+def _copy(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A deep copy whose tensors are converted one by one, so that there is never a second one in the old precision."""
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        new = tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        return torch.nn.Parameter(new, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else new
+
+    memo = {id(tensor): converted(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, memo)
 
 
 def compared_steps(batches: list[Batch], output_length: int, vocab_size: int, dtype: torch.dtype) -> int:
@@ -138,7 +151,7 @@ def compare(
         unpatched.add(theirs, exact)
         patched.add(ours, exact)
 
-    scale = max(exact.abs().max().item() for exact in reference)
+    scale = max(max(exact.max().item(), -exact.min().item()) for exact in reference)
     rounding = torch.finfo(model.dtype).eps * scale
     if oracle_name is not None:
         judged, factor, judges, tie = patched, 2, reference, 2 * (unpatched.largest + patched.largest) + rounding
