@@ -4,6 +4,7 @@ The benchmarks themselves are the files ``tests/benchmark/bench_*.py`` of a chec
 """
 
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -51,7 +52,7 @@ def bench(
         raise spec.BenchmarkError(f"--dtype {dtype}: there are {', '.join(spec.DTYPES)}")
     tasks = _tasks(benchmarks, quick, gpu, mode or [], model or [], tokens or [])
     if list_only:
-        _print_list(tasks)
+        _print_list(tasks, gpu)
         return
     if not gpu:
         if backend not in (None, "pytorch"):
@@ -65,19 +66,19 @@ def bench(
     if warm is not None:
         from tilegym.bench.warm import run_share
 
+        if host:
+            tasks += [(benchmark, spec.Shape("host", benchmark.host), (spec.FORWARD,)) for benchmark in benchmarks]
         run_share(tasks, only, spec.DTYPES[dtype], backend, warm)
         return
+    command = [*(ops or ()), *(["--quick"] if quick else ()), "--dtype", dtype, "--backend", backend]
+    for option, values in (("--mode", mode), ("--model", model), ("--tokens", tokens), ("--only", only)):
+        command += [part for value in values or () for part in (option, str(value))]
     if gpu:
-        passed_on = ["--dtype", dtype, "--backend", backend, *(["--quick"] if quick else [])]
-        for option, values in (("--mode", mode), ("--model", model), ("--tokens", tokens), ("--only", only)):
-            passed_on += [part for value in values or () for part in (option, str(value))]
-        for path in providers or []:
-            passed_on += ["--providers", str(path)]
-        if folder is not None:
-            passed_on += ["--folder", str(folder)]
-        _warm([*passed_on, *(benchmark.op for benchmark in benchmarks)], warm_processes)
+        files = [part for path in providers or () for part in ("--providers", str(path))]
+        files += ["--folder", str(folder)] if folder is not None else []
+        _warm([*command, *files, "--host" if host else "--no-host"], warm_processes)
     settings = {
-        "command": " ".join(sys.argv[1:]),
+        "command": shlex.join(["tilegym", "bench", *command]),
         "quick": quick,
         "dtype": dtype,
         "backend": backend,
@@ -127,9 +128,11 @@ def _tasks(benchmarks: list, quick: bool, gpu: bool, mode: list[str], model: lis
     return tasks
 
 
-def _print_list(tasks: list) -> None:
+def _print_list(tasks: list, gpu: bool) -> None:
+    from tilegym.bench.spec import OURS
+
     for benchmark, shape, modes in tasks:
-        names = [name for name, provider in benchmark.providers.items() if not provider.missing()]
+        names = [name for name, p in benchmark.providers.items() if not p.missing() and (gpu or name == OURS)]
         print(f"{benchmark.op:16} {shape.label:40} {', '.join(modes)}; {', '.join(names)}")
 
 
@@ -155,7 +158,7 @@ def _measure(tasks, benchmarks, settings, dtype, backend, only, host, output):
 
     timer = (CudaTimer if torch.cuda.is_available() else CpuTimer)(settings["budget_ms"] * 1e-3)
     run = report.Run(machine.describe(), settings)
-    host = host and timer.device == "cuda"
+    host = host and timer.compares
     try:
         with _Steps(1 + len(tasks) + (len(benchmarks) if host else 0)) as steps:
             steps.begin("roofline")
@@ -224,7 +227,7 @@ def _finish(run, output: Path, plots: bool, write_docs: bool) -> None:
         from tilegym.bench.docs import default_target
         from tilegym.bench.docs import write
 
-        print(f"written: {write(output, [], default_target())}")
+        print(f"written: {write(output, default_target())}")
 
 
 def main(benchmarks: list) -> None:

@@ -49,13 +49,8 @@ class Session:
     def device(self) -> str:
         return self.timer.device
 
-    @property
-    def ours_only(self) -> bool:
-        """Without a GPU there is nothing to compare: PyTorch against PyTorch."""
-        return self.device == "cpu"
-
     def wants(self, name: str) -> bool:
-        if self.ours_only and name != OURS:
+        if not self.timer.compares and name != OURS:
             return False
         return not self.only or name in self.only
 
@@ -180,23 +175,31 @@ class Candidate:
         self.name, self.provider, self.session = name, provider, session
         self.pristine, self.inputs = inputs, inputs
         self.overwrites = False
-        self.backend = session.backend if name == OURS else ""
-        self.note = ""
+        self._handed_over: dict[str, str] = {}  # mode to the reason why the backend did not serve it
         self.function = compiled(provider)
 
     def _find_server(self, mode: str) -> None:
-        """Notes whether the chosen backend serves this call itself, or hands it to ``pytorch``."""
+        """Finds out whether the chosen backend serves ``mode`` itself, or hands it to ``pytorch``."""
         setup, call = _steps(self.function, self.pristine.copy(), mode, None)
         try:
             with _no_fallback():
                 call(setup())
         except UnsupportedError as reason:
-            self.backend, self.note = "pytorch", f"served by pytorch: {reason}"
+            self._handed_over[mode] = str(reason)
+
+    def remarks(self, mode: str) -> dict[str, str]:
+        """The backend that serves ``mode``, where the provider is ours, and what there is to know about it."""
+        reason = self._handed_over.get(FORWARD if mode == FORWARD else BOTH)
+        notes = [f"served by pytorch: {reason}"] if reason else []
+        notes += ["overwrites its inputs"] if self.overwrites else []
+        backend = ("pytorch" if reason else self.session.backend) if self.name == OURS else ""
+        return {"backend": backend, "note": "; ".join(notes)}
 
     def results(self, gradients: bool) -> tuple[torch.Tensor, ...]:
         """Outputs; if asked, also the outputs under autograd and the gradients. On copies of the inputs."""
         if self.name == OURS:
-            self._find_server(BOTH if gradients else FORWARD)
+            for mode in (FORWARD, BOTH) if gradients else (FORWARD,):
+                self._find_server(mode)
         trial = self.pristine.copy()
         found = tuple(output.clone() for output in check.tensors(self.function(**trial.values)))
         if gradients:
@@ -209,7 +212,6 @@ class Candidate:
         if not trial.equals(self.pristine):
             self.overwrites = True
             self.inputs = self.pristine.copy()
-            self.note = "; ".join(filter(None, (self.note, "overwrites its inputs")))
         return found
 
     def trial(self, mode: str, written: int) -> tuple[Trial, int | None]:
@@ -247,11 +249,11 @@ def _checked(
         except Exception as error:  # noqa: BLE001 - whatever a foreign provider raises is a row of the report
             yield None, {"provider": name, "status": "failed", "note": _why(error)}
             continue
-        verdict = {"provider": name, "backend": candidate.backend, "error": own.rms, "largest_error": own.largest}
+        verdict = {"provider": name, "error": own.rms, "largest_error": own.largest}
         if wrong:
             yield None, verdict | {"status": "WRONG", "note": wrong}
         else:
-            yield candidate, verdict | {"status": "ok", "note": candidate.note}
+            yield candidate, verdict | {"status": "ok"}
 
 
 def _copy_candidate(work_bytes: int, session: Session) -> tuple[Trial, int]:
@@ -289,6 +291,7 @@ def _measure_mode(
         if candidate is None:
             yield Result(**row)
             continue
+        row |= candidate.remarks(mode)
         try:
             with candidate.provider.context():
                 trial, memory = candidate.trial(mode, work.written)
@@ -322,7 +325,7 @@ def _measure_mode(
 
 def measure_host(benchmark: Benchmark, session: Session) -> Iterator[HostResult]:
     """The host's time for one call of every provider, on tensors so small that the GPU keeps up."""
-    if session.device == "cpu":
+    if not session.timer.compares:
         return
     shape = Shape("host", benchmark.host)
     with selector.use_backend(session.backend):
@@ -337,10 +340,9 @@ def measure_host(benchmark: Benchmark, session: Session) -> Iterator[HostResult]
                 timing = session.timer.host_time(lambda f=function, v=values: f(**v))
             yield HostResult(
                 **common,
+                **candidate.remarks(FORWARD),
                 provider=verdict["provider"],
-                backend=verdict["backend"],
                 status="ok",
-                note=verdict["note"],
                 seconds=timing.median,
                 low=timing.low,
                 high=timing.high,

@@ -82,6 +82,7 @@ class CudaTimer:
     """
 
     device = "cuda"
+    compares = True
 
     def __init__(self, budget: float, rounds: int = 3) -> None:
         self.budget, self.rounds = budget, rounds
@@ -161,9 +162,13 @@ class CudaTimer:
 
 
 class CpuTimer:
-    """Times CPU work. There is no host time on its own here, and no memory statistics."""
+    """Times CPU work. There is no host time on its own here, and no memory statistics.
+
+    ``compares``: whether the other providers are measured; here that would be PyTorch against itself.
+    """
 
     device = "cpu"
+    compares = False
 
     def __init__(self, budget: float, rounds: int = 3) -> None:
         self.budget, self.rounds = budget, rounds
