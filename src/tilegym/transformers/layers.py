@@ -2,8 +2,8 @@
 
 A forward that replaces another must compute the same thing: each ``computes_*`` runs what is there on a few numbers and
 compares it with the formula, so that a class whose math differs (a Gemma norm, an interleaved rotation), now or in a
-later version of transformers, is refused instead of silently changed. Submodules are called and never their weights read,
-so hooks, biases, quantised linears and LoRA keep working.
+later version of transformers, is refused instead of silently changed. Submodules are called, their weights never read:
+hooks, biases, quantised linears and LoRA keep working.
 """
 
 import types
@@ -16,7 +16,7 @@ from torch import nn
 from tilegym.ops import apply_rope_base
 from tilegym.ops import rms_norm
 from tilegym.ops import swiglu
-from tilegym.transformers.patching import reproducible
+from tilegym.transformers.forwards import reproducible
 
 
 @reproducible
@@ -45,9 +45,11 @@ def swiglu_forward(backend: str | None) -> Callable:
 
 @reproducible
 def swiglu_forward_if_silu(original: Callable, backend: str | None) -> Callable:
-    """:func:`swiglu_forward` for a whole class, of which some instances may have another activation: those keep theirs."""
+    """:func:`swiglu_forward` for a whole class; instances with another activation keep what they compute."""
+    from transformers.activations import ACT2FN
+
     patched = swiglu_forward(backend)
-    known: dict[type, bool] = {}
+    known = {type(ACT2FN["silu"]): True}
 
     def forward(self, x: Tensor) -> Tensor:
         activation = type(self.act_fn)
@@ -105,7 +107,7 @@ def _agrees(run: Callable[[], object], *expected: Tensor) -> bool:
 
 
 def computes_rms_norm(forward: Callable) -> bool:
-    """Whether ``forward`` is ``weight * (x * rsqrt(mean(x^2) + eps)).to(dtype)``, checked in bf16, where rounding shows."""
+    """Whether ``forward`` is ``weight * (x * rsqrt(mean(x^2) + eps)).to(dtype)``; in bf16, where rounding shows."""
     x, weight = _numbers(4, 64, dtype=torch.bfloat16), _numbers(64, dtype=torch.bfloat16)
     module = types.SimpleNamespace(weight=weight, variance_epsilon=0.5)
     normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 0.5)

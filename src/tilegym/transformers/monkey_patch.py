@@ -14,12 +14,12 @@ from tilegym.backend import get_current_backend
 from tilegym.errors import ModelError
 from tilegym.transformers import layers
 from tilegym.transformers.family import Family
+from tilegym.transformers.forwards import describe
+from tilegym.transformers.forwards import with_globals
 from tilegym.transformers.llama import FAMILY as LLAMA
 from tilegym.transformers.mistral import FAMILY as MISTRAL
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
-from tilegym.transformers.patching import describe
-from tilegym.transformers.patching import with_globals
 from tilegym.transformers.qwen2 import FAMILY as QWEN2
 from tilegym.transformers.qwen3 import FAMILY as QWEN3
 
@@ -39,7 +39,7 @@ def apply(
 
     Args:
         model: a model of transformers whose ``config.model_type`` is one of the supported families.
-        use_cutile: run the patched computations on the ``cutile`` backend; else on the one that is chosen when they run.
+        use_cutile: run what is patched on the ``cutile`` backend; else on the one that is chosen when it runs.
         use_attn, rope, rms_norm, swiglu: which computations to patch.
 
     Returns:
@@ -74,7 +74,7 @@ def _for_family(family: Family) -> Callable[..., PatchSet]:
         return _patch(family, model, use_cutile, rope=rope, rms_norm=rms_norm, swiglu=swiglu, attn=attn)
 
     apply_to_family.__name__ = apply_to_family.__qualname__ = f"apply_tilegym_kernel_to_{family.model_type}"
-    apply_to_family.__doc__ = f"""Puts TileGym's kernels into ``model``, or into every {family.prefix} model made from now on.
+    apply_to_family.__doc__ = f"""Puts TileGym's kernels into ``model``, or into all {family.prefix} models to come.
 
     Without ``model`` transformers' own classes and functions are patched: norms, MLPs and the rotation of all
     {family.prefix} models in the process change, attention only of those made afterwards, unless they ask for another

@@ -1,0 +1,114 @@
+"""Functions for one instance: bound to it, remade when it is pickled, or with other globals than the original."""
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from tilegym.errors import PatchError
+
+
+def describe(thing: Any) -> str:
+    """The qualified name of a class or function, of what a partial calls, of an object's class."""
+    thing = getattr(thing, "func", thing)
+    if isinstance(thing, types.ModuleType):
+        return thing.__name__
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def reproducible(factory: Callable) -> Callable:
+    """Decorates a module-level function that makes functions, so that what it makes can be pickled.
+
+    Closures cannot be pickled; the factory's name and its arguments can. The same arguments give the same function.
+    """
+
+    @functools.cache
+    @functools.wraps(factory)
+    def make(*args):
+        function = factory(*args)
+        function.recipe = (make, args)
+        return function
+
+    return make
+
+
+class BoundForward(functools.partial):
+    """``function(module, ...)`` as the ``forward`` of one instance.
+
+    A partial, because copying a module then binds the copy's forward to the copy, and because pickling is in our hands
+    (a bound method is pickled by name, which would silently give the class's own forward back).
+    """
+
+    def __reduce__(self):
+        # The module goes into the state: at that point of unpickling it exists already.
+        return BoundForward, (_portable(self.func),), self.args
+
+    def __setstate__(self, args):
+        super().__setstate__((self.func, args, {}, {}))
+
+
+class _Recipe:
+    """Stands for a function while it is pickled; what is unpickled is the function."""
+
+    def __init__(self, make: Callable, args: tuple) -> None:
+        self.make, self.args = make, args
+
+    def __reduce__(self):
+        return self.make, self.args
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_portable(item) for item in value)
+    if hasattr(value, "recipe"):
+        make, args = value.recipe
+        return _Recipe(make, _portable(args))
+    return value
+
+
+def _mentions(code: types.CodeType, name: str) -> bool:
+    return name in code.co_names or any(_mentions(c, name) for c in code.co_consts if isinstance(c, types.CodeType))
+
+
+def _overlay(function: types.FunctionType, replacements: dict[str, Any]) -> types.FunctionType | None:
+    """A copy of ``function`` (and of what it wraps) in which global names mean something else; None if it uses none."""
+    cells, used = [], any(_mentions(function.__code__, name) for name in replacements)
+    for cell in function.__closure__ or ():
+        inner = None
+        with contextlib.suppress(ValueError):  # an empty cell
+            if isinstance(cell.cell_contents, types.FunctionType):
+                inner = _overlay(cell.cell_contents, replacements)
+        cells.append(cell if inner is None else types.CellType(inner))
+        used = used or inner is not None
+    if not used:
+        return None
+    # A code object of its own: torch.compile caches by code object, and its guards look globals up by name.
+    new = types.FunctionType(
+        function.__code__.replace(),
+        {**function.__globals__, **replacements},
+        function.__name__,
+        function.__defaults__,
+        tuple(cells) if function.__closure__ else None,
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    new.__dict__.update(function.__dict__)
+    new.__qualname__, new.__module__, new.__doc__ = function.__qualname__, function.__module__, function.__doc__
+    return new
+
+
+@reproducible
+def with_globals(function: types.FunctionType, replacements: tuple[tuple[str, Any], ...]) -> types.FunctionType:
+    """A copy of ``function`` that sees other values under the given global names; the original is not touched.
+
+    Works through decorators (functions held in closures), ``super()`` and nested functions.
+
+    Raises:
+        PatchError: the function uses none of the names.
+    """
+    new = _overlay(function, dict(replacements))
+    if new is None:
+        names = ", ".join(name for name, _ in replacements)
+        raise PatchError(f"{describe(function)} does not use the global {names}; nothing to replace in it")
+    return new
