@@ -8,6 +8,10 @@ from .errors import OutOfBoundsError
 from .errors import UndeterminedValueError
 from .errors import UnsupportedCuTileError
 from .errors import WriteConflictError
+from .install import install
+from .install import is_installed
+from .install import is_requested
+from .install import uninstall
 from .launch import launch
 from .sanitizer import sanitize
 from .signature import kernel_signature
@@ -21,7 +25,13 @@ __all__ = [
     "UnsupportedCuTileError",
     "WriteConflictError",
     "compile_kernel",
+    "install",
+    "is_installed",
     "kernel_signature",
     "launch",
     "sanitize",
+    "uninstall",
 ]
+
+if is_requested():
+    install()

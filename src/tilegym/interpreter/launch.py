@@ -56,7 +56,8 @@ def launch(grid, kernel, args, *, sanitize: bool | None = None, order: str = "se
     found = compiled(kernel, args)
     program = found.program
     sanitizer = Sanitizer() if (sanitizing() if sanitize is None else sanitize) else None
-    with torch.no_grad():
+    # Modes that a caller has set (a default device, say) must not reach into the kernel.
+    with torch.no_grad(), torch._C.DisableTorchFunction():
         memories = []
         registers = [None] * program.num_registers
         _bind(registers, found, _cutile.parameter_names(kernel), args, memories)
@@ -107,7 +108,7 @@ def _run_block(kernel, program, registers, state) -> None:
 
 def _run_on_threads(kernel, program, registers, blocks, grid) -> None:
     def run(block):
-        with torch.no_grad():  # the mode is each thread's own
+        with torch.no_grad(), torch._C.DisableTorchFunction():  # both are each thread's own
             _run_block(kernel, program, registers, BlockState(block, grid))
 
     with ThreadPoolExecutor(max(2, torch.get_num_threads())) as pool:

@@ -74,6 +74,11 @@ def make_list_view(builder, op):
     builder.slots[op.result_vars[0].name] = builder.slot(op.base_ptr)
 
 
+@builds_step(O.ForeignPointerCast)
+def foreign_pointer_cast(builder, op):
+    builder.slots[op.result_vars[0].name] = builder.slot(op.pointer)
+
+
 @builds_step(O.GetArrayListItem)
 def get_array_list_item(builder, op):
     arrays, index = builder.slot(op.x), builder.slot(op.index)

@@ -1,0 +1,158 @@
+"""Lets code that asks torch for CUDA devices run on a machine without one: its tensors are CPU tensors.
+
+``redirect()`` changes what torch does with a device: every torch function that is given a CUDA device gets the CPU
+instead, and the parts of ``torch.cuda`` that programs ask about (availability, streams, events, properties) answer for
+one imaginary GPU. ``Tensor.device`` stays truthful: it says cpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import types
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CAPABILITY = (10, 0)  # of the imaginary GPU: what the interpreter's front end compiles for
+_NUM_MULTIPROCESSORS = 4
+_TOTAL_MEMORY = 8 * 2**30
+
+
+def _is_cuda(device) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and (device == "cuda" or device.startswith("cuda:"))
+
+
+def _on_cpu(value):
+    return torch.device("cpu") if _is_cuda(value) else value
+
+
+class _Redirection(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.cuda or function is torch.Tensor.cpu:
+            return args[0].clone()  # a copy, as between two devices
+        asks = any(map(_is_cuda, args[1:])) or _is_cuda(kwargs.get("device"))
+        if asks:
+            args = (*args[:1], *map(_on_cpu, args[1:]))
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+            if function is torch.Tensor.to:
+                kwargs = {**kwargs, "copy": True}
+        elif function is torch.Tensor.pin_memory:
+            return args[0]
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return function(*args, **kwargs)
+
+
+class Stream:
+    """A stream on which everything has already happened."""
+
+    cuda_stream = 0
+    device = torch.device("cpu")
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, stream) -> None:
+        pass
+
+    def wait_event(self, event) -> None:
+        pass
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """An event that happens when it is recorded."""
+
+    def __init__(self, *args, **kwargs):
+        self._seconds = 0.0
+
+    def record(self, stream=None) -> None:
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream=None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._seconds - self._seconds) * 1e3
+
+
+def _properties(device=None):
+    major, minor = CAPABILITY
+    return types.SimpleNamespace(
+        name="tilegym interpreter",
+        major=major,
+        minor=minor,
+        multi_processor_count=_NUM_MULTIPROCESSORS,
+        total_memory=_TOTAL_MEMORY,
+        L2_cache_size=2**20,
+    )
+
+
+def _nothing(*args, **kwargs) -> None:
+    return None
+
+
+_stream = Stream()
+
+_CUDA_ANSWERS = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "is_bf16_supported": lambda including_emulation=True: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_capability": lambda device=None: CAPABILITY,
+    "get_device_name": lambda device=None: "tilegym interpreter",
+    "get_device_properties": _properties,
+    "current_stream": lambda device=None: _stream,
+    "default_stream": lambda device=None: _stream,
+    "stream": lambda stream: contextlib.nullcontext(),
+    "device": lambda device: contextlib.nullcontext(),
+    "mem_get_info": lambda device=None: (_TOTAL_MEMORY, _TOTAL_MEMORY),
+    "memory_allocated": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0,
+    "Stream": Stream,
+    "Event": Event,
+    **dict.fromkeys(("init", "synchronize", "set_device", "set_stream", "empty_cache"), _nothing),
+    **dict.fromkeys(("manual_seed", "manual_seed_all", "reset_peak_memory_stats"), _nothing),
+}
+
+
+@contextlib.contextmanager
+def redirect():
+    """Within the ``with`` block, and in this thread, tensors asked for on CUDA devices are CPU tensors."""
+    saved = {name: getattr(torch.cuda, name) for name in _CUDA_ANSWERS if hasattr(torch.cuda, name)}
+    for name in saved:
+        setattr(torch.cuda, name, _CUDA_ANSWERS[name])
+    try:
+        with _Redirection():
+            yield
+    finally:
+        for name, value in saved.items():
+            setattr(torch.cuda, name, value)
