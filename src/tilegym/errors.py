@@ -31,3 +31,11 @@ class PatchError(TileGymError, RuntimeError):
 
 class ModelError(TileGymError, ValueError):
     """A model, config or input cannot be used the way it was asked for."""
+
+
+class KernelError(TileGymError, ValueError):
+    """A kernel cannot be registered, loaded or applied as asked."""
+
+
+class KernelWarning(UserWarning):
+    """A registered kernel was not applied; given once per kernel and reason."""

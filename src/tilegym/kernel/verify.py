@@ -1,0 +1,170 @@
+"""Comparing a replaced layer with the original on the inputs that a forward of the model gave it.
+
+The measure is the error against the original computed in float64: a kernel may be at most twice as far off as the
+original is in the working dtype, and four roundings of the largest value in any case.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tilegym.errors import KernelError
+
+Call = tuple[tuple, dict]
+Forward = Callable[..., Any]
+
+
+def capture_inputs(model: nn.Module, layers: list[nn.Module], sample_inputs: Any) -> dict[nn.Module, Call]:
+    """Runs ``model`` once, without gradients and in eval mode, and returns the first call of each of ``layers``.
+
+    Args:
+        sample_inputs: keyword arguments of the model as a mapping, positional ones as a tuple or list, a single
+            tensor, or None for the model's own ``dummy_inputs`` (transformers' models have them).
+
+    Raises:
+        KernelError: there are no inputs to run the model with.
+    """
+    args, kwargs = _model_call(model, sample_inputs)
+    calls: dict[nn.Module, Call] = {}
+
+    def remember(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if module not in calls:
+            calls[module] = copy.deepcopy((args, kwargs))
+
+    handles = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in layers]
+    try:
+        with torch.no_grad(), _rng_of(model), _eval(model):
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def difference(layer: nn.Module, original: Forward, kernel: Forward, call: Call, gradients: bool) -> str | None:
+    """How ``kernel`` differs from ``original`` on ``call`` by more than rounding explains, or None.
+
+    Both are called as ``forward(layer, *args, **kwargs)``. With ``gradients`` those with respect to the call's floating
+    tensors and the layer's trainable parameters are compared as well.
+    """
+    with _eval(layer):
+        expected = _run(layer, original, call, gradients)
+        got = _run(layer, kernel, call, gradients)
+        exact = _run(*_in_float64(layer, original, call), gradients)
+    if [_shape(t) for t in got.values()] != [_shape(t) for t in expected.values()] or list(got) != list(expected):
+        return f"it returns {_describe(got)}, the original {_describe(expected)}"
+    for name, reference in exact.items():
+        problem = _too_far(got[name], expected[name], reference)
+        if problem:
+            return f"{name}: {problem}"
+    return None
+
+
+def _model_call(model: nn.Module, sample_inputs: Any) -> Call:
+    if sample_inputs is None:
+        sample_inputs = getattr(model, "dummy_inputs", None)
+    if sample_inputs is None:
+        raise KernelError(
+            f"verify=True runs {type(model).__qualname__} once and needs inputs for it: pass sample_inputs="
+        )
+    device = next((p.device for p in model.parameters()), None)
+    if isinstance(sample_inputs, Mapping):
+        call = ((), dict(sample_inputs))
+    elif isinstance(sample_inputs, (tuple, list)):
+        call = (tuple(sample_inputs), {})
+    else:
+        call = ((sample_inputs,), {})
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device) if device else t, call)
+
+
+@contextlib.contextmanager
+def _eval(module: nn.Module) -> Iterator[None]:
+    """Eval mode for a block: dropout would draw other numbers in another dtype."""
+    training = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, flag in training.items():
+            m.training = flag
+
+
+@contextlib.contextmanager
+def _rng_of(module: nn.Module) -> Iterator[None]:
+    """Leaves the random state of the CPU and of the module's devices as it was."""
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        yield
+
+
+def _in_float64(layer: nn.Module, forward: Forward, call: Call) -> tuple[nn.Module, Forward, Call]:
+    wide = copy.deepcopy(layer).to(torch.float64)
+    return wide, forward, pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
+
+
+def _run(layer: nn.Module, forward: Forward, call: Call, gradients: bool) -> dict[str, torch.Tensor]:
+    """What one call gives by name: outputs, the inputs as it leaves them, and the gradients of a fixed weighting."""
+    args, kwargs = copy.deepcopy(call)
+    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    floating = [t for t in inputs if t.is_floating_point()]
+    with _rng_of(layer), torch.set_grad_enabled(gradients):
+        torch.manual_seed(0)
+        if gradients:
+            for tensor in floating:
+                tensor.requires_grad_()
+        # The layer gets copies, as it would in a model: tensors with a history, which may be written to.
+        copies = {tensor: tensor.clone() for tensor in inputs}
+        args, kwargs = pytree.tree_map_only(torch.Tensor, copies.__getitem__, (args, kwargs))
+        output = forward(layer, *args, **kwargs)
+    outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+    results = {f"output {i}" if len(outputs) > 1 else "output": t.detach() for i, t in enumerate(outputs)}
+    results.update({f"input {i} afterwards": copies[t].detach() for i, t in enumerate(inputs)})
+    if gradients:
+        results.update(_gradients(layer, floating, [t for t in outputs if t.requires_grad]))
+    return results
+
+
+def _gradients(layer: nn.Module, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    wanted = {f"gradient of input {i}": t for i, t in enumerate(inputs)}
+    wanted.update({f"gradient of {n}": p for n, p in layer.named_parameters() if p.requires_grad})
+    if not outputs or not wanted:
+        return {}
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device, t.dtype) for t in outputs]
+    found = torch.autograd.grad(outputs, list(wanted.values()), weights, allow_unused=True)
+    return {name: gradient for name, gradient in zip(wanted, found, strict=True) if gradient is not None}
+
+
+def _too_far(got: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> str | None:
+    if not expected.is_floating_point():
+        return None if torch.equal(got, expected) else "the values differ"
+    got, expected_wide, exact = got.double(), expected.double(), exact.double()
+    if not torch.equal(got.isfinite(), expected_wide.isfinite()):
+        return "infinities or NaNs in other places than the original's"
+    finite = exact.isfinite() & expected_wide.isfinite()
+    if not finite.any():
+        return None
+    got, expected_wide, exact = got[finite], expected_wide[finite], exact[finite]
+    error = (got - exact).abs().max().item()
+    allowed = max(
+        2 * (expected_wide - exact).abs().max().item(),
+        4 * torch.finfo(expected.dtype).eps * exact.abs().max().item(),
+    )
+    if error <= allowed:
+        return None
+    return f"off by {error:.3g} from float64, {allowed:.3g} is allowed (twice the original's own error)"
+
+
+def _shape(tensor: torch.Tensor) -> tuple:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _describe(results: Mapping[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in results.items()) or "no tensors"
