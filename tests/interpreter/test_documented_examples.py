@@ -8,6 +8,7 @@ import io
 import re
 import textwrap
 
+import cuda.tile as ct
 import pytest
 from cuda.tile import _stub
 
