@@ -245,7 +245,7 @@ class Autotuner:
         ]
         compared = tuple if outputs is None else lambda args: tuple(args[parameters[name]] for name in outputs)
         try:
-            winner, time_us = tuning.find_fastest(key.kernel, candidates, bench, env.tune_timeout(), compared)
+            winner, time_us = tuning.find_fastest(key.kernel, candidates, bench, compared)
         except torch.OutOfMemoryError:
             warnings.warn(
                 f"kernel {key.kernel} is not tuned: there is no room for a copy of its arguments on {key.gpu}",

@@ -52,8 +52,8 @@ class Bench(Protocol):
     def ready(self) -> bool:
         """Whether kernels may be measured now; not while a CUDA graph is captured or torch.compile traces."""
 
-    def compile(self, candidates: Sequence[Candidate], timeout: float) -> list[Exception | None]:
-        """Compiles all candidates, in parallel, each for at most ``timeout`` seconds; what went wrong with each."""
+    def compile(self, candidates: Sequence[Candidate]) -> list[Exception | None]:
+        """Compiles all candidates, in parallel and within ``env.tune_timeout()`` each; what went wrong with each."""
 
     def run(self, candidate: Candidate, args: tuple) -> None:
         """Launches a candidate and waits for it."""
@@ -66,7 +66,6 @@ def find_fastest(
     name: str,
     candidates: Sequence[Candidate],
     bench: Bench,
-    timeout: float,
     outputs: Callable[[tuple], tuple] = tuple,
 ) -> tuple[Candidate, float]:
     """The fastest candidate and the microseconds of one launch.
@@ -75,7 +74,6 @@ def find_fastest(
         name: of the kernel, for messages.
         candidates: at least one; the first that runs says what the results should be.
         bench: the device.
-        timeout: seconds that one candidate may compile for.
         outputs: picks from a launch's arguments those whose contents must agree; by default all. Buffers that
             ``make_args`` allocates anew for each candidate are never compared.
 
@@ -88,7 +86,7 @@ def find_fastest(
     agreeing: list[Candidate] = []
     workspace = _Workspace(candidates[0].make_args(), outputs)
     expected = None
-    for candidate, error in zip(candidates, bench.compile(candidates, timeout), strict=True):
+    for candidate, error in zip(candidates, bench.compile(candidates), strict=True):
         if error is not None:
             failures.append((candidate.config, f"does not compile: {_first_line(error)}"))
             continue

@@ -14,6 +14,7 @@ import cuda.tile as ct
 import torch
 from cuda.tile import compilation
 
+from tilegym import env
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.tuning import Candidate
 
@@ -33,22 +34,15 @@ class GpuBench:
     def ready(self) -> bool:
         return not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing())
 
-    def compile(self, candidates: Sequence[Candidate], timeout: float) -> list[Exception | None]:
-        """Compiles into cuTile's disk cache, from which the first launch takes the binary.
-
-        Threads suffice: the compiler proper is a process of its own.
-        """
-        with torch.cuda.device(self.device), parallel_compilation(), ct.compiler_timeout(timeout):
-            signatures = [_signature(candidate) for candidate in candidates]
-            with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as pool:
-                jobs = [
-                    signature if isinstance(signature, Exception) else pool.submit(_compile, c, signature, self.arch)
-                    for c, signature in zip(candidates, signatures, strict=True)
-                ]
-                return [job if isinstance(job, Exception) else job.exception() for job in jobs]
+    def compile(self, candidates: Sequence[Candidate]) -> list[Exception | None]:
+        """Compiles into cuTile's disk cache, from which the first launch takes the binary."""
+        with torch.cuda.device(self.device):
+            jobs = [(candidate.kernel, _signature(candidate)) for candidate in candidates]
+        return compile_all(jobs, self.arch, env.tune_timeout())
 
     def run(self, candidate: Candidate, args: tuple) -> None:
-        self._launch(candidate, args)
+        with ct.compiler_timeout(env.tune_timeout()):
+            self._launch(candidate, args)
         torch.cuda.synchronize(self.device)
 
     def time(self, candidate: Candidate, args: tuple, reset: Callable[[], None], samples: int) -> list[float]:
@@ -83,18 +77,40 @@ def gpu_bench(index: int) -> GpuBench:
     return GpuBench(index)
 
 
-def _signature(candidate: Candidate) -> compilation.KernelSignature | Exception:
-    # One after the other: this calls the user's args_fn, which may allocate.
+def _signature(candidate: Candidate) -> compilation.KernelSignature | None:
     try:
-        return compilation.KernelSignature.from_kernel_args(
-            candidate.kernel, candidate.make_args(), compilation.CallingConvention.cutile_python_v2()
-        )
-    except Exception as error:
-        return error
+        convention = compilation.CallingConvention.cutile_python_v2()
+        return compilation.KernelSignature.from_kernel_args(candidate.kernel, candidate.make_args(), convention)
+    except (TypeError, ValueError, RuntimeError):
+        return None  # the launch will say what is wrong, if anything is
 
 
-def _compile(candidate: Candidate, signature: compilation.KernelSignature, arch: str) -> None:
-    compilation.export_kernel(candidate.kernel, [signature], io.BytesIO(), gpu_code=arch, output_format="cubin")
+def compile_all(
+    jobs: Sequence[tuple[ct.kernel, compilation.KernelSignature | None]], arch: str, timeout: float
+) -> list[Exception | None]:
+    """Compiles kernels in parallel threads into cuTile's disk cache; for each the exception that it ended in.
+
+    Args:
+        jobs: kernels, hints included, with the signatures to compile for; one without signature is passed over.
+        arch: "sm_90".
+        timeout: seconds that the compiler may take for one of them.
+    """
+
+    def compile_one(job: tuple) -> Exception | None:
+        kernel, signature = job
+        try:
+            if signature is not None:
+                compilation.export_kernel(kernel, [signature], io.BytesIO(), gpu_code=arch, output_format="cubin")
+        except Exception as error:
+            return error
+        return None
+
+    with parallel_compilation(), ct.compiler_timeout(timeout), ThreadPoolExecutor(_compiler_threads()) as pool:
+        return list(pool.map(compile_one, jobs))
+
+
+def _compiler_threads() -> int:
+    return min(16, os.cpu_count() or 1)
 
 
 @contextlib.contextmanager

@@ -136,8 +136,9 @@ class TuningCache:
     def _set_aside(self, reason: str) -> None:
         with self._locked():
             try:
-                with self._connection():
-                    return  # another process has set it aside already
+                with self._connection() as connection:
+                    if connection.execute("PRAGMA quick_check").fetchone()[0] == "ok":
+                        return  # another process has set it aside already
             except _Unusable:
                 pass
             aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}.unusable")
