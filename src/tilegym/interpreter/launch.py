@@ -56,8 +56,8 @@ def launch(grid, kernel, args, *, sanitize: bool | None = None, order: str = "se
     found = compiled(kernel, args)
     program = found.program
     sanitizer = Sanitizer() if (sanitizing() if sanitize is None else sanitize) else None
-    # Modes that a caller has set (a default device, say) must not reach into the kernel.
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    num_threads = max(2, torch.get_num_threads())
+    with _quiet_torch():
         memories = []
         registers = [None] * program.num_registers
         _bind(registers, found, _cutile.parameter_names(kernel), args, memories)
@@ -73,13 +73,26 @@ def launch(grid, kernel, args, *, sanitize: bool | None = None, order: str = "se
                     with _errors_name(kernel, block):
                         sanitizer.run_block(program, registers, block, sizes)
             elif order == "threads":
-                _run_on_threads(kernel, program, registers, blocks, sizes)
+                _run_on_threads(kernel, program, registers, blocks, sizes, num_threads)
             else:
                 for block in blocks:
                     _run_block(kernel, program, registers, BlockState(block, sizes))
         finally:
             for memory in memories:
                 memory.write_back()
+
+
+@contextlib.contextmanager
+def _quiet_torch():
+    """Torch as kernels need it, in this thread: no gradients, none of the caller's modes (a default device, say), and
+    one thread an operation, since handing out pieces of a tile costs more than computing it."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _grid_sizes(grid) -> tuple:
@@ -106,12 +119,12 @@ def _run_block(kernel, program, registers, state) -> None:
         program.body.run(registers)
 
 
-def _run_on_threads(kernel, program, registers, blocks, grid) -> None:
+def _run_on_threads(kernel, program, registers, blocks, grid, num_threads) -> None:
     def run(block):
-        with torch.no_grad(), torch._C.DisableTorchFunction():  # both are each thread's own
+        with _quiet_torch():
             _run_block(kernel, program, registers, BlockState(block, grid))
 
-    with ThreadPoolExecutor(max(2, torch.get_num_threads())) as pool:
+    with ThreadPoolExecutor(num_threads) as pool:
         for _ in pool.map(run, blocks):
             pass
 
