@@ -2,10 +2,12 @@
 
 Greedy tokens alone cannot tell: where two tokens are almost equally likely, rounding decides, and a kernel that is more
 exact than PyTorch decides differently too. So both models are led along the unpatched model's tokens, step by step
-through their caches, and their logits are compared with an oracle: the unpatched model in the next wider precision.
+through their caches, and their logits are compared with an oracle: the unpatched model, computing in the next wider
+precision.
 """
 
-import copy
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +15,12 @@ from typing import Any
 import torch
 
 from tilegym.bench import generate
-from tilegym.bench.models import free_memory
 from tilegym.bench.prompts import Batch
 
 CRITERION = (
     "the patched logits may be at most twice as far from the oracle as the unpatched ones, give or take one rounding "
     "of the largest logit, both in the worst case and in the mean square; tokens may differ only where the oracle's "
     "logits of the two are closer than these errors"
-)
-CRITERION_WITHOUT_ORACLE = (
-    "without memory for an oracle, the patched logits may differ from the unpatched ones by at most three times as "
-    "much as the unpatched model's cached decoding differs from its own full forward pass, give or take one rounding "
-    "of the largest logit; tokens may differ only where the unpatched logits of the two are closer than that"
 )
 _LOGIT_BUDGET = 2 << 30  # bytes of logits kept for each model
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
@@ -58,13 +54,14 @@ class Comparison:
     """Patched against unpatched, and whether that is good enough.
 
     ``token_agreement`` is the share of generated tokens that are equal, position by position; ``first_difference`` the
-    earliest step at which a sequence differs, None if none does. Errors are against the oracle, where there was one.
+    earliest step at which a sequence differs, None if none does. Errors are against the oracle, whose
+    precision is ``oracle``.
     """
 
     passed: bool
     reason: str
     criterion: str
-    oracle: str | None
+    oracle: str
     token_agreement: float
     sequences_equal: int
     sequences: int
@@ -72,35 +69,46 @@ class Comparison:
     max_logit_difference: float
     max_logit: float
     steps_compared: int
-    unpatched_max_error: float | None
-    unpatched_rms_error: float | None
-    patched_max_error: float | None
-    patched_rms_error: float | None
+    unpatched_max_error: float
+    unpatched_rms_error: float
+    patched_max_error: float
+    patched_rms_error: float
 
     def summary(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def make_oracle(model: Any) -> Any | None:
-    """A copy of ``model`` in the next wider precision, on its device, else the CPU; None if neither has the memory."""
-    dtype = _WIDER[model.dtype]
-    needed = 1.2 * model.num_parameters() * dtype.itemsize
-    for device in dict.fromkeys([model.device, torch.device("cpu")]):
-        free = free_memory(device)
-        if free is None or needed < free:
-            return _copy(model, device, dtype)
-    return None
+@contextlib.contextmanager
+def widened(model: Any) -> Iterator[torch.dtype]:
+    """Lets ``model`` compute in the next wider precision within the block, and yields that precision.
 
+    Every module's own weights are converted while it runs and no longer, so that a model which barely fits its device
+    needs little more there than its largest layer.
+    """
+    wide = _WIDER[model.dtype]
+    narrow: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-def _copy(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A deep copy whose tensors are converted one by one, so that there is never a second one in the old precision."""
+    def convert(module: torch.nn.Module, args: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            narrow[parameter] = parameter.data
+            parameter.data = parameter.data.to(wide)
 
-    def converted(tensor: torch.Tensor) -> torch.Tensor:
-        new = tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
-        return torch.nn.Parameter(new, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else new
+    def restore(module: torch.nn.Module, args: Any, output: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = narrow.pop(parameter)
 
-    memo = {id(tensor): converted(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, memo)
+    handles = []
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            handles.append(module.register_forward_pre_hook(convert))
+            handles.append(module.register_forward_hook(restore))
+    try:
+        yield wide
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, data in narrow.items():  # of a module that failed
+            parameter.data = data
 
 
 def compared_steps(batches: list[Batch], output_length: int, vocab_size: int, dtype: torch.dtype) -> int:
@@ -139,35 +147,27 @@ def compare(
     for ours, theirs in zip(patched_logits, unpatched_logits, strict=True):
         difference.add(ours, theirs)
 
-    oracle = make_oracle(model)
-    reference = [
-        generate.forward_logits(oracle or model, batch, chosen[:, :steps])
-        for batch, chosen in zip(batches, unpatched_tokens, strict=True)
-    ]
-    oracle_name = f"{str(oracle.dtype).removeprefix('torch.')} on {oracle.device}" if oracle is not None else None
-    del oracle
+    with widened(model) as wide:
+        oracle = [
+            generate.forward_logits(model, batch, chosen[:, :steps])
+            for batch, chosen in zip(batches, unpatched_tokens, strict=True)
+        ]
     unpatched, patched = Deviation(), Deviation()
-    for ours, theirs, exact in zip(patched_logits, unpatched_logits, reference, strict=True):
+    for ours, theirs, exact in zip(patched_logits, unpatched_logits, oracle, strict=True):
         unpatched.add(theirs, exact)
         patched.add(ours, exact)
 
-    scale = max(max(exact.max().item(), -exact.min().item()) for exact in reference)
+    scale = max(max(exact.max().item(), -exact.min().item()) for exact in oracle)
     rounding = torch.finfo(model.dtype).eps * scale
-    if oracle_name is not None:
-        judged, factor, judges, tie = patched, 2, reference, 2 * (unpatched.largest + patched.largest) + rounding
-    else:
-        judged, factor, judges, tie = difference, 3, unpatched_logits, 3 * unpatched.largest + rounding
-
-    reason = _judge_logits(judged, unpatched, factor, rounding) or _judge_tokens(
-        unpatched_tokens, patched_tokens, judges, tie
-    )
+    tie = 2 * (unpatched.largest + patched.largest) + rounding
+    reason = _judge_logits(patched, unpatched, rounding) or _judge_tokens(unpatched_tokens, patched_tokens, oracle, tie)
     equal = [a == b for a, b in zip(unpatched_tokens, patched_tokens, strict=True)]
     wrong_steps = [(~rows).nonzero()[:, 1].min().item() for rows in equal if not rows.all()]
     return Comparison(
         passed=reason is None,
         reason=reason or "the patched model is as exact as the unpatched one",
-        criterion=CRITERION if oracle_name is not None else CRITERION_WITHOUT_ORACLE,
-        oracle=oracle_name,
+        criterion=CRITERION,
+        oracle=str(wide).removeprefix("torch."),
         token_agreement=sum(rows.sum().item() for rows in equal) / sum(rows.numel() for rows in equal),
         sequences_equal=sum(rows.all(1).sum().item() for rows in equal),
         sequences=sum(rows.shape[0] for rows in equal),
@@ -175,20 +175,20 @@ def compare(
         max_logit_difference=difference.largest,
         max_logit=scale,
         steps_compared=steps,
-        unpatched_max_error=unpatched.largest if oracle_name is not None else None,
-        unpatched_rms_error=unpatched.rms if oracle_name is not None else None,
-        patched_max_error=patched.largest if oracle_name is not None else None,
-        patched_rms_error=patched.rms if oracle_name is not None else None,
+        unpatched_max_error=unpatched.largest,
+        unpatched_rms_error=unpatched.rms,
+        patched_max_error=patched.largest,
+        patched_rms_error=patched.rms,
     )
 
 
-def _judge_logits(judged: Deviation, yardstick: Deviation, factor: int, rounding: float) -> str | None:
+def _judge_logits(patched: Deviation, unpatched: Deviation, rounding: float) -> str | None:
     """Why the logits are too far off, or None."""
-    if not judged.largest <= factor * yardstick.largest + rounding:
-        return f"the patched logits are off by up to {judged.largest:.3g}, the unpatched by {yardstick.largest:.3g}"
+    if not patched.largest <= 2 * unpatched.largest + rounding:
+        return f"the patched logits are off by up to {patched.largest:.3g}, the unpatched by {unpatched.largest:.3g}"
     # A rounding moves a logit by up to half of its last place; in the mean square by a quarter of the largest's.
-    if not judged.rms <= factor * yardstick.rms + rounding / 4:
-        return f"the patched logits are off by {judged.rms:.3g} rms, the unpatched by {yardstick.rms:.3g}"
+    if not patched.rms <= 2 * unpatched.rms + rounding / 4:
+        return f"the patched logits are off by {patched.rms:.3g} rms, the unpatched by {unpatched.rms:.3g}"
     return None
 
 

@@ -130,11 +130,10 @@ def _show_comparison(comparison: Comparison, console: Console) -> None:
         "largest logit difference": f"{comparison.max_logit_difference:.4g}"
         f" (logits reach {comparison.max_logit:.3g}; {comparison.steps_compared} steps compared)",
     }
-    if comparison.oracle is not None:
-        rows[f"error against {comparison.oracle}"] = (
-            f"unpatched {comparison.unpatched_max_error:.4g} at most, {comparison.unpatched_rms_error:.3g} rms; "
-            f"TileGym {comparison.patched_max_error:.4g} at most, {comparison.patched_rms_error:.3g} rms"
-        )
+    rows[f"error against {comparison.oracle}"] = (
+        f"unpatched {comparison.unpatched_max_error:.4g} at most, {comparison.unpatched_rms_error:.3g} rms; "
+        f"TileGym {comparison.patched_max_error:.4g} at most, {comparison.patched_rms_error:.3g} rms"
+    )
     width = max(len(label) for label in rows)
     for label, value in rows.items():
         console.print(f"{label:{width}}  {value}", highlight=False, soft_wrap=True)
