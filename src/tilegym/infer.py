@@ -105,7 +105,7 @@ def infer(
         with _quiet_transformers(), _warnings_told(tell):
             result = job.run_job(options, tell)
         terminal.show(result, console, show_outputs)
-        summary = json.dumps(result.summary(), indent=2)
+        summary = json.dumps(result.summary(), indent=2, allow_nan=False)
         if summary_file is not None:
             summary_file.write_text(summary + "\n", encoding="utf-8")
             console.print(f"results written to {summary_file}", highlight=False, soft_wrap=True)

@@ -1,4 +1,5 @@
 import copy
+import json
 
 import pytest
 import torch
@@ -83,6 +84,9 @@ def test_wrong_patches_fail(patch, dtype):
     assert not result.passed
     assert "off by" in result.reason
     assert result.max_logit_difference > 0
+    json.dumps(result.summary(), allow_nan=False)
+    if patch is nan_in_one_logit:
+        assert result.summary()["patched_max_error"] == "inf"
 
 
 def test_tokens_that_differ_without_a_tie_fail_although_the_logits_agree():

@@ -7,6 +7,7 @@ precision.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ class Comparison:
     patched_rms_error: float
 
     def summary(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain data. JSON has no infinity, so an infinite error is the text ``"inf"``."""
+        return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
 
 
 @contextlib.contextmanager
