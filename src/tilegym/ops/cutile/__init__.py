@@ -6,5 +6,6 @@ from tilegym.ops.cutile import linear
 from tilegym.ops.cutile import matmul
 from tilegym.ops.cutile import rms_norm
 from tilegym.ops.cutile import silu_and_mul
+from tilegym.ops.cutile import softmax
 from tilegym.ops.cutile import splitk_reduce
 from tilegym.ops.cutile import swiglu

@@ -6,5 +6,6 @@ from tilegym.ops.pytorch import linear
 from tilegym.ops.pytorch import matmul
 from tilegym.ops.pytorch import rms_norm
 from tilegym.ops.pytorch import silu_and_mul
+from tilegym.ops.pytorch import softmax
 from tilegym.ops.pytorch import splitk_reduce
 from tilegym.ops.pytorch import swiglu

@@ -1,0 +1,163 @@
+"""``y = exp(x - max) / sum(exp(x - max))`` over rows; backward: ``dx = y * (dy - sum(y * dy))``.
+
+A row that fits is held in the registers of one block. A longer one is read twice: first its maximum and sum are
+computed together, tile by tile (Milakov and Gimelshein 2018, arXiv:1805.02867), then its values.
+"""
+
+import functools
+import math
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import hinted
+from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import rows_of
+from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.cutile.tiling import span
+
+
+def _load(x, rows, cols, padding):
+    return ct.gather(x, (rows[:, None], cols[None, :]), padding_value=padding).astype(ct.float32)
+
+
+def _exp(difference, dtype):
+    """exp, to fp32's precision for fp32 inputs, else to well beyond that of their dtype."""
+    if dtype == ct.float32:
+        return ct.exp(difference)
+    return ct.exp2(difference * 1.4426950408889634, flush_to_zero=True)
+
+
+@ct.kernel
+def softmax_kernel(x, y, TILE_M: Int, TILE_N: Int):
+    """Each block takes TILE_M whole rows."""
+    rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
+    row = _load(x, rows, cols, -math.inf)
+    power = _exp(row - ct.max(row, axis=1, keepdims=True), x.dtype)
+    out = power * (1.0 / ct.sum(power, axis=1, keepdims=True))
+    ct.scatter(y, (rows[:, None], cols[None, :]), out.astype(y.dtype))
+
+
+@ct.kernel
+def softmax_wide_kernel(x, y, TILE_N: Int):
+    """Each block takes one row, in tiles of TILE_N columns."""
+    rows = span(ct.bid(0), 1)
+    tiles = ct.cdiv(x.shape[1], TILE_N)
+    top = ct.full((1, 1), -math.inf, ct.float32)
+    sums = ct.zeros((1, TILE_N), ct.float32)
+    for tile in range(tiles):
+        part = _load(x, rows, span(tile, TILE_N), -math.inf)
+        new_top = ct.maximum(top, ct.max(part, axis=1, keepdims=True))
+        # While all seen so far is -inf, differences to it would be NaN.
+        base = ct.where(new_top == -math.inf, 0.0, new_top)
+        sums = sums * _exp(top - base, x.dtype) + _exp(part - base, x.dtype)
+        top = new_top
+    scale = 1.0 / ct.sum(sums, axis=1, keepdims=True)
+    for tile in range(tiles):
+        cols = span(tile, TILE_N)
+        out = _exp(_load(x, rows, cols, -math.inf) - top, x.dtype) * scale
+        ct.scatter(y, (rows[:, None], cols[None, :]), out.astype(y.dtype))
+
+
+@ct.kernel
+def softmax_backward_kernel(dy, y, dx, TILE_M: Int, TILE_N: Int):
+    rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
+    out, up = _load(y, rows, cols, 0), _load(dy, rows, cols, 0)
+    product = out * up
+    grad = product - out * ct.sum(product, axis=1, keepdims=True)
+    ct.scatter(dx, (rows[:, None], cols[None, :]), grad.astype(dx.dtype))
+
+
+@ct.kernel
+def softmax_backward_wide_kernel(dy, y, dx, TILE_N: Int):
+    rows = span(ct.bid(0), 1)
+    tiles = ct.cdiv(y.shape[1], TILE_N)
+    sums = ct.zeros((1, TILE_N), ct.float32)
+    for tile in range(tiles):
+        cols = span(tile, TILE_N)
+        sums = sums + _load(y, rows, cols, 0) * _load(dy, rows, cols, 0)
+    total = ct.sum(sums, axis=1, keepdims=True)
+    for tile in range(tiles):
+        cols = span(tile, TILE_N)
+        grad = _load(y, rows, cols, 0) * (_load(dy, rows, cols, 0) - total)
+        ct.scatter(dx, (rows[:, None], cols[None, :]), grad.astype(dx.dtype))
+
+
+# A row of up to this many elements is held in the registers of one block; the backward pass holds two such rows.
+MAX_CACHED = 32768
+MAX_CACHED_BACKWARD = 16384
+WIDE_TILE = 4096
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(m: int, n: int, device: int, backward: bool) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
+    """(kernel, grid, tile constants) for rows [m, n] on CUDA device ``device`` (-1: CPU)."""
+    tile_n = next_power_of_2(n)
+    if tile_n > (MAX_CACHED_BACKWARD if backward else MAX_CACHED):
+        kernel = softmax_backward_wide_kernel if backward else softmax_wide_kernel
+        return hinted(kernel, num_worker_warps=8, occupancy=2), (m,), (WIDE_TILE,)
+    # Short rows share a block, as long as there are blocks for every multiprocessor.
+    tile_m = max(1, min(4096 // tile_n, next_power_of_2(m // (4 * sm_count(device)))))
+    kernel = softmax_backward_kernel if backward else softmax_kernel
+    warps = 8 if tile_n >= 8192 else 4
+    return hinted(kernel, num_worker_warps=warps), (ct.cdiv(m, tile_m),), (tile_m, tile_n)
+
+
+def _rows_along(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``x`` as [M, N] with dimension ``dim`` as N."""
+    return rows_of(x.movedim(dim, -1))
+
+
+def _like(rows: torch.Tensor, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An empty [M, N] for the result of ``rows``, and the view of it in the shape of ``x``."""
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    return out, out.view(x.movedim(dim, -1).shape).movedim(-1, dim)
+
+
+@compilable(fake=lambda x, dim: _like(_rows_along(x, dim), x, dim)[1])
+def softmax_forward(x: torch.Tensor, dim: int) -> torch.Tensor:
+    rows = _rows_along(x, dim)
+    out, y = _like(rows, x, dim)
+    kernel, grid, tiles = plan(*rows.shape, x.get_device(), False)
+    launch(x, grid, kernel, (rows, out, *tiles))
+    return y
+
+
+@compilable(fake=lambda dy, y, dim: _like(_rows_along(y, dim), y, dim)[1])
+def softmax_backward(dy: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
+    rows = _rows_along(y, dim)
+    out, dx = _like(rows, y, dim)
+    kernel, grid, tiles = plan(*rows.shape, y.get_device(), True)
+    launch(y, grid, kernel, (_rows_along(dy, dim), rows, out, *tiles))
+    return dx
+
+
+class Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim):
+        y = softmax_forward(x, dim)
+        ctx.save_for_backward(y)
+        ctx.dim = dim
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return softmax_backward(dy, *ctx.saved_tensors, ctx.dim), None
+
+
+@register_impl("softmax", "cutile")
+def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    if x.dtype not in FLOATS:
+        raise UnsupportedError("x is not fp32, fp16 or bf16")
+    if x.dim() == 0:
+        raise UnsupportedError("x has no dimensions")
+    if torch.is_grad_enabled() and x.requires_grad:
+        return Softmax.apply(x, dim)
+    return softmax_forward(x, dim)

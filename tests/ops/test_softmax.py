@@ -1,0 +1,107 @@
+import pytest
+import torch
+from common import HAS_GPU
+from common import PyTestCase
+from common import assert_launches_compile
+from common import backends
+from common import dtypes
+from common import gpu
+from common import randn
+
+from tilegym.backend import use_backend
+from tilegym.errors import FallbackWarning
+from tilegym.ops import softmax
+from tilegym.ops.cutile.softmax import softmax_backward
+from tilegym.ops.cutile.softmax import softmax_forward
+from tilegym.ops.pytorch.softmax import softmax as reference
+
+SHAPES = [(1, 1), (3, 5), (37, 128), (2, 7, 96), (5, 4099)]
+GPU_SHAPES = [(1, 4096), (8192, 4096), (100000, 64), (64, 128256)]
+INF = float("inf")
+
+
+class Test_Softmax(PyTestCase):
+    @backends("softmax")
+    @dtypes()
+    @pytest.mark.parametrize("shape", SHAPES + (GPU_SHAPES if HAS_GPU else []), ids=str)
+    def test_op(self, backend, dtype, shape):
+        kwargs = {"x": randn(*shape, dtype=dtype) * 3}
+        self.assertCorrectness(softmax, reference, kwargs, {"backend": backend}, gradient=True)
+
+    @pytest.mark.parametrize("dim", [0, 1, 2, -2])
+    def test_dim(self, dim):
+        kwargs = {"x": randn(5, 6, 7), "dim": dim}
+        self.assertCorrectness(softmax, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @dtypes(torch.float32, torch.bfloat16)
+    def test_rows_wider_than_the_registers(self, dtype):
+        x = randn(4, 33000, dtype=dtype) * 3
+        x[1, :5000] = -INF  # a whole tile without a maximum, before and after one that has it
+        x[2, 4000:] = -INF
+        x[3, 20000] = 50.0
+        self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("n", [40, 33000])
+    def test_special_values(self, n):
+        x = randn(6, n, dtype=torch.bfloat16)
+        x[0] = -INF
+        x[1, 3] = float("nan")
+        x[2, n - 1] = INF
+        x[3, : n // 2] = -INF
+        x[4] = 3e38
+        self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"})
+
+    @pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # that it is not fp64
+    def test_gradcheck(self):
+        x = randn(3, 6).requires_grad_()
+        torch.autograd.gradcheck(lambda x: softmax(x, backend="cutile"), (x,), eps=1e-2, atol=1e-2, rtol=1e-2)
+
+    @pytest.mark.parametrize(
+        "view",
+        [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[::2, :32], lambda x: x[:1].expand(5, 64)],
+        ids=["transposed", "every_other_column", "slice", "expanded"],
+    )
+    def test_not_contiguous(self, view):
+        kwargs = {"x": view(randn(64, 64, dtype=torch.bfloat16))}
+        self.assertCorrectness(softmax, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)], ids=str)
+    def test_empty(self, shape):
+        self.assertCorrectness(softmax, reference, {"x": randn(*shape)}, {"backend": "cutile"}, gradient=True)
+
+    def test_offsets_beyond_32_bits(self):
+        """Three rows, each 2^30 elements after the other; only what is touched takes memory."""
+        stride = 2**30 + 64
+        x = torch.empty(2 * stride + 64, dtype=torch.bfloat16).as_strided((3, 64), (stride, 1))
+        x.copy_(randn(3, 64, dtype=x.dtype))
+        self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"})
+
+    @pytest.mark.parametrize("x", [randn(2, 8, dtype=torch.float64), randn(1)[0]], ids=["fp64", "scalar"])
+    def test_unsupported_falls_back(self, x):
+        with use_backend("cutile"), pytest.warns(FallbackWarning, match="not fp32, fp16 or bf16|no dimensions"):
+            y = softmax(x)
+        assert torch.equal(y, reference(x))
+
+    @backends("softmax")
+    def test_wrong_dim(self, backend):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            softmax(randn(2, 3), dim=2, backend=backend)
+
+    @pytest.mark.parametrize("dim", [-1, 0])
+    def test_compiled(self, dim):
+        self.assertCompiledEqualsEager(lambda x: softmax(x * 2, dim, backend="cutile").sin(), randn(10, 48))
+
+    @pytest.mark.parametrize("dim", [-1, 1])
+    def test_operators(self, dim):
+        x, dy = randn(3, 2, 48), randn(3, 2, 48, seed=1)
+        torch.library.opcheck(softmax_forward.operator, (x, dim))
+        torch.library.opcheck(softmax_backward.operator, (dy, x, dim))
+
+    @pytest.mark.parametrize("n", [4096, 128256])
+    def test_compiles_for_every_architecture(self, n):
+        x, dy = (torch.empty(4, n, dtype=torch.bfloat16) for _ in range(2))
+        assert_launches_compile(lambda: (softmax_forward(x, -1), softmax_backward(dy, x, -1)))
+
+    @gpu
+    def test_graph_capture(self):
+        self.assertCaptures(lambda x: softmax(x, backend="cutile"), randn(16, 4096, dtype=torch.bfloat16))
