@@ -108,9 +108,10 @@ def causal_mask(
         None (causal, the last query at the last key, nothing else), a :class:`CausalMask`, or a full boolean mask.
         On a GPU it waits for the device only before a prefill, to learn that nothing is padded.
     """
-    window = None if mask_function is causal_mask_function else _window_of(mask_function)
-    compact = mask_function is causal_mask_function or window is not None
     tracing = is_tracing(attention_mask)
+    # torch.compile does not let one look into closures.
+    window = None if tracing or mask_function is causal_mask_function else _window_of(mask_function)
+    compact = mask_function is causal_mask_function or window is not None
     if isinstance(q_offset, Tensor) and q_offset.device.type == "cpu" and not tracing:
         q_offset = int(q_offset)
     # How many keys there are up to the last query; a tensor where a static cache keeps count on the device.

@@ -84,10 +84,13 @@ def _overlay(function: types.FunctionType, replacements: dict[str, Any]) -> type
         used = used or inner is not None
     if not used:
         return None
-    # A code object of its own: torch.compile caches by code object, and its guards look globals up by name.
+    # For torch.compile: a code object of its own, by which it caches, and no module name, by which its guards would look
+    # the globals up in the module instead of here.
+    overlaid = {**function.__globals__, **replacements}
+    overlaid.pop("__name__", None)
     new = types.FunctionType(
         function.__code__.replace(),
-        {**function.__globals__, **replacements},
+        overlaid,
         function.__name__,
         function.__defaults__,
         tuple(cells) if function.__closure__ else None,

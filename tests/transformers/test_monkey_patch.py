@@ -1,0 +1,402 @@
+"""apply, apply_tilegym_kernel_to_* and revert: what they change, what they leave alone, what they report."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from tiny_models import FAMILIES
+from tiny_models import assert_close
+from tiny_models import backends
+from tiny_models import families
+from tiny_models import make_model
+from tiny_models import padded
+from tiny_models import tokens
+from torch import nn
+
+import tilegym.transformers as tt
+from tilegym.backend import get_current_backend
+from tilegym.backend import observe_calls
+from tilegym.backend import use_backend
+from tilegym.errors import BackendError
+from tilegym.errors import ModelError
+from tilegym.errors import PatchError
+from tilegym.transformers import monkey_patch
+from tilegym.transformers.patching import PatchSet
+
+ALL_OPS = {"rms_norm", "swiglu", "apply_rope_base", "fmha"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched():
+    yield
+    leftover = PatchSet.active()
+    monkey_patch.revert()
+    assert not leftover
+
+
+def apply_to(family, **options):
+    return getattr(monkey_patch, f"apply_tilegym_kernel_to_{family}")(**options)
+
+
+def logits(model, ids=None):
+    with torch.no_grad():
+        return model(tokens(2, 11) if ids is None else ids).logits
+
+
+def ops_called(model, backend=None):
+    """The ops that a forward dispatches, or those that a backend serves."""
+    calls = set()
+
+    class Seen:
+        def __init__(self, op, served_by):
+            if backend in (None, served_by):
+                calls.add(op)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc_info):
+            return None
+
+    with observe_calls(Seen):
+        logits(model)
+    return calls
+
+
+@families
+@backends
+def test_logits_are_those_of_the_unpatched_model(family, backend):
+    model = make_model(family)
+    expected = logits(model)
+    with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=backend == "cutile"):
+        assert ops_called(model, backend) >= ALL_OPS
+        assert_close(logits(model), expected, backend)
+
+
+@families
+@backends
+def test_bf16_is_as_exact_as_the_unpatched_model(family, backend):
+    exact, model = logits(make_model(family)), make_model(family, torch.bfloat16)
+    own_error = (logits(model).float() - exact).abs()
+    with monkey_patch.apply(model, use_cutile=backend == "cutile"):
+        error = (logits(model).float() - exact).abs()
+    # Both round a few hundred times on the way: the mean tells, the maximum of so few numbers scatters more.
+    assert error.mean() <= 1.5 * own_error.mean() and error.max() <= 2 * own_error.max()
+
+
+@families
+def test_other_models_are_bit_identical_and_revert_restores(family):
+    model, other = make_model(family), make_model(family)
+    expected = logits(other)
+    report = monkey_patch.apply(model, use_cutile=False)
+    assert ops_called(model) >= ALL_OPS and not ops_called(other)
+    assert torch.equal(logits(other), expected)
+    report.revert()
+    assert not ops_called(model)
+    assert torch.equal(logits(model), expected)
+    assert model.config._attn_implementation == "sdpa"
+    assert all("forward" not in vars(module) for module in model.modules())
+    report = monkey_patch.apply(model, use_cutile=False)  # and again
+    assert ops_called(model) >= ALL_OPS
+    report.revert()
+
+
+def test_models_made_from_one_config_object_do_not_share_the_patch():
+    model = make_model("mistral")
+    other = type(model)(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    expected = logits(other)
+    with monkey_patch.apply(model, use_cutile=False):
+        model.config.pad_token_id = 7  # what is set while patched stays
+        assert other.config._attn_implementation == "sdpa" and not ops_called(other)
+        assert torch.equal(logits(other), expected)
+    assert model.config.pad_token_id == 7 and model.config._attn_implementation == "sdpa"
+
+
+@families
+def test_the_report_names_every_module(family):
+    model = make_model(family)
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        where = {compute: {e.module for e in report.patched if e.compute == compute} for compute in ALL_COMPUTES}
+        layers = [f"model.layers.{i}" for i in range(2)]
+        norms = {f"{layer}.{name}" for layer in layers for name in ("input_layernorm", "post_attention_layernorm")}
+        if family == "qwen3":
+            norms |= {f"{layer}.self_attn.{name}" for layer in layers for name in ("q_norm", "k_norm")}
+        assert where["rms_norm"] == norms | {"model.norm"}
+        assert where["swiglu"] == {f"{layer}.mlp" for layer in layers}
+        assert where["rope"] == {f"{layer}.self_attn" for layer in layers}
+        assert where["attn"] == {type(model).__name__}
+        assert {e.backend for e in report.patched} == {get_current_backend()} and not report.skipped
+        assert "model.layers.*.mlp" in str(report)
+
+
+ALL_COMPUTES = ("rope", "rms_norm", "swiglu", "attn")
+OP_OF = dict(zip(ALL_COMPUTES, ("apply_rope_base", "rms_norm", "swiglu", "fmha"), strict=True))
+
+
+@pytest.mark.parametrize("compute", ALL_COMPUTES)
+@pytest.mark.parametrize("of_instance", [True, False])
+def test_each_compute_alone(compute, of_instance):
+    only = {name: name == compute for name in ALL_COMPUTES}
+    expected = logits(make_model("qwen3"))
+    made_before = make_model("qwen3")
+    report = apply_to("qwen3", model=made_before if of_instance else None, **only)
+    model = made_before if of_instance else make_model("qwen3")
+    assert ops_called(model) == {OP_OF[compute]}
+    assert {e.compute for e in report.patched} == {compute}
+    assert_close(logits(model), expected)
+    report.revert()
+    assert not ops_called(make_model("qwen3"))
+
+
+@families
+def test_without_a_model_models_made_afterwards_are_patched(family):
+    expected = logits(make_model(family))
+    others = [make_model(other) for other in FAMILIES if other != family]
+    with apply_to(family) as report:
+        model = make_model(family)
+        assert ops_called(model) >= ALL_OPS
+        assert_close(logits(model), expected)
+        assert {e.compute for e in report.patched} == set(ALL_COMPUTES)
+        assert not any(ops_called(other) for other in others)
+        again = apply_to(family)
+        assert not again.patched and {e.why for e in again.skipped} == {"already patched"}
+        again.revert()
+        assert ops_called(model) >= ALL_OPS
+        eager = make_model(family, attn_implementation="eager")  # who asks for another attention gets it
+        assert ops_called(eager) == ALL_OPS - {"fmha"}
+        model.set_attn_implementation("sdpa")
+        assert ops_called(model) == ALL_OPS - {"fmha"}
+    assert torch.equal(logits(make_model(family)), expected)
+    assert not ops_called(model) and not PatchSet.active()
+
+
+def test_a_class_patch_and_an_instance_patch_revert_independently():
+    expected = logits(make_model("llama"))
+    of_class = apply_to("llama", attn=False)
+    model = make_model("llama")
+    of_instance = monkey_patch.apply(model, use_cutile=False)
+    of_class.revert()
+    assert ops_called(model) >= ALL_OPS and not ops_called(make_model("llama"))
+    of_instance.revert()
+    assert not ops_called(model) and torch.equal(logits(model), expected)
+
+
+def test_a_class_patch_leaves_an_mlp_with_another_activation():
+    model = make_model("llama", hidden_act="gelu")
+    expected = logits(model)
+    with apply_to("llama", rope=False, rms_norm=False, attn=False):
+        assert not ops_called(model) and torch.equal(logits(model), expected)
+
+
+def test_a_second_apply_is_idempotent_and_reverts_nothing():
+    model = make_model("llama")
+    first = monkey_patch.apply(model, use_cutile=False, use_attn=False)
+    second = monkey_patch.apply(model, use_cutile=False)
+    assert [e.compute for e in second.patched] == ["attn"]
+    assert {e.why for e in second.skipped} == {"already patched"} and len(second.skipped) == len(first.patched)
+    third = monkey_patch.apply(model, use_cutile=False)
+    assert not third.patched
+    third.revert()
+    second.revert()
+    assert ops_called(model) == ALL_OPS - {"fmha"}
+    monkey_patch.revert(model)
+    assert not ops_called(model) and not PatchSet.active(model)
+    monkey_patch.revert(model)  # nothing left, no complaint
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_backends_one_over_the_other_revert_in_any_order(first):
+    model = make_model("llama")
+    sets = monkey_patch.apply(model, use_cutile=False), monkey_patch.apply(model, use_cutile=True)
+    assert {e.backend for e in sets[1].patched} == {"cutile"} and len(sets[1].patched) == len(sets[0].patched)
+    assert model.config._attn_implementation == "tilegym_cutile"
+    sets[first].revert()
+    assert model.config._attn_implementation == ("tilegym_cutile" if first == 0 else "tilegym")
+    sets[1 - first].revert()
+    assert model.config._attn_implementation == "sdpa" and not ops_called(model)
+
+
+def test_an_unsupported_family_is_an_error_that_names_the_supported_ones():
+    from transformers import GPT2Config
+    from transformers import GPT2Model
+
+    gpt2 = GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9, n_positions=8))
+    with pytest.raises(ModelError, match="GPT2Model has model type 'gpt2'; supported here: llama, mistral, qwen2, qwen3"):
+        monkey_patch.apply(gpt2)
+    with pytest.raises(ModelError, match="Linear has no config.model_type"):
+        monkey_patch.apply(nn.Linear(1, 1))
+    with pytest.raises(ModelError, match="model type 'mistral'; supported here: llama$"):
+        apply_to("llama", model=make_model("mistral"))
+
+
+def test_what_matches_nothing_is_an_error_and_leaves_nothing():
+    model = make_model("llama", hidden_act="gelu")
+    with pytest.raises(PatchError, match="LlamaForCausalLM: swiglu at model.layers.0.mlp: its activation is GELU"):
+        apply_to("llama", model=model, rope=False, rms_norm=False, attn=False)
+    with pytest.raises(PatchError, match="no compute was asked for"):
+        apply_to("llama", model=model, rope=False, rms_norm=False, attn=False, swiglu=False)
+    assert not PatchSet.active(model)
+
+
+def test_what_does_not_fit_is_skipped_with_the_reason():
+    class OtherNorm(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    model = make_model("llama", hidden_act="gelu")
+    model.model.norm = OtherNorm()
+    attention = model.model.layers[0].self_attn
+    attention.forward = functools.partial(type(attention).forward, attention)
+    expected = logits(model)
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        why = {(e.module, e.compute): e.why for e in report.skipped}
+        assert "OtherNorm, not a LlamaRMSNorm" in why["model.norm", "rms_norm"]
+        assert "activation is GELU" in why["model.layers.1.mlp", "swiglu"]
+        assert "has been replaced already, by" in why["model.layers.0.self_attn", "rope"]
+        assert len(why) == 4
+        assert_close(logits(model), expected)
+
+
+def test_a_class_whose_math_has_changed_is_skipped(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    def gemma(self, x):
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight.float())
+
+    def interleaved(q, k, cos, sin, unsqueeze_dim=1):
+        return q, k
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", gemma)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", interleaved)
+    model = make_model("llama")
+    expected = logits(model)
+    for patched in (monkey_patch.apply(model, use_cutile=False), apply_to("llama")):
+        with patched as report:
+            assert {e.compute for e in report.patched} == {"attn"}
+            assert {e.compute for e in report.skipped} == {"rope", "rms_norm", "swiglu"}
+            assert all("computes something else" in e.why for e in report.skipped)
+            assert_close(logits(model), expected)
+
+
+@pytest.mark.parametrize("of_instance", [True, False])
+def test_an_exception_half_way_leaves_nothing_patched(of_instance, monkeypatch):
+    model, table = make_model("llama"), "_MODEL_PATCHERS" if of_instance else "_CLASS_PATCHERS"
+
+    def fails(*args):
+        raise KeyError("half-way")
+
+    monkeypatch.setitem(getattr(monkey_patch, table), "attn", fails)  # the last of the four
+    with pytest.raises(KeyError):
+        apply_to("llama", model=model if of_instance else None)
+    assert not ops_called(model) and not PatchSet.active() and not PatchSet.active(model)
+
+
+def test_without_cutile_nothing_is_touched(monkeypatch):
+    model = make_model("llama")
+
+    def missing(name):
+        raise BackendError(f"backend {name!r} cannot be used: it is not installed")
+
+    monkeypatch.setattr(monkey_patch, "assert_backend_available", missing)
+    with pytest.raises(BackendError):
+        monkey_patch.apply(model)
+    assert not ops_called(model)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_patched_model_is_a_patched_model(copied):
+    model = make_model("qwen3")
+    expected = logits(model)
+    report = monkey_patch.apply(model, use_cutile=False)
+    patched, other = logits(model), copied(model)
+    assert isinstance(other, type(model)) and str(other) == str(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    report.revert()
+    assert ops_called(other) >= ALL_OPS and torch.equal(logits(other), patched)
+    monkey_patch.revert(other)
+    assert not ops_called(other) and torch.equal(logits(other), expected)
+
+
+@families
+def test_saving_and_loading(family, tmp_path):
+    model = make_model(family)
+    names, expected = list(model.state_dict()), logits(model)
+    with monkey_patch.apply(model, use_cutile=False):
+        assert list(model.state_dict()) == names
+        model.save_pretrained(tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    assert "tilegym" not in config
+    loaded = type(model).from_pretrained(tmp_path).eval().to(model.device)
+    assert list(loaded.state_dict()) == names
+    assert not ops_called(loaded) and torch.equal(logits(loaded), expected)
+    with apply_to(family):
+        loaded = type(model).from_pretrained(tmp_path).eval().to(model.device)
+        assert ops_called(loaded) >= ALL_OPS
+        assert_close(logits(loaded), expected)
+
+
+def test_norms_kept_in_fp32_in_a_bf16_model():
+    model = make_model("llama", torch.bfloat16)
+    norm = model.model.norm.float()
+    x = torch.randn(2, 3, 64, device=model.device, dtype=torch.bfloat16)
+    expected = norm(x)
+    with monkey_patch.apply(model, use_cutile=False):
+        assert norm(x).dtype is torch.float32
+        assert_close(norm(x), expected)
+
+
+def test_wrapped_linears_are_called():
+    class LowRank(nn.Module):
+        """As LoRA wraps a linear layer."""
+
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer, self.down, self.up = base, nn.Linear(64, 2), nn.Linear(2, base.out_features)
+            self.to(base.weight.device)
+
+        def forward(self, x):
+            return self.base_layer(x) + self.up(self.down(x))
+
+    model = make_model("qwen2")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj, layer.self_attn.q_proj = LowRank(layer.mlp.gate_proj), LowRank(layer.self_attn.q_proj)
+    expected = logits(model)
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        assert not report.skipped
+        assert_close(logits(model), expected)
+
+
+def test_other_heads_of_a_family():
+    from transformers import LlamaForSequenceClassification
+    from transformers import LlamaModel
+
+    for cls in (LlamaModel, LlamaForSequenceClassification):
+        torch.manual_seed(0)
+        model = cls(make_model("llama").config).eval()
+        with torch.no_grad():
+            expected = model(tokens(1, 7).cpu())[0]
+            with tt.apply(model, use_cutile=False) as report:
+                assert len(report.patched) == 10
+                assert_close(model(tokens(1, 7).cpu())[0], expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_torch_compile(family):
+    model = make_model(family)
+    ids, mask = padded([11, 7], "left")
+    with torch.no_grad():
+        expected = model(ids).logits, model(ids, attention_mask=mask).logits
+    with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=False):
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with torch.no_grad():
+            assert_close(compiled(ids).logits, expected[0])
+            assert_close(compiled(ids, attention_mask=mask).logits[1, 4:], expected[1][1, 4:])
+    torch.compiler.reset()
