@@ -98,7 +98,6 @@ BENCHMARKS = [
             "cuDNN": Provider(sdpa, context=by(SDPBackend.CUDNN_ATTENTION)),
             "flash": Provider(sdpa, context=by(SDPBackend.FLASH_ATTENTION)),
         },
-        yardstick="cuDNN",
         differentiable=("q", "k", "v"),
         forward=forward,
         backward=backward,

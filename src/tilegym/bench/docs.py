@@ -206,7 +206,7 @@ def _host_table(results: list[HostResult]) -> str:
 
 def _inference(summary: dict[str, Any]) -> str:
     model = summary["model"]
-    name = model.get("name", "model")
+    name = model["id"]
     head = (
         f"### {name}\n\n{summary['device']}, {summary['precision']}"
         f"{', random weights' if model.get('random_weights') else ''}, batch {_list(summary['batch_sizes'])}, "

@@ -117,7 +117,6 @@ class Benchmark:
         shapes, quick, small: the sweep; the few shapes of ``--quick``; those for a machine without a GPU.
         host: the sizes at which host time is measured, so small that the GPU never holds the host up.
         quick_modes: the passes that ``--quick`` measures.
-        yardstick: the peer whose speed is the goal; None where it is the roofline itself.
     """
 
     op: str
@@ -134,7 +133,6 @@ class Benchmark:
     differentiable: tuple[str, ...] = ()
     quick_modes: tuple[str, ...] = (FORWARD,)
     baseline: str = "torch"
-    yardstick: str | None = None
     extra: dict[str, Provider] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,200 @@
+"""``tilegym bench``, on the CPU."""
+
+import csv
+import json
+
+import pytest
+import torch
+import typer
+from bench.benchmark_fakes import ROOFLINE
+from bench.benchmark_fakes import FakeGpuTimer
+from typer.testing import CliRunner
+
+from tilegym import bench_cli
+from tilegym.bench import spec
+from tilegym.bench import warm
+
+SMALL = """
+from tilegym import ops
+from tilegym.bench.spec import Benchmark, Provider, Work, shape
+import torch.nn.functional as F
+
+def inputs(make, rows, columns):
+    return {"a": make(rows, columns), "b": make(rows, columns)}
+
+def formula(a, b):
+    return F.silu(a) * b
+
+BENCHMARKS = [
+    Benchmark(
+        op="swiglu", inputs=inputs, ours=ops.swiglu, oracle=formula, peers={"torch": Provider(formula)},
+        forward=lambda itemsize, rows, columns: Work(2 * itemsize * rows * columns, itemsize * rows * columns),
+        host={"rows": 1, "columns": 4}, shapes=(), quick=(),
+        small=(
+            shape(rows=4, columns=8), shape("second", "Llama", rows=8, columns=8), shape("third", rows=2, columns=4),
+        ),
+    )
+]
+"""
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the command without a GPU")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilegym.bench.roofline.measure_roofline", lambda timer, dtype: ROOFLINE)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "bench_small.py").write_text(SMALL)
+    app = typer.Typer()
+    app.command()(bench_cli.bench)
+
+    def invoke(*arguments):
+        fixed = ["--no-plots"] if "--plots" not in arguments else []
+        fixed += ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out"), "--budget", "2"]
+        return CliRunner().invoke(app, [*arguments, *fixed])
+
+    return invoke
+
+
+def results(tmp_path):
+    return json.loads((tmp_path / "out" / "results.json").read_text())
+
+
+def test_without_a_gpu_it_says_so_and_measures_only_the_pytorch_backend(run, tmp_path):
+    done = run("--plots")
+    assert done.exit_code == 0, done.output
+    assert "No NVIDIA GPU is visible: only the pytorch backend is measured" in done.output
+    stored = results(tmp_path)
+    assert {row["provider"] for row in stored["results"]} == {spec.OURS}
+    assert {row["backend"] for row in stored["results"]} == {"pytorch"}
+    assert stored["complete"] and stored["machine"]["gpu"] is None and stored["host"] == []
+    assert stored["settings"]["dtype"] == "fp32"
+    assert (tmp_path / "out" / "swiglu_forward.png").exists()
+    assert "swiglu           forward  4x8" in done.output
+
+
+def test_with_a_comparing_timer_everything_is_measured(run, tmp_path, monkeypatch):
+    """What happens on a GPU, with a timer that makes its figures up."""
+    monkeypatch.setattr("tilegym.bench.timing.CpuTimer", FakeGpuTimer)
+    done = run("--dtype", "bf16")
+    assert done.exit_code == 0, done.output
+    stored = results(tmp_path)
+    assert {row["provider"] for row in stored["results"]} == {spec.OURS, "torch", "copy of as many bytes"}
+    assert [row["provider"] for row in stored["host"]] == [spec.OURS, "torch"]
+    assert "host time of one call, us" in done.output
+
+
+def test_selecting(run, tmp_path):
+    assert run("swiglu", "--model", "llama").exit_code == 0
+    assert [row["shape"] for row in results(tmp_path)["results"]] == ["second"]
+    listed = run("--list")
+    assert "second" in listed.output and listed.output.count("swiglu") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (("no_such_op",), "no benchmark of an op 'no_such_op'; there are swiglu"),
+        (("--dtype", "fp7"), "--dtype fp7"),
+        (("--mode", "sideways"), "--mode sideways"),
+        (("--mode", "backward"), "nothing to measure"),
+        (("--model", "gpt"), "nothing to measure"),
+        (("--backend", "cutile"), "without a GPU only the pytorch backend"),
+        (("--providers", "nowhere.py"), "nowhere.py is not a Python file"),
+    ),
+)
+def test_bad_input_is_one_clear_error(run, arguments, message):
+    error = run(*arguments).exception
+    assert isinstance(error, spec.BenchmarkError) and message in str(error)
+
+
+def test_ctrl_c_keeps_what_is_done(run, tmp_path, monkeypatch):
+    from tilegym.bench import runner
+
+    real = runner.measure_shape
+
+    def measure(benchmark, shape, *rest):
+        if shape.label == "third":
+            raise KeyboardInterrupt
+        return real(benchmark, shape, *rest)
+
+    monkeypatch.setattr(runner, "measure_shape", measure)
+    done = run()
+    assert done.exit_code == 130
+    stored = results(tmp_path)
+    assert not stored["complete"]
+    assert [row["shape"] for row in stored["results"]] == ["4x8", "second"]
+    with (tmp_path / "out" / "results.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 2
+
+
+def test_a_wrong_op_makes_the_exit_status_1(run, tmp_path):
+    path = tmp_path / "files" / "bench_small.py"
+    path.write_text(path.read_text().replace("ours=ops.swiglu", "ours=lambda a, b: a"))
+    done = run()
+    assert done.exit_code == 1
+    assert "swiglu 4x8, tilegym WRONG: result 0: error" in done.output
+    assert all(row["seconds"] is None for row in results(tmp_path)["results"])
+
+
+def test_plug_in_providers(tmp_path):
+    (tmp_path / "bench_small.py").write_text(SMALL)
+    plug_in = tmp_path / "mine.py"
+    plug_in.write_text("PROVIDERS = {'swiglu': {'mine': lambda a, b: a}}\n")
+    benchmarks = spec.load_benchmarks(tmp_path)
+    spec.add_providers(benchmarks, plug_in)
+    assert list(benchmarks["swiglu"].providers) == [spec.OURS, "torch", "mine"]
+    for content, message in (
+        ("PROVIDERS = {'swiglu': {'mine': print}}", "already"),
+        ("PROVIDERS = {'swish': {}}", "no benchmark of 'swish'"),
+        ("PROVIDERS = []", "no dictionary PROVIDERS"),
+    ):
+        plug_in.write_text(content)
+        with pytest.raises(spec.BenchmarkError, match=message):
+            spec.add_providers(benchmarks, plug_in)
+
+
+def test_two_files_for_one_op_are_refused(tmp_path):
+    for name in ("bench_a.py", "bench_b.py"):
+        (tmp_path / name).write_text(SMALL)
+    with pytest.raises(spec.BenchmarkError, match="a benchmark of 'swiglu' already"):
+        spec.load_benchmarks(tmp_path)
+    with pytest.raises(spec.BenchmarkError, match="--folder"):
+        spec.load_benchmarks(tmp_path / "empty")
+
+
+def test_shares_of_the_warming_processes_cover_everything(tmp_path):
+    (tmp_path / "bench_small.py").write_text(SMALL)
+    benchmark = spec.load_benchmarks(tmp_path)["swiglu"]
+    tasks = [(benchmark, shape, (spec.FORWARD,)) for shape in benchmark.small]
+    jobs = warm._jobs(tasks, ())
+    assert len(jobs) == 3 * 2 and len(warm._jobs(tasks, ("torch",))) == 3
+    assert sorted(jobs[0::4] + jobs[1::4] + jobs[2::4] + jobs[3::4], key=id) == sorted(jobs, key=id)
+
+
+def test_warming_processes_run_the_command_with_a_cache_of_their_own(tmp_path, monkeypatch):
+    home = tmp_path / "cache"
+    home.mkdir()
+    (home / "tuning.sqlite").write_bytes(b"kept")
+    monkeypatch.setenv("TILEGYM_CACHE_DIR", str(home))
+    started = []
+
+    class Process:
+        def __init__(self, command, env, stdout):
+            cache = env["TILEGYM_CACHE_DIR"]
+            started.append((command, cache))
+            with open(f"{cache}/tuning.sqlite", "rb+") as file:
+                assert file.read() == b"kept"
+                file.write(b" and spoilt")
+
+        def wait(self, timeout=None):
+            return 0
+
+        def poll(self):
+            return 0
+
+    monkeypatch.setattr(warm.subprocess, "Popen", Process)
+    warm.run_processes(["swiglu", "--quick"], 1)
+    ((command, cache),) = started
+    assert command[1:] == ["-m", "tilegym.bench_cli", "swiglu", "--quick", "--warm", "0/1"]
+    assert cache != str(home) and (home / "tuning.sqlite").read_bytes() == b"kept"

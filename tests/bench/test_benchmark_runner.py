@@ -1,0 +1,227 @@
+"""The runner: what is wrong gets no figure, what overwrites its inputs is still measured rightly."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+from bench.benchmark_fakes import FakeTimer
+from bench.benchmark_fakes import session
+
+from tilegym.backend import dispatcher
+from tilegym.bench import runner
+from tilegym.bench import spec
+from tilegym.bench.spec import Benchmark
+from tilegym.bench.spec import Provider
+from tilegym.bench.spec import Work
+from tilegym.errors import UnsupportedError
+
+SHAPE = spec.shape(rows=8, columns=32)
+
+
+def inputs(make, rows, columns):
+    return {"x": make(rows, columns), "scale": 2.0}
+
+
+def formula(x, scale):
+    return x * x * scale
+
+
+def toy(ours=formula, **peers):
+    return Benchmark(
+        op="toy",
+        inputs=inputs,
+        ours=ours,
+        oracle=formula,
+        peers={"torch": Provider(formula)}
+        | {name: peer if isinstance(peer, Provider) else Provider(peer) for name, peer in peers.items()},
+        forward=lambda itemsize, rows, columns: Work(itemsize * rows * columns, itemsize * rows * columns),
+        backward=lambda itemsize, rows, columns: Work(2 * itemsize * rows * columns, itemsize * rows * columns),
+        differentiable=("x",),
+        host={"rows": 1, "columns": 4},
+        shapes=(SHAPE,),
+        quick=(SHAPE,),
+        small=(SHAPE,),
+    )
+
+
+def measure(benchmark, *modes, timer=None, **options):
+    found = runner.measure_shape(benchmark, SHAPE, modes or spec.MODES, session(timer or FakeTimer(), **options))
+    return {(result.provider, result.mode): result for result in found}
+
+
+def test_figures():
+    result = measure(toy())[spec.OURS, "forward"]
+    assert (result.status, result.samples, result.bound) == ("ok", 6, "memory")
+    assert result.seconds == pytest.approx(1.01e-5)
+    assert result.low < result.seconds < result.high
+    assert result.bytes_per_second == pytest.approx(2 * 4 * 8 * 32 / 1.01e-5)
+    assert result.roofline_share == pytest.approx(2 * 4 * 8 * 32 / 4e12 / 1.01e-5)
+    assert result.peak_bytes == 1_000_000
+    assert result.dims == {"rows": 8, "columns": 32}
+
+
+def test_a_wrong_provider_gets_no_figure():
+    found = measure(toy(liar=lambda x, scale: 1.01 * x * x * scale))
+    for mode in spec.MODES:
+        liar = found["liar", mode]
+        assert liar.status == "WRONG" and "error 1.0e-02 rms" in liar.note
+        assert liar.seconds is None and liar.roofline_share is None
+        assert found[spec.OURS, mode].status == "ok"
+
+
+def test_wrong_gradients_are_wrong():
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            ctx.save_for_backward(x)
+            return formula(x, scale)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return grad * x, None
+
+    found = measure(toy(half=Half.apply))
+    assert found["half", "backward"].status == "WRONG"
+    assert measure(toy(half=Half.apply), "forward")["half", "forward"].status == "ok"
+
+
+def test_a_provider_that_is_right_only_under_autograd_is_wrong():
+    found = measure(toy(sly=lambda x, scale: formula(x, scale) if torch.is_grad_enabled() and x.requires_grad else x))
+    assert found["sly", "forward"].status == found["sly", "both"].status == "WRONG"
+
+
+def test_failures_are_rows():
+    def fail(x, scale):
+        raise RuntimeError("no available\nkernel")
+
+    found = measure(toy(fail=fail, absent=Provider(formula, requires="no_such_package_at_all")))
+    assert found["fail", "forward"].status == "failed"
+    assert found["fail", "forward"].note == "RuntimeError: no available kernel"
+    assert found["absent", "forward"].status == "missing"
+    assert importlib.util.find_spec("no_such_package_at_all") is None
+
+
+def test_without_a_baseline_nothing_is_measured():
+    def out_of_memory(x, scale):
+        raise torch.OutOfMemoryError("too large")
+
+    benchmark = toy()
+    benchmark.peers["torch"] = Provider(out_of_memory)
+    found = measure(benchmark, "forward")
+    assert list(found) == [(spec.OURS, "forward")]
+    assert found[spec.OURS, "forward"].status == "failed"
+    assert "nothing to check against" in found[spec.OURS, "forward"].note
+
+
+def test_inputs_are_restored_for_a_provider_that_overwrites_them():
+    seen = []
+
+    def overwrite(x, scale):
+        seen.append(x.detach().clone())
+        with torch.no_grad():
+            return x.detach().mul_(x.detach()).mul_(scale)
+
+    found = measure(toy(overwrite=overwrite), "forward")
+    assert found["overwrite", "forward"].status == "ok"
+    assert found["overwrite", "forward"].note == "overwrites its inputs"
+    assert len(seen) > 6 and all(torch.equal(x, seen[0]) for x in seen)
+    assert found[spec.OURS, "forward"].note == ""
+
+
+def test_rounds_alternate_between_providers():
+    timer = FakeTimer()
+    measure(toy(), "forward", timer=timer)
+    assert timer.log == [0, 1, 2, 0, 1, 2], "ours, torch and the copy take turns"
+
+
+def test_only_what_is_wanted():
+    assert {provider for provider, _ in measure(toy(), "forward", only=("torch",))} == {"torch"}
+    timer = FakeTimer()
+    timer.compares = False
+    assert {provider for provider, _ in measure(toy(), "forward", timer=timer)} == {spec.OURS}
+
+
+def test_context_is_entered_around_calls():
+    depth, calls = [], []
+
+    class Context:
+        def __enter__(self):
+            depth.append(1)
+
+        def __exit__(self, *exception):
+            depth.pop()
+
+    def call(x, scale):
+        calls.append(len(depth))
+        return formula(x, scale)
+
+    measure(toy(inside=Provider(call, context=Context)))
+    assert set(calls) == {1} and not depth
+
+
+@pytest.fixture
+def choosy() -> Iterator[Benchmark]:
+    """An op whose backend "cutile" refuses calls that need gradients."""
+    op = dispatcher.dispatch("choosy")(formula)
+
+    @dispatcher.register_impl("choosy", "pytorch")
+    def reference(x, scale):
+        return formula(x, scale)
+
+    @dispatcher.register_impl("choosy", "cutile")
+    def kernel(x, scale):
+        if x.requires_grad:
+            raise UnsupportedError("no gradients here")
+        return formula(x, scale)
+
+    yield toy(ours=op)
+    del dispatcher._ops["choosy"]
+
+
+@pytest.mark.filterwarnings("ignore:op 'choosy'")
+def test_a_call_that_another_backend_served_says_so(choosy):
+    found = measure(choosy, backend="cutile")
+    assert (found[spec.OURS, "forward"].backend, found[spec.OURS, "forward"].note) == ("cutile", "")
+    for mode in ("backward", "both"):
+        assert found[spec.OURS, mode].status == "ok"
+        assert found[spec.OURS, mode].backend == "pytorch"
+        assert found[spec.OURS, mode].note.startswith("served by pytorch: ")
+        assert "no gradients here" in found[spec.OURS, mode].note
+
+
+def test_host_time():
+    found = {
+        result.provider: result for result in runner.measure_host(toy(liar=lambda x, scale: x), session(FakeTimer()))
+    }
+    assert found[spec.OURS].seconds == found["torch"].seconds == 5e-6
+    assert found["liar"].status == "WRONG" and found["liar"].seconds is None
+
+
+def test_compiled_providers_start_anew(monkeypatch):
+    made = []
+
+    def compile(function, **options):
+        made.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    found = measure(toy(compiled=Provider(formula, compile=True)), "forward")
+    assert found["compiled", "forward"].status == "ok"
+    assert made == [{"dynamic": False, "fullgraph": True}]
+
+
+def test_benchmarks_that_contradict_themselves_are_refused():
+    fields = vars(toy()) | {"baseline": "nobody"}
+    with pytest.raises(spec.BenchmarkError, match="nobody"):
+        Benchmark(**fields)
+    with pytest.raises(spec.BenchmarkError, match="both differentiable and backward"):
+        Benchmark(**vars(toy()) | {"backward": None})
+
+
+def test_sweep_drops_equal_sizes():
+    shapes = spec.sweep(lambda model, tokens: {"tokens": tokens, "hidden": model.hidden}, tokens=(1, 16))
+    sizes = [tuple(shape.dims.values()) for shape in shapes]
+    assert len(sizes) == len(set(sizes)) == 2 * len({model.hidden for model in spec.MODELS})
+    assert shapes[0].label == "Llama-3.1-8B, 1 tokens" and shapes[0].tokens == 1

@@ -1,0 +1,569 @@
+"""Tries tiles, compiler hints and kernel variants of GEMM, GEMV, attention and decoding on one GPU: a tool for authors.
+
+    export CUDA_TILE_CACHE_DIR=/tmp/tile-cache
+    for i in $(seq 0 13); do python sweep_gemm_attention.py warm $i 14 & done; wait
+    python sweep_gemm_attention.py run [start of a group's name ...]
+
+``warm i n`` compiles every n-th variant (compiling is CPU work: do it from many processes first); ``run`` checks each
+variant against torch and prints a table a group, fastest first, beside torch's own kernels and the copy bandwidth of
+the same run. ``compile i n`` compiles ahead of time for sm_90 without a GPU and names the variants that fail.
+"""
+
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import cuda.tile as ct
+import torch
+import torch.nn.functional as F
+from sweep_kernels import attention_experiment
+from sweep_kernels import decode_experiment
+from sweep_kernels import gemm_experiment
+from sweep_kernels import gemv_experiment
+
+from tilegym.ops.cutile.attention import attention_kernel
+from tilegym.ops.cutile.flash_decode import decode_kernel
+from tilegym.ops.cutile.linear import few_rows_kernel
+from tilegym.ops.cutile.linear import gemv_kernel
+from tilegym.ops.cutile.matmul import matmul_kernel
+from tilegym.ops.cutile.matmul import matmul_persistent_kernel
+from tilegym.ops.cutile.splitk_reduce import TILE_S
+from tilegym.ops.cutile.splitk_reduce import splitk_reduce_kernel
+
+BF16 = torch.bfloat16
+REPETITIONS = 15
+COMPILE_TIMEOUT = 60  # seconds
+RUN_COMPILE_TIMEOUT = 3  # what was not warmed by then is left out
+
+
+class Variant(NamedTuple):
+    group: str  # a table: one problem
+    name: str
+    hints: dict[str, int]
+    launches: Callable[[dict], list[tuple]]  # the group's tensors -> (grid, kernel, args) one after the other
+
+
+class Group(NamedTuple):
+    tensors: Callable[[str], dict]  # of a device
+    result: Callable[[dict], torch.Tensor]  # what the launches wrote
+    references: dict[str, Callable[[dict], torch.Tensor]]  # the first is what results are compared with
+    work: float
+    unit: str  # "TFLOP/s" or "GB/s"
+
+
+def empty_or_random(device: str, *shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    if device == "cpu":  # only looked at
+        return torch.empty(shape, dtype=dtype)
+    return torch.randn(shape, device=device, dtype=dtype) * scale
+
+
+def p2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def hints_text(hints: dict) -> str:
+    short = {"num_worker_warps": "w", "occupancy": "occ", "num_ctas": "ctas", "opt_level": "O"}
+    return " ".join(f"{short[k]}{v}" for k, v in hints.items()) or "-"
+
+
+def hints(warps=None, occ=None, ctas=None) -> dict[str, int]:
+    given = {"num_worker_warps": warps, "occupancy": occ, "num_ctas": ctas}
+    return {k: v for k, v in given.items() if v is not None}
+
+
+GROUPS: dict[str, Group] = {}
+VARIANTS: list[Variant] = []
+
+
+# GEMM: C[M, N] = A[M, K] W[N, K]^T
+
+
+def gemm_group(m: int, n: int, k: int) -> str:
+    name = f"gemm {m}x{n}x{k}"
+    GROUPS[name] = Group(
+        lambda d: {
+            "a": empty_or_random(d, m, k),
+            "b": empty_or_random(d, n, k, scale=0.02),
+            "c": torch.empty(m, n, device=d, dtype=BF16),
+        },
+        lambda t: t["c"],
+        {"cuBLAS": lambda t: F.linear(t["a"], t["b"])},
+        2 * m * n * k / 1e12,
+        "TFLOP/s",
+    )
+    return name
+
+
+def gemm(group, m, n, tile, h, persistent=False, rows=8, sms=132, use_tma=True):
+    tm, tn, tk = tile
+    blocks = -(-m // tm) * -(-n // tn)
+    if persistent:
+        blocks = min(blocks, sms // h.get("num_ctas", 1))
+    kernel = matmul_persistent_kernel if persistent else matmul_kernel
+    label = f"{tm}x{tn}x{tk}{' persistent' * persistent}{f' rows{rows}' * (rows != 8)}{' no tma' * (not use_tma)}"
+    args = (tm, tn, tk, rows, False, True, False, use_tma)
+    VARIANTS.append(Variant(group, label, h, lambda t: [((blocks,), kernel, (t["a"], t["b"], t["c"], *args))]))
+
+
+def gemm_latency(group, m, n, tile, h, latency):
+    tm, tn, tk = tile
+    blocks = -(-m // tm) * -(-n // tn)
+    label = f"{tm}x{tn}x{tk} latency{latency}"
+    args = (tm, tn, tk, 8, latency)
+    VARIANTS.append(Variant(group, label, h, lambda t: [((blocks,), gemm_experiment, (t["a"], t["b"], t["c"], *args))]))
+
+
+for size in (4096, 8192):
+    g = gemm_group(size, size, size)
+    for tile in ((128, 256, 64), (256, 128, 64), (128, 256, 32), (128, 256, 128)):
+        gemm(g, size, size, tile, hints(8))
+    for tile in ((128, 128, 64), (128, 128, 128), (64, 256, 64), (128, 64, 128)):
+        gemm(g, size, size, tile, hints())
+    for tile in ((128, 128, 64), (128, 128, 128)):
+        gemm(g, size, size, tile, hints(8))
+        gemm(g, size, size, tile, hints(None, 2))
+    gemm(g, size, size, (256, 256, 64), hints(8, None, 2))
+    gemm(g, size, size, (128, 256, 64), hints(8, None, 2))
+    gemm(g, size, size, (128, 256, 64), hints(8, 1))
+    for rows in (2, 4, 16, 32):
+        gemm(g, size, size, (128, 256, 64), hints(8), rows=rows)
+    gemm(g, size, size, (128, 256, 64), hints(8), persistent=True)
+    gemm(g, size, size, (128, 128, 64), hints(), persistent=True)
+    gemm(g, size, size, (128, 128, 64), hints(), persistent=True, sms=264)
+    gemm(g, size, size, (128, 128, 64), hints(), use_tma=False)
+    for latency in (2, 5, 10):
+        gemm_latency(g, size, size, (128, 256, 64), hints(8), latency)
+g = gemm_group(512, 14336, 4096)
+for tile, h in (
+    ((128, 256, 64), hints(8)),
+    ((256, 128, 64), hints(8)),
+    ((128, 128, 64), hints()),
+    ((128, 128, 128), hints()),
+    ((64, 128, 64), hints()),
+    ((64, 256, 64), hints()),
+    ((64, 128, 128), hints(None, 2)),
+    ((128, 64, 64), hints()),
+    ((256, 64, 64), hints()),
+):
+    gemm(g, 512, 14336, tile, h)
+for n, k in ((4096, 14336), (4096, 4096)):
+    g = gemm_group(128, n, k)
+    for tm, tn, tk in ((128, 128, 64), (64, 128, 64), (128, 64, 64), (64, 64, 64), (64, 64, 128), (128, 32, 128)):
+        gemm(g, 128, n, (tm, tn, tk), hints())
+
+
+# GEMV and few rows: y[M, N] = x[M, K] W[N, K]^T
+
+
+def gemv_group(m: int, n: int, k: int) -> str:
+    name = f"gemv {m}x{n}x{k}"
+    GROUPS[name] = Group(
+        lambda d: {
+            "x": empty_or_random(d, m, k),
+            "w": empty_or_random(d, n, k, scale=0.02),
+            "y": torch.empty(m, n, device=d, dtype=BF16),
+        },
+        lambda t: t["y"],
+        {"cuBLAS": lambda t: F.linear(t["x"], t["w"])},
+        2 * (n * k + m * k + m * n) / 1e9,
+        "GB/s",
+    )
+    return name
+
+
+def gemv(group, n, tile, occ, latency=None):
+    tn, tk = tile
+    kernel, extra = (gemv_kernel, (False,)) if latency is None else (gemv_experiment, (latency,))
+    label = f"sum {tn}x{tk}{f' latency{latency}' * (latency is not None)}"
+
+    def launches(t):
+        if latency is None:
+            return [((-(-n // tn),), kernel, (t["x"], t["w"], t["x"], t["y"], tn, tk, *extra))]
+        return [((-(-n // tn),), kernel, (t["x"], t["w"], t["y"], tn, tk, *extra))]
+
+    VARIANTS.append(Variant(group, label, hints(None, occ), launches))
+
+
+def few(group, n, tile, h):
+    tn, tk = tile
+    args = (16, tn, tk, False, False)
+    VARIANTS.append(
+        Variant(
+            group,
+            f"mma {tn}x{tk}",
+            h,
+            lambda t: [((-(-n // tn),), few_rows_kernel, (t["x"], t["w"], t["x"], t["y"], *args))],
+        )
+    )
+
+
+for n, k in ((14336, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (128256, 4096), (28672, 4096)):
+    g = gemv_group(1, n, k)
+    for tile, occ in (((4, 1024), 4), ((4, 512), 4), ((8, 512), 4), ((2, 1024), 8), ((2, 2048), 4), ((8, 1024), 2)):
+        gemv(g, n, tile, occ)
+    gemv(g, n, (4, 1024), 4, latency=10)
+    gemv(g, n, (4, 1024), 4, latency=2)
+    for tile, occ in (((128, 128), 2), ((64, 128), 2), ((64, 256), 2), ((32, 256), 4)):
+        few(g, n, tile, hints(None, occ))
+for m, n, k in ((4, 14336, 4096), (4, 4096, 4096), (16, 14336, 4096), (16, 4096, 14336), (8, 128256, 4096)):
+    g = gemv_group(m, n, k)
+    for tile, h in (
+        ((128, 128), hints(None, 2)),
+        ((128, 64), hints(None, 2)),
+        ((64, 128), hints(None, 2)),
+        ((64, 256), hints(None, 2)),
+        ((64, 128), hints(None, 4)),
+        ((32, 256), hints(None, 4)),
+        ((16, 256), hints(None, 4)),
+        ((16, 512), hints(None, 4)),
+        ((64, 256), hints()),
+    ):
+        few(g, n, tile, h)
+
+
+# Attention
+
+
+def sdpa(backend: str, causal: bool) -> Callable[[dict], torch.Tensor]:
+    from torch.nn.attention import SDPBackend
+    from torch.nn.attention import sdpa_kernel
+
+    def run(t):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return F.scaled_dot_product_attention(t["q"], t["k"], t["v"], is_causal=causal, enable_gqa=True)
+
+    return run
+
+
+def attention_group(b: int, hq: int, hkv: int, s: int, d: int, causal: bool) -> str:
+    name = f"attention B{b} H{hq}/{hkv} S{s} D{d} {'causal' if causal else 'full'}"
+    GROUPS[name] = Group(
+        lambda dev: {
+            "q": empty_or_random(dev, b, hq, s, d),
+            "k": empty_or_random(dev, b, hkv, s, d),
+            "v": empty_or_random(dev, b, hkv, s, d),
+            "o": torch.empty(b, hq, s, d, device=dev, dtype=BF16),
+            "mask": torch.ones(b, 1, 1, s, device=dev, dtype=torch.bool),
+            "kv_len": torch.full((b,), s, device=dev, dtype=torch.int32),
+        },
+        lambda t: t["o"],
+        {"flash": sdpa("FLASH_ATTENTION", causal), "cuDNN": sdpa("CUDNN_ATTENTION", causal)},
+        4 * b * hq * s * s * d * (0.5 if causal else 1) / 1e12,
+        "TFLOP/s",
+    )
+    return name
+
+
+def attention(shape, causal, tile, h, experiment=None, mask=False, kv_len=False):
+    b, hq, hkv, s, d = shape
+    group = f"attention B{b} H{hq}/{hkv} S{s} D{d} {'causal' if causal else 'full'}"
+    if group not in GROUPS:
+        attention_group(*shape, causal)
+    tm, tn = tile
+    grid = (-(-s // tm) * b * hq,)
+    scaling = d**-0.5
+
+    def production(t):
+        arrays = (t["q"], t["k"], t["v"], t["o"], t["mask"] if mask else t["q"], t["q"], t["kv_len"])
+        numbers = (scaling, 1.0, 0, tm, tn, p2(d), p2(d))
+        flags = (causal, False, False, 1 if mask else 0, 1, False, kv_len, causal or kv_len, False)
+        return [(grid, attention_kernel, (*arrays, *numbers, *flags))]
+
+    def trial(t):
+        arrays = (t["q"], t["k"], t["v"], t["o"])
+        return [(grid, attention_experiment, (*arrays, scaling, tm, tn, d, causal, *experiment[1]))]
+
+    label = f"{tm}x{tn} {experiment[0] if experiment else ''}{' mask' * mask}{' kv_len' * kv_len}"
+    VARIANTS.append(Variant(group, label, h, trial if experiment else production))
+
+
+# (name, (SPLIT loop, K latency, V latency, fold the scale into q, split D, V before softmax))
+PLAIN = ("lean", (False, 0, 0, False, False, False))
+SPLIT = ("two loops", (True, 0, 0, False, False, False))
+LATENCIES = [(f"two loops latency {n}", (True, n, n, False, False, False)) for n in (2, 4, 8)]
+FOLDED = ("two loops folded scale", (True, 0, 0, True, False, False))
+EARLY_V = ("two loops early v", (True, 0, 0, False, False, True))
+SPLIT_D = ("split d", (False, 0, 0, False, True, False))
+SPLIT_D2 = ("two loops split d", (True, 0, 0, False, True, False))
+
+llama = (4, 32, 8, 4096, 128)
+for causal in (True, False):
+    for tile in ((128, 128), (128, 64), (256, 64), (128, 256)):
+        attention(llama, causal, tile, hints(8))
+    attention(llama, causal, (64, 128), hints(None, 2))
+    attention(llama, causal, (64, 64), hints())
+    attention(llama, causal, (128, 128), hints(8, 1))
+    attention(llama, causal, (128, 64), hints(8, 2))
+    attention(llama, causal, (64, 128), hints(4, 2))
+    attention(llama, causal, (64, 64), hints(4, 3))
+    for experiment in (PLAIN, SPLIT, *LATENCIES, FOLDED, EARLY_V):
+        if causal or experiment[0] in ("lean", "two loops folded scale", "two loops early v"):
+            attention(llama, causal, (128, 128), hints(8), experiment)
+    if causal:
+        for experiment in (SPLIT, FOLDED):
+            attention(llama, causal, (64, 128), hints(None, 2), experiment)
+        attention(llama, causal, (128, 64), hints(8, 2), SPLIT)
+        attention(llama, causal, (128, 128), hints(8), mask=True)
+        attention(llama, causal, (128, 128), hints(8), kv_len=True)
+for causal in (True, False):
+    small = (4, 32, 8, 4096, 64)
+    for tile, h in (
+        ((128, 128), hints(8)),
+        ((128, 128), hints()),
+        ((128, 128), hints(8, 2)),
+        ((64, 128), hints(None, 2)),
+        ((64, 128), hints(None, 3)),
+        ((64, 64), hints(None, 4)),
+        ((128, 64), hints(8, 2)),
+        ((256, 64), hints(8)),
+        ((128, 256), hints(8)),
+    ):
+        attention(small, causal, tile, h)
+    attention(small, causal, (128, 128), hints(8), SPLIT)
+    attention(small, causal, (64, 128), hints(None, 2), SPLIT)
+for causal in (True, False):
+    big = (2, 16, 8, 4096, 256)
+    for tile, h in (
+        ((128, 64), hints(8)),
+        ((128, 32), hints(8)),
+        ((128, 128), hints(8)),
+        ((64, 64), hints()),
+        ((64, 64), hints(8)),
+        ((64, 128), hints(8)),
+        ((64, 32), hints(None, 2)),
+    ):
+        attention(big, causal, tile, h)
+    attention(big, causal, (128, 64), hints(8), SPLIT)
+odd = (4, 32, 8, 4096, 96)
+for tile, h in (((128, 128), hints(8)), ((64, 128), hints(None, 2)), ((128, 64), hints(8))):
+    attention(odd, True, tile, h)
+    attention(odd, True, tile, h, SPLIT_D)
+    attention(odd, True, tile, h, SPLIT_D2)
+short = (1, 32, 8, 512, 128)
+for tile, h in (((128, 128), hints(8)), ((64, 128), hints(None, 2)), ((64, 64), hints()), ((128, 64), hints(8))):
+    attention(short, True, tile, h)
+
+
+# Decoding
+
+
+def decode_group(b: int, hq: int, hkv: int, s: int, d: int = 128) -> str:
+    name = f"decode B{b} H{hq}/{hkv} S{s}"
+
+    def tensors(dev):
+        return {
+            "q": empty_or_random(dev, b, hq, 1, d),
+            "k": empty_or_random(dev, b, hkv, s, d),
+            "v": empty_or_random(dev, b, hkv, s, d),
+            "o": torch.empty(b, hq, 1, d, device=dev, dtype=BF16),
+            "partial": torch.empty(b * hq * 256 * d, device=dev),
+            "lse": torch.empty(b * hq * 256, device=dev),
+            "kv_len": torch.full((b,), s, device=dev, dtype=torch.int32),
+        }
+
+    GROUPS[name] = Group(
+        tensors,
+        lambda t: t["o"],
+        {"flash": sdpa("FLASH_ATTENTION", False), "cuDNN": sdpa("CUDNN_ATTENTION", False)},
+        2 * 2 * b * hkv * s * d / 1e9,
+        "GB/s",
+    )
+    return name
+
+
+def decode(group, b, hq, hkv, s, tile_n, splits, h, kv_len=True, experiment=None, d=128):
+    def launches(t):
+        partial = t["partial"][: b * hq * splits * d].view(b, hq, splits, d)
+        lse = t["lse"][: b * hq * splits].view(b, hq, splits)
+        numbers = (d**-0.5, 1.0, 0, 16, tile_n, d, d)
+        arrays = (t["q"], t["k"], t["v"], partial, lse)
+        if experiment is None:
+            flags = (False, False, 0, 1, False, kv_len, False)
+            first = (decode_kernel, (*arrays, t["q"], t["q"], t["kv_len"], *numbers, *flags))
+        else:
+            first = (decode_experiment, (*arrays, t["kv_len"], d**-0.5, 16, tile_n, d, *experiment[1]))
+        merge = (partial, lse, lse, t["o"], TILE_S, d, max(16, p2(splits)), False)
+        return [((b * hkv, splits), *first), ((b * hq,), splitk_reduce_kernel, merge)]
+
+    label = f"keys{tile_n} splits{splits} {experiment[0] if experiment else ''}{'' if kv_len else ' no kv_len'}"
+    VARIANTS.append(Variant(group, label, h, launches))
+
+
+# (name, (latency, bound by slicing the arrays, keys as the left operand))
+DECODE_EXPERIMENTS = (
+    ("lean", (0, False, False)),
+    ("latency 10", (10, False, False)),
+    ("latency 3", (3, False, False)),
+    ("sliced", (0, True, False)),
+    ("keys left", (0, False, True)),
+)
+for shape, chosen in (((8, 32, 8, 8192), (4, 8, 16)), ((1, 32, 8, 1024), (4, 8, 16)), ((1, 32, 8, 8192), (16, 33, 64))):
+    g = decode_group(*shape)
+    for tile_n, h in (
+        (64, hints()),
+        (64, hints(None, 2)),
+        (64, hints(None, 4)),
+        (128, hints()),
+        (128, hints(None, 2)),
+        (32, hints(None, 4)),
+        (128, hints(8)),
+        (256, hints(8)),
+    ):
+        for splits in chosen:
+            if splits == chosen[1] or (tile_n, h) in ((64, hints()), (64, hints(None, 4)), (128, hints(None, 2))):
+                decode(g, *shape, tile_n, splits, h)
+    decode(g, *shape, 64, chosen[1], hints(), kv_len=False)
+    for experiment in DECODE_EXPERIMENTS:
+        decode(g, *shape, 64, chosen[1], hints(None, 2), experiment=experiment)
+        if experiment[0] in ("lean", "keys left"):
+            decode(g, *shape, 128, chosen[1], hints(None, 2), experiment=experiment)
+
+
+# Running them
+
+
+@functools.cache
+def hinted(kernel: ct.kernel, items: tuple) -> ct.kernel:
+    return kernel.replace_hints(**dict(items)) if items else kernel
+
+
+_tensors: dict[str, dict] = {}
+
+
+def tensors_of(group: str, device: str) -> dict:
+    if group not in _tensors:
+        _tensors.clear()  # one problem in memory at a time
+        torch.manual_seed(0)
+        _tensors[group] = GROUPS[group].tensors(device)
+    return _tensors[group]
+
+
+def launches_of(variant: Variant, device: str) -> list[tuple]:
+    launches = variant.launches(tensors_of(variant.group, device))
+    (grid, kernel, args), *others = launches
+    return [(grid, hinted(kernel, tuple(variant.hints.items())), args), *others]
+
+
+def runner(variant: Variant) -> Callable[[], None]:
+    stream = torch.cuda.current_stream()
+    launches = launches_of(variant, "cuda")
+
+    def run() -> None:
+        for grid, kernel, args in launches:
+            ct.launch(stream, grid, kernel, args)
+
+    return run
+
+
+def milliseconds(function: Callable[[], Any], flush: torch.Tensor, repetitions: int = REPETITIONS) -> float:
+    """Median time of one call whose inputs are not in the L2 cache."""
+    for _ in range(3):
+        function()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in events)[repetitions // 2]
+
+
+def selected(names: list[str]) -> list[Variant]:
+    return [v for v in VARIANTS if not names or any(v.group.startswith(n) for n in names)]
+
+
+def compile_for_hopper(i: int, n: int, names: list[str]) -> None:
+    from tilegym.interpreter import compile_kernel
+    from tilegym.interpreter import kernel_signature
+
+    done = set()
+    for variant in selected(names)[i::n]:
+        name = f"{variant.group} | {variant.name} | {hints_text(variant.hints)}"
+        for _, kernel, args in launches_of(variant, "cpu"):
+            what = (kernel, repr(kernel_signature(kernel, args)))
+            if what in done:
+                continue
+            done.add(what)
+            began = time.time()
+            try:
+                with ct.compiler_timeout(COMPILE_TIMEOUT):
+                    compile_kernel(kernel, args, "sm_90")
+            except Exception as error:  # whatever the compiler says, the next variant is tried
+                print(f"FAILS {name}: {str(error)[:300]}", flush=True)
+            if time.time() - began > 10:
+                print(f"slow: {name}: {time.time() - began:.0f} s", flush=True)
+    print(f"{len(done)} kernels", flush=True)
+
+
+def warm(i: int, n: int, names: list[str]) -> None:
+    for variant in selected(names)[i::n]:
+        try:
+            with ct.compiler_timeout(COMPILE_TIMEOUT):
+                runner(variant)()
+            torch.cuda.synchronize()
+        except Exception as error:  # named by the run that follows
+            print(f"warm: {variant.group} | {variant.name}: {type(error).__name__}", flush=True)
+
+
+def copy_bandwidth(flush: torch.Tensor) -> float:
+    source = torch.randn(128 << 20, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / milliseconds(lambda: target.copy_(source), flush) / 1e6
+
+
+def measured(variant: Variant, tensors: dict, expected: torch.Tensor, flush: torch.Tensor) -> tuple[float, str]:
+    """Milliseconds, for sorting, and the row of the table."""
+    group = GROUPS[variant.group]
+    label = f"{variant.name} | {hints_text(variant.hints)}"
+    try:
+        group.result(tensors).fill_(math.nan)
+        with ct.compiler_timeout(RUN_COMPILE_TIMEOUT):
+            call = runner(variant)
+            call()
+        torch.cuda.synchronize()
+        got = group.result(tensors).float()
+        error = ((got - expected.float()).norm() / expected.float().norm()).item()
+        ms = milliseconds(call, flush)
+    except Exception as error:  # a variant that does not compile or run is a row of the table
+        return math.inf, f"failed: {label}: {type(error).__name__} {str(error)[:60]!r}"
+    wrong = "" if error < 2e-2 else "  WRONG"
+    return ms, f"{group.work / ms * 1e3:8.1f} {ms * 1e3:9.1f} us  {label}  err {error:.0e}{wrong}"
+
+
+def run(names: list[str]) -> None:
+    flush = torch.empty(64 << 20, device="cuda", dtype=torch.float32)
+    print(f"copy of 512 MB: {copy_bandwidth(flush):.0f} GB/s", flush=True)
+    chosen = selected(names)
+    for name in dict.fromkeys(v.group for v in chosen):
+        group, tensors = GROUPS[name], tensors_of(name, "cuda")
+        print(f"\n{name}")
+        expected = None
+        for label, reference in group.references.items():
+            try:
+                result = reference(tensors)
+                ms = milliseconds(functools.partial(reference, tensors), flush)
+            except RuntimeError as error:
+                print(f"  {label}: {str(error)[:80]}")
+                continue
+            expected = result if expected is None else expected
+            print(f"  {group.work / ms * 1e3:8.1f} {ms * 1e3:9.1f} us  = {label} ({group.unit})")
+        rows = [measured(v, tensors, expected, flush) for v in chosen if v.group == name]
+        for _, row in sorted(rows, key=lambda r: r[0]):
+            print("  " + row, flush=True)
+
+
+if __name__ == "__main__":
+    command, *rest = sys.argv[1:] or ["help"]
+    if command == "compile":
+        compile_for_hopper(int(rest[0]), int(rest[1]), rest[2:])
+    elif command == "warm":
+        warm(int(rest[0]), int(rest[1]), rest[2:])
+    elif command == "run":
+        run(rest)
+    else:
+        print(__doc__)
