@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from collections.abc import Iterator
 from pathlib import Path
@@ -233,9 +234,9 @@ def _caches() -> Iterator[Check]:
 
 
 def _writable(name: str, folder: Path, remedy: str) -> Check:
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if existing.is_dir() and os.access(existing, os.W_OK):
-        return Check(name, OK, str(folder))
-    return Check(name, FAIL, f"{folder} cannot be written to", remedy)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return Check(name, OK, str(folder))
+    except OSError as error:
+        return Check(name, FAIL, f"{folder} cannot be written to: {error.strerror}", remedy)

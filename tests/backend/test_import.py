@@ -1,4 +1,4 @@
-"""``import tilegym``: silent, quick, and possible without cuTile, without transformers and without the optional parts."""
+"""``import tilegym`` is silent and quick, and works without cuTile, transformers and the optional packages."""
 
 import subprocess
 import sys

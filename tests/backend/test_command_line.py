@@ -1,0 +1,110 @@
+"""The command line: what it lists, what it loads, and how errors look."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from tilegym import __version__
+from tilegym import cli
+from tilegym.backend.cutile import tuning_cache
+from tilegym.backend.cutile.tuning_cache import TuningCache
+from tilegym.backend.cutile.tuning_cache import TuningKey
+from tilegym.backend.cutile.tuning_cache import TuningResult
+
+
+def tilegym(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "tilegym", *arguments], capture_output=True, text=True)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.build_app(arguments[0]), list(arguments))
+
+
+def test_help_lists_all_commands():
+    result = tilegym("--help")
+    assert result.returncode == 0
+    for name, command in cli.COMMANDS.items():
+        assert name in result.stdout
+        assert command.help.split(".")[0] in " ".join(result.stdout.split())
+
+
+def test_version():
+    assert tilegym("--version").stdout.strip() == f"tilegym {__version__}"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help_of_its_own(name):
+    result = run(name, "--help")
+    assert result.exit_code == 0 and "--help" in result.output and f"{name}" in result.output
+
+
+def test_other_commands_are_not_loaded():
+    code = (
+        "import sys; from tilegym import cli; cli.build_app('tune');"
+        "print(*(c.module for c in cli.COMMANDS.values() if c.module in sys.modules), 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["tilegym.tune", "False"]
+
+
+def test_unknown_command():
+    result = tilegym("knit")
+    assert result.returncode == 2 and "No such command 'knit'" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_own_errors_are_one_line():
+    result = tilegym("tune", "--list", "--clear")
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr == "error: --list, --clear and --export exclude each other\n"
+
+
+def test_missing_package_is_named(monkeypatch, capsys):
+    def import_module(name):
+        raise ModuleNotFoundError("No module named 'matplotlib.pyplot'", name="matplotlib.pyplot")
+
+    monkeypatch.setattr(cli.importlib, "import_module", import_module)
+    monkeypatch.setattr(sys, "argv", ["tilegym", "doctor"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1
+    assert "`tilegym doctor` needs a package that is not installed: matplotlib.pyplot" in capsys.readouterr().err
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch) -> TuningCache:
+    monkeypatch.setenv("TILEGYM_CACHE_DIR", str(tmp_path))
+    cache = TuningCache()
+    for gpu in ("NVIDIA H200", "NVIDIA L4"):
+        key = TuningKey(gpu, "module.kernel", "abc", "def", "x=float32[8]")
+        cache.put(TuningResult(key, {"TILE": 64, "occupancy": 2}, 12.34))
+    return cache
+
+
+def test_tune_list(results):
+    for output in (run("tune").output, run("tune", "--list").output):
+        assert "NVIDIA H200" in output and "NVIDIA L4" in output
+        assert "module.kernel  x=float32[8]" in output and "12.3 us  TILE=64 occupancy=2" in output
+    assert "NVIDIA L4" not in run("tune", "--gpu", "NVIDIA H200").output
+
+
+def test_tune_clear(results):
+    assert "Deleted 2 results" in run("tune", "--clear").output
+    assert results.all() == []
+    assert "No tuning results" in run("tune").output
+
+
+def test_tune_export_writes_what_is_shipped(results, tmp_path):
+    file = tmp_path / "out" / "x.json"
+    result = run("tune", "--gpu", "NVIDIA H200", "--export", str(file))
+    assert result.exit_code == 0 and "Wrote 1 results" in result.output
+    (loaded,) = tuning_cache.load_results(file)
+    assert loaded.config == {"TILE": 64, "occupancy": 2} and loaded.key.gpu == "NVIDIA H200"
+
+
+def test_tune_export_of_several_gpus_asks_for_one(results, tmp_path):
+    result = run("tune", "--export", str(tmp_path / "x.json"))
+    assert result.exit_code == 1
+    assert "NVIDIA H200, NVIDIA L4" in str(result.exception) and "--gpu NAME" in str(result.exception)
+    assert not (tmp_path / "x.json").exists()

@@ -1,0 +1,139 @@
+"""``tilegym doctor``: each line, its remedy, and the exit status."""
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilegym import cli
+from tilegym import doctor
+from tilegym.backend import selector
+from tilegym.errors import BackendError
+
+HAS_GPU = torch.cuda.is_available()
+without_gpu = pytest.mark.skipif(HAS_GPU, reason="describes a machine without a GPU")
+
+
+def by_name(checks) -> dict:
+    return {check.name: check for check in checks}
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.build_app("doctor"), ["doctor", *arguments])
+
+
+@without_gpu
+def test_machine_without_a_gpu_is_fine():
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert "pytorch: no NVIDIA GPU is visible" in result.output
+    assert "rms_norm agrees with PyTorch on cpu" in result.output
+    assert "TileGym can run here." in result.output and "FAIL" not in result.output
+
+
+def test_json():
+    result = run("--json")
+    found = json.loads(result.stdout)
+    assert found["ok"] is (result.exit_code == 0)
+    checks = {check["name"]: check for check in found["checks"]}
+    wanted = {"TileGym", "Python", "PyTorch", "driver", "cuTile", "tileiras", "backend", "tuning results"}
+    assert wanted | {"compiled kernels", "backend runs"} <= checks.keys()
+    assert set(checks["backend"]) == {"name", "status", "found", "remedy"}
+    assert checks["cuTile"]["found"].startswith("1.7")
+
+
+def test_every_failure_has_a_remedy(monkeypatch):
+    """On a machine on which everything is wrong."""
+    monkeypatch.setattr(doctor.sys, "version_info", (3, 9, 1))
+    monkeypatch.setattr(doctor, "_version", lambda package: {"cuda-tile": "1.3.0"}.get(package))
+    monkeypatch.setattr(doctor, "find_tileiras", lambda: None)
+    monkeypatch.setattr(doctor, "_driver_version", lambda: "535.104")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    turing = SimpleNamespace(name="T4", major=7, minor=5, total_memory=2**34, multi_processor_count=40)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: turing)
+    monkeypatch.setattr(doctor, "_device", lambda: "cpu")
+    monkeypatch.setenv("TILEGYM_CACHE_DIR", "/proc/nowhere")
+    monkeypatch.setenv("CUDA_TILE_CACHE_DIR", "/proc/nowhere")
+    checks = by_name(doctor.run_checks())
+    for name in ("Python", "driver", "GPU 0", "cuTile", "tileiras", "tuning results", "compiled kernels"):
+        assert checks[name].status == doctor.FAIL and checks[name].remedy, name
+    assert "7.5" in checks["GPU 0"].found and "8.0" in checks["GPU 0"].remedy
+    assert "580" in checks["driver"].remedy and "1.3.0" in checks["cuTile"].found
+
+
+@pytest.mark.parametrize("build, remedy", [(None, "CUDA build of torch"), ("13.0", "CUDA_VISIBLE_DEVICES")])
+def test_gpu_that_pytorch_does_not_see(monkeypatch, build, remedy):
+    monkeypatch.setattr(doctor, "_driver_version", lambda: "580.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    checks = by_name(doctor._gpu())
+    assert checks["driver"].status == doctor.OK
+    assert checks["GPU"].status == doctor.FAIL and remedy in checks["GPU"].remedy
+
+
+@pytest.fixture
+def backend_from_environment(monkeypatch):
+    def choose(name):
+        monkeypatch.setenv("TILEGYM_BACKEND", name)
+        selector._environment_or_default.cache_clear()
+
+    yield choose
+    monkeypatch.undo()
+    selector._environment_or_default.cache_clear()
+
+
+def test_backend_that_does_not_exist(backend_from_environment):
+    backend_from_environment("cuda")
+    result = run()
+    assert result.exit_code == 1
+    assert "TILEGYM_BACKEND=cuda" in result.output and "unset TILEGYM_BACKEND" in result.output
+    assert "TileGym cannot run here" in result.output
+
+
+def test_cutile_backend_really_runs(backend_from_environment):
+    """On a CPU in the interpreter, on a GPU for real."""
+    backend_from_environment("cutile")
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert "cutile: TILEGYM_BACKEND; the default of this machine is" in result.output
+
+
+@pytest.mark.parametrize(
+    "impl, reason",
+    [
+        (lambda x, *_: x, "BackendError: rms_norm is off by"),
+        (lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA_ERROR_NO_BINARY\nmore")), "RuntimeError: CUDA_ERROR_NO"),
+    ],
+)
+def test_backend_that_fails(monkeypatch, backend_from_environment, impl, reason):
+    monkeypatch.setitem(doctor.tilegym.ops.rms_norm.op.impls, "cutile", impl)
+    backend_from_environment("cutile")
+    result = run()
+    assert result.exit_code == 1
+    assert reason in result.output and "TILEGYM_BACKEND=pytorch" in result.output
+    assert "more" not in result.output.split("backend runs")[1].split("\n")[0]
+
+
+def test_driver_version(monkeypatch):
+    def answers(output=None, error=None):
+        def run(*_, **__):
+            if error:
+                raise error
+            return SimpleNamespace(stdout=output)
+
+        monkeypatch.setattr(doctor.subprocess, "run", run)
+        return doctor._driver_version()
+
+    assert answers("580.65.06\n580.65.06\n") == "580.65.06"
+    assert answers("") is None
+    assert answers(error=FileNotFoundError()) is None
+    assert answers(error=subprocess.TimeoutExpired("nvidia-smi", 30)) is None
+
+
+def test_op_that_a_backend_lacks():
+    with pytest.raises(BackendError, match="no implementation of rms_norm"):
+        doctor._rms_norm_of("third")
