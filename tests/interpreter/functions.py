@@ -112,6 +112,24 @@ def square(x):
     return x**2
 
 
+def square_root(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded, which torch's is not everywhere."""
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sqrt(x.numpy()))
+
+
+def _quiet(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isnan(), torch.nan, x)  # of a signaling NaN, torch makes NaN
+
+
+def lowest(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.fmin(_quiet(x), _quiet(y))
+
+
+def highest(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.fmax(_quiet(x), _quiet(y))
+
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 SINGLE = ("float32",)
 
@@ -121,7 +139,7 @@ FLOAT_UNARY = (
     Function("exp2_ftz", exp2_ftz, torch.exp2, 3, SINGLE),
     Function("log", ct.log, torch.log, 3),
     Function("log2", ct.log2, torch.log2, 3),
-    Function("sqrt", ct.sqrt, torch.sqrt),
+    Function("sqrt", ct.sqrt, square_root),
     Function("rsqrt", ct.rsqrt, torch.rsqrt, 2),
     Function("sin", ct.sin, torch.sin, 4),
     Function("cos", ct.cos, torch.cos, 4),
@@ -133,7 +151,7 @@ FLOAT_UNARY = (
     Function("ceil", ct.ceil, torch.ceil),
     Function("abs", ct.abs, torch.abs),
     Function("negative", ct.negative, torch.neg),
-    Function("square", square, torch.square),
+    Function("square", square, torch.square, 1),
     Function("sqrt_rz", sqrt_rz, None),
     Function("sqrt_rm", sqrt_rm, None),
     Function("sqrt_rp", sqrt_rp, None),
@@ -144,8 +162,8 @@ FLOAT_BINARY = (
     Function("sub", ct.sub, torch.sub),
     Function("mul", ct.mul, torch.mul),
     Function("truediv", ct.truediv, torch.true_divide),
-    Function("minimum", ct.minimum, torch.fmin),
-    Function("maximum", ct.maximum, torch.fmax),
+    Function("minimum", ct.minimum, lowest),
+    Function("maximum", ct.maximum, highest),
     Function("floordiv", ct.floordiv, None),
     Function("mod", ct.mod, torch.remainder, 1),
     Function("atan2", ct.atan2, torch.atan2, 4),

@@ -22,6 +22,7 @@ from .program import result_dtype
 from .program import result_shape
 from .rounding import NEAREST
 from .rounding import is_midpoint
+from .rounding import narrow
 from .rounding import round_sum
 from .rounding import two_product
 from .rounding import two_sum
@@ -174,16 +175,22 @@ def _exact_sum(name: str):
     return compute
 
 
+def _ignoring_nan(function):
+    """torch's fmin or fmax, also of signaling NaN, which C lets through."""
+
+    def compute(x, y):
+        result = function(x, y)
+        if bool(result.isnan().any()):
+            result = torch.where(x.isnan(), y, torch.where(y.isnan(), x, result))
+        return result
+
+    return compute
+
+
 def float_function(name: str, dtype, mode=None, flush_to_zero=False, propagate_nan=False):
     """A binary function of two tiles of an arithmetic float dtype."""
     if name in ("min", "max"):
-        kinds = {
-            ("min", False): torch.fmin,
-            ("max", False): torch.fmax,
-            ("min", True): torch.minimum,
-            ("max", True): torch.maximum,
-        }
-        function = kinds[name, propagate_nan]
+        function = getattr(torch, f"{name}imum") if propagate_nan else _ignoring_nan(getattr(torch, f"f{name}"))
     elif mode in NEAREST:
         function = _FLOAT_FUNCTIONS[name]
     else:
@@ -207,7 +214,7 @@ def binary_arithmetic(op):
 
 @evaluates(A.RawFPowIOperation)
 def power_of_integer(op):
-    return lambda base, exponent: torch.pow(base, exponent.to(base.dtype))
+    return lambda base, exponent: narrow(torch.pow(base.to(torch.float64), exponent.to(torch.float64)), base.dtype)
 
 
 @evaluates(_cutile.ops.FusedMulAddOperation)
@@ -224,18 +231,25 @@ def fused_multiply_add(op):
         product = wide[0] * wide[1]  # exact: twice the precision of the operands fits
         total = product + wide[2]
         if mode in NEAREST and not is_midpoint(total, x.dtype, name):
-            return total.to(x.dtype)
+            return narrow(total, x.dtype)
         return round_sum(*two_sum(product, wide[2]), x.dtype, name, mode)
 
     return flushing(compute) if op.flush_to_zero else compute
 
 
+def _correct_root(x):
+    # torch.sqrt may be a unit off. 16-bit formats round once more, which changes nothing after float32.
+    wide = x if x.element_size() > 2 else x.to(torch.float32)
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.asarray(np.sqrt(wide.numpy()))).to(x.dtype)
+
+
 def _square_root(dtype, mode):
     if mode in NEAREST:
-        return torch.sqrt
+        return _correct_root
 
     def compute(x):
-        root = torch.sqrt(x.to(torch.float64))
+        root = _correct_root(x.to(torch.float64))
         product, error = two_product(root, root)
         remainder = (x.to(torch.float64) - product) - error
         return round_sum(root, torch.sign(remainder), x.dtype, dtype.name, mode)
@@ -314,7 +328,7 @@ def astype(op):
     plain = ("float16", "bfloat16", "float32", "float64")
     if source.name in plain and target.name in plain and mode in (None, RoundingMode.RN):
         torch_dtype = getattr(torch, target.name)
-        return lambda x: x.to(torch_dtype)
+        return (lambda x: narrow(x, torch_dtype)) if source.name == "float64" else (lambda x: x.to(torch_dtype))
     return lambda x: cast(x, source, target, mode)
 
 

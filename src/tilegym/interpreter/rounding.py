@@ -97,6 +97,17 @@ def _high_half(x: torch.Tensor) -> torch.Tensor:
     return c - (c - x)
 
 
+def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` rounded to the nearest number of ``dtype``, once."""
+    if x.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
+        return x.to(dtype)
+    single = x.to(torch.float32)  # torch goes through float32, so that must be rounded to odd
+    lost = x - single.to(torch.float64)
+    even = (single.view(torch.int32) & 1) == 0
+    toward = torch.where(lost > 0, math.inf, -math.inf).to(torch.float32)
+    return torch.where((lost != 0) & even & single.isfinite(), torch.nextafter(single, toward), single).to(dtype)
+
+
 def round_sum(s: torch.Tensor, e: torch.Tensor, dtype: torch.dtype, name: str, mode=None) -> torch.Tensor:
     """The exact ``s + e`` (float64, ``|e|`` below an ulp of ``s``) rounded once to ``dtype`` in ``mode``."""
     inexact = (e != 0) & e.isfinite() & s.isfinite()
@@ -112,7 +123,7 @@ def round_sum(s: torch.Tensor, e: torch.Tensor, dtype: torch.dtype, name: str, m
     even = (s.view(torch.int64) & 1) == 0
     toward = torch.where(e > 0, math.inf, -math.inf).to(torch.float64)
     odd = torch.where(inexact & even, torch.nextafter(s, toward), s)
-    return odd.to(dtype) if mode in NEAREST else quantize(odd, FORMATS[name], mode).to(dtype)
+    return narrow(odd, dtype) if mode in NEAREST else quantize(odd, FORMATS[name], mode).to(dtype)
 
 
 # A float64 rounds twice on its way to a narrower format only from a midpoint: these low bits, and no others.

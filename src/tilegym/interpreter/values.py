@@ -19,6 +19,7 @@ from .dtypes import integer_range
 from .dtypes import wrap_carrier
 from .rounding import FORMATS
 from .rounding import NEAREST
+from .rounding import narrow
 from .rounding import quantize
 
 _FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -52,7 +53,7 @@ def encode(x: torch.Tensor, dtype, mode=None) -> torch.Tensor:
     name = dtype.name
     if name in _NATIVE_FLOATS:
         if mode in NEAREST or x.dtype == CARRIER[name]:
-            return x.to(CARRIER[name])
+            return narrow(x, CARRIER[name])
         if name == "float64":
             return x.to(torch.float64)
         return quantize(x.to(torch.float64), FORMATS[name], mode).to(CARRIER[name])
