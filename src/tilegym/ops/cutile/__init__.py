@@ -2,9 +2,11 @@
 
 from tilegym.ops.cutile import attention
 from tilegym.ops.cutile import flash_decode
+from tilegym.ops.cutile import geglu
 from tilegym.ops.cutile import linear
 from tilegym.ops.cutile import matmul
 from tilegym.ops.cutile import rms_norm
+from tilegym.ops.cutile import rope
 from tilegym.ops.cutile import silu_and_mul
 from tilegym.ops.cutile import softmax
 from tilegym.ops.cutile import splitk_reduce

@@ -2,9 +2,11 @@
 
 from tilegym.ops.pytorch import attention
 from tilegym.ops.pytorch import flash_decode
+from tilegym.ops.pytorch import geglu
 from tilegym.ops.pytorch import linear
 from tilegym.ops.pytorch import matmul
 from tilegym.ops.pytorch import rms_norm
+from tilegym.ops.pytorch import rope
 from tilegym.ops.pytorch import silu_and_mul
 from tilegym.ops.pytorch import softmax
 from tilegym.ops.pytorch import splitk_reduce

@@ -1,0 +1,84 @@
+"""Rotary position embedding in PyTorch, cast by cast as the Hugging Face models compute it."""
+
+import torch
+
+from tilegym.backend import register_impl
+
+
+def rotary_dim(q: torch.Tensor, partial_rotary_factor: float) -> int:
+    """How many of a head's dimensions are rotated."""
+    return int(q.shape[-1] * partial_rotary_factor)
+
+
+def check_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    unsqueeze_dim: int,
+    rotary: int,
+) -> None:
+    """Raises ValueError or TypeError for arguments that no backend accepts."""
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"apply_rope_base: unsqueeze_dim is {unsqueeze_dim}, it must be 1 or 2")
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"apply_rope_base: q and k have {q.dim()} and {k.dim()} dimensions, they must have 4")
+    heads = unsqueeze_dim
+    if any(q.shape[i] != k.shape[i] for i in range(4) if i != heads):
+        raise ValueError(
+            f"apply_rope_base: q {tuple(q.shape)} and k {tuple(k.shape)} may differ in dimension {heads} only"
+        )
+    if q.dtype != k.dtype:
+        raise TypeError(f"apply_rope_base: q is {q.dtype}, k is {k.dtype}; they must be the same")
+    if rotary % 2 or not 0 < rotary <= q.shape[-1]:
+        raise ValueError(f"apply_rope_base: {rotary} of {q.shape[-1]} dimensions cannot be rotated in pairs")
+    if cos.shape != sin.shape or cos.shape[-1] not in (rotary, rotary // 2):
+        raise ValueError(
+            f"apply_rope_base: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must have one shape and "
+            f"{rotary} or {rotary // 2} columns"
+        )
+    batch, tokens = q.shape[0], q.shape[3 - heads]
+    given, name = (position_ids, "position_ids") if cos.dim() == 2 and position_ids is not None else (cos, "cos")
+    if (
+        given.dim() != (2 if given is position_ids else 3)
+        or given.shape[0] not in (1, batch)
+        or given.shape[1] != tokens
+    ):
+        raise ValueError(f"apply_rope_base: {name} has shape {tuple(given.shape)} for {batch} rows of {tokens} tokens")
+
+
+def tables_of_tokens(
+    cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin per token, [B or 1, S, width], looked up by position if they are [positions, width]."""
+    if position_ids is not None and cos.dim() == 2:
+        return cos[position_ids], sin[position_ids]
+    return cos, sin
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    rotary = cos.shape[-1]
+    x, rest = x[..., :rotary], x[..., rotary:]
+    first, second = x.chunk(2, dim=-1)
+    y = (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
+
+
+@register_impl("apply_rope_base", "pytorch")
+def apply_rope_base(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    partial_rotary_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rotary = rotary_dim(q, partial_rotary_factor)
+    check_rope(q, k, cos, sin, position_ids, unsqueeze_dim, rotary)
+    cos, sin = tables_of_tokens(cos, sin, position_ids)
+    if cos.shape[-1] < rotary:
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
