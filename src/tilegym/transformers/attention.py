@@ -181,9 +181,7 @@ def _attention_forward(backend: str | None) -> Callable:
             UnsupportedError: for a paged cache (continuous batching).
         """
         if cache is not None:
-            raise UnsupportedError(
-                "no paged cache in TileGym's attention: patch without it for continuous batching"
-            )
+            raise UnsupportedError("no paged cache in TileGym's attention: patch without it for continuous batching")
         if dropout or position_bias is not None:
             return _torch_attention(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal,

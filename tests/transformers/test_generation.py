@@ -1,0 +1,129 @@
+"""Generation with a patched model gives the tokens of the unpatched one, whatever the cache and the padding."""
+
+import pytest
+import torch
+from tiny_models import assert_close
+from tiny_models import backends
+from tiny_models import families
+from tiny_models import make_model
+from tiny_models import padded
+from tiny_models import tokens
+from transformers import DynamicCache
+from transformers import StaticCache
+
+from tilegym.backend import use_backend
+from tilegym.transformers import monkey_patch
+
+LENGTHS = [5, 11, 8]  # prompts; the windows are 6
+NEW = 8
+
+
+def patched(model, backend):
+    """The patched model's context; on the pytorch backend also where cuTile is the default."""
+    return monkey_patch.apply(model, use_cutile=backend == "cutile")
+
+
+def generate(model, ids, mask=None, **options):
+    """The new tokens, [batch, NEW]."""
+    torch.manual_seed(0)
+    options = {"do_sample": False, **options}
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, min_new_tokens=NEW, **options)
+    return out[:, ids.shape[1] :]
+
+
+@families
+@backends
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_tokens_of_a_left_padded_batch(family, backend, cache):
+    model = make_model(family)
+    ids, mask = padded(LENGTHS, "left")
+    alone = torch.cat([generate(model, row[m.bool()][None]) for row, m in zip(ids, mask, strict=True)])
+    options = dict(disable_compile=True) | ({} if cache == "dynamic" else dict(cache_implementation=cache))
+    with use_backend("pytorch"), patched(model, backend):
+        assert torch.equal(generate(model, ids, mask, **options), alone)
+        assert torch.equal(generate(model, ids[1:2], **options), alone[1:2])  # nothing padded: no mask at all
+
+
+@families
+def test_beams_and_sampling(family):
+    model = make_model(family)
+    ids, mask = padded(LENGTHS, "left")
+    kinds = dict(num_beams=3), dict(do_sample=True, temperature=0.7), dict(num_beams=2, cache_implementation="static")
+    expected = [generate(model, ids, mask, disable_compile=True, **kind) for kind in kinds]
+    with patched(model, "pytorch"):
+        for kind, tokens_ in zip(kinds, expected, strict=True):
+            assert torch.equal(generate(model, ids, mask, disable_compile=True, **kind), tokens_)
+
+
+@families
+@backends
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+def test_cached_steps_give_what_one_forward_gives(family, backend, cache):
+    """A prompt in two pieces (the second with a filled cache), then token by token; beyond window and padding."""
+    model = make_model(family)
+    ids, mask = padded([17, 12], "left")
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, position_ids=positions).logits
+        options = dict(max_cache_len=24) if cache is StaticCache else {}
+        past = cache(config=model.config, **options)
+        pieces, start = [], 0
+        with use_backend("pytorch"), patched(model, backend):
+            for stop in (4, 9, *range(10, 18)):
+                piece = slice(start, stop)
+                pieces.append(
+                    model(
+                        ids[:, piece],
+                        attention_mask=mask[:, :stop],
+                        position_ids=positions[:, piece],
+                        past_key_values=past,
+                        use_cache=True,
+                    ).logits
+                )
+                start = stop
+    got = torch.cat(pieces, 1)
+    assert_close(got[0], expected[0], backend)
+    assert_close(got[1, 5:], expected[1, 5:], backend)
+
+
+@families
+def test_a_static_cache_under_torch_compile(family):
+    """As generate does it on a GPU: the mask is made outside and handed to the compiled forward."""
+    model = make_model(family)
+    ids, mask = padded(LENGTHS, "left")
+    expected = generate(model, ids, mask)
+    with use_backend("pytorch"), patched(model, "pytorch"):
+        torch.compiler.reset()
+        compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+        cache = StaticCache(config=model.config, max_cache_len=24)
+        made, seen = ids, []
+        for step in range(NEW):
+            inputs = model.prepare_inputs_for_generation(
+                made,
+                next_sequence_length=None if step == 0 else 1,
+                past_key_values=cache,
+                attention_mask=mask,
+                position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+                use_cache=True,
+                is_first_iteration=step == 0,
+            )
+            with torch.no_grad():
+                logits = (model if step == 0 else compiled)(**inputs).logits[:, -1]
+            made = torch.cat((made, logits.argmax(-1, keepdim=True)), 1)
+            mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
+            seen.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert torch.equal(made[:, ids.shape[1] :], expected)
+        # Mistral's and Qwen's static sliding caches count in Python and compile anew for a while by themselves.
+        assert family != "llama" or seen[1] == seen[-1] == 1
+    torch.compiler.reset()
+
+
+def test_one_prompt_after_another():
+    """Nothing is remembered from one call to the next: lengths, padding and batch sizes change."""
+    model = make_model("mistral")
+    batches = [padded(lengths, "left", seed) for seed, lengths in enumerate(([4], [9, 3], [2, 7, 7], [12]))]
+    expected = [generate(model, *batch) for batch in batches]
+    with patched(model, "pytorch"):
+        for batch, tokens_ in zip(batches, expected, strict=True):
+            assert torch.equal(generate(model, *batch), tokens_)
+    assert torch.equal(generate(model, tokens(1, 5)), generate(make_model("mistral"), tokens(1, 5)))

@@ -1,0 +1,281 @@
+"""The masks of tilegym.transformers.attention against transformers' own, and attention under them against eager."""
+
+import inspect
+
+import pytest
+import torch
+from common import HAS_GPU
+from common import device
+from common import randn
+from tiny_models import WINDOW
+from tiny_models import assert_close
+from tiny_models import backends
+from tiny_models import families
+from tiny_models import make_model
+from tiny_models import padded
+from tiny_models import tokens
+from transformers import AttentionInterface
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import and_masks
+from transformers.masking_utils import bidirectional_mask_function
+from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import chunked_causal_mask_function
+from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import sliding_window_causal_mask_function
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from tilegym.backend import use_backend
+from tilegym.errors import UnsupportedError
+from tilegym.transformers import monkey_patch
+from tilegym.transformers.attention import CausalMask
+from tilegym.transformers.attention import causal_mask
+
+CAUSAL = causal_mask_function
+SLIDING = sliding_window_causal_mask_function(3)
+
+
+def written_out(mask, q_length, kv_length):
+    if mask is None:
+        mask = CausalMask((1, 1, q_length, kv_length), None, None, None)
+    mask = mask.to_dense() if isinstance(mask, CausalMask) else mask
+    return mask.cpu().expand(2, 1, q_length, kv_length)
+
+
+def two_dimensional(length, *unmasked):
+    mask = torch.zeros(2, length, dtype=torch.bool)
+    for row, part in enumerate(unmasked):
+        mask[row, part] = True
+    return mask
+
+
+CASES = {  # what transformers passes, and what kind of mask is to come of it
+    "prefill": (dict(q_length=7, kv_length=7), None),
+    "prefill, nothing padded": (dict(q_length=7, kv_length=7, attention_mask=torch.ones(2, 7).bool()), None),
+    "left padding": (
+        dict(q_length=7, kv_length=7, attention_mask=two_dimensional(7, slice(3, 7), slice(0, 7))),
+        CausalMask,
+    ),
+    "right padding": (
+        dict(q_length=7, kv_length=7, attention_mask=two_dimensional(7, slice(0, 4), slice(0, 7))),
+        CausalMask,
+    ),
+    "holes": (
+        dict(q_length=7, kv_length=7, attention_mask=two_dimensional(7, slice(0, 7, 2), slice(1, 6))),
+        CausalMask,
+    ),
+    "decoding": (dict(q_length=1, kv_length=9, q_offset=8), None),
+    "decoding, padded": (
+        dict(q_length=1, kv_length=9, q_offset=8, attention_mask=two_dimensional(9, slice(4, 9), slice(0, 9))),
+        CausalMask,
+    ),
+    "second prefill": (dict(q_length=4, kv_length=9, q_offset=5), None),
+    "window": (dict(q_length=7, kv_length=7, mask_function=SLIDING, local_size=3), CausalMask),
+    "window wider than the keys": (
+        dict(q_length=3, kv_length=3, mask_function=SLIDING, local_size=3),
+        None,
+    ),
+    "window, padded": (
+        dict(
+            q_length=7,
+            kv_length=7,
+            mask_function=SLIDING,
+            local_size=3,
+            attention_mask=two_dimensional(7, slice(2, 7), slice(0, 7)),
+        ),
+        CausalMask,
+    ),
+    "sliding cache": (
+        dict(
+            q_length=1,
+            kv_length=3,
+            q_offset=8,
+            kv_offset=6,
+            mask_function=SLIDING,
+            local_size=3,
+            attention_mask=two_dimensional(9, slice(8, 9), slice(0, 9)),
+        ),
+        CausalMask,
+    ),
+    "static cache, empty": (dict(q_length=5, kv_length=12), CausalMask),
+    "static cache, empty, padded": (
+        dict(q_length=5, kv_length=12, attention_mask=two_dimensional(5, slice(2, 5), slice(0, 5))),
+        CausalMask,
+    ),
+    "static cache, decoding": (
+        dict(q_length=1, kv_length=12, q_offset=torch.tensor(6), allow_is_causal_skip=False),
+        CausalMask,
+    ),
+    "static cache, decoding, padded": (
+        dict(
+            q_length=1,
+            kv_length=12,
+            q_offset=torch.tensor(6),
+            attention_mask=two_dimensional(7, slice(2, 7), slice(0, 7)),
+            allow_is_causal_skip=False,
+        ),
+        CausalMask,
+    ),
+    "static cache, mask longer than what is filled": (
+        dict(q_length=2, kv_length=12, q_offset=torch.tensor(6), attention_mask=torch.ones(2, 12).bool()),
+        CausalMask,
+    ),
+    "static cache, full": (dict(q_length=1, kv_length=7, q_offset=6, allow_is_causal_skip=False), torch.Tensor),
+    "no shortcut": (dict(q_length=7, kv_length=7, allow_is_causal_skip=False), torch.Tensor),
+    "both directions": (dict(q_length=7, kv_length=7, mask_function=bidirectional_mask_function), torch.Tensor),
+    "chunked": (
+        dict(
+            q_length=7,
+            kv_length=7,
+            mask_function=chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int)),
+            local_size=3,
+        ),
+        torch.Tensor,
+    ),
+    "overlay": (
+        dict(
+            q_length=7,
+            kv_length=7,
+            mask_function=and_masks(CAUSAL, lambda b, h, q, kv: (q + kv) % 3 != 1),
+            allow_is_causal_skip=False,
+            use_vmap=True,
+        ),
+        torch.Tensor,
+    ),
+    "queries beyond the keys": (dict(q_length=4, kv_length=7, q_offset=5), torch.Tensor),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_mask_is_that_of_transformers(case):
+    kwargs, kind = CASES[case]
+    expected = sdpa_mask(**{"batch_size": 2, **kwargs, "allow_is_causal_skip": False})
+    mask = causal_mask(batch_size=2, **kwargs)
+    assert mask is None if kind is None else isinstance(mask, kind)
+    got = written_out(mask, kwargs["q_length"], kwargs["kv_length"])
+    assert torch.equal(got, expected.expand_as(got))
+
+
+@pytest.mark.parametrize("case", [case for case, (_, kind) in CASES.items() if kind is CausalMask])
+@pytest.mark.parametrize("backend", ["pytorch", "cutile"])
+def test_attention_under_a_mask_is_that_of_eager(case, backend, monkeypatch):
+    monkeypatch.setenv("DISABLE_FALLBACK", "1")
+    kwargs, _ = CASES[case]
+    q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
+    mask = sdpa_mask(**{"batch_size": 2, **kwargs, "allow_is_causal_skip": False}).expand(2, 1, q_length, kv_length)
+    sees_something = mask.any(-1).view(2, q_length, 1, 1)
+    q, k, v = randn(2, 4, q_length, 16), randn(2, 2, kv_length, 16, seed=1), randn(2, 2, kv_length, 16, seed=2)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    bias = torch.zeros(mask.shape).masked_fill(~mask, float("-inf")).to(q.device)
+    expected = eager_attention_forward(module.eval(), q, k, v, bias, scaling=0.3)[0]
+    attend = AttentionInterface()["tilegym" if backend == "pytorch" else "tilegym_cutile"]
+    with use_backend("pytorch"):
+        compact = causal_mask(batch_size=2, **kwargs)
+        got, weights = attend(module, q, k, v, compact.to(device()).contiguous(), scaling=0.3)
+    assert weights is None and got.shape == expected.shape
+    assert_close(got.where(sees_something.to(got.device), 0), expected.nan_to_num(), backend)
+
+
+def test_the_mask_function_takes_what_transformers_passes():
+    assert AttentionMaskInterface()["tilegym"] is AttentionMaskInterface()["tilegym_cutile"] is causal_mask
+    ours, theirs = (inspect.signature(f).parameters for f in (causal_mask, sdpa_mask))
+    for name in set(ours) & set(theirs):
+        assert ours[name].kind == theirs[name].kind
+
+
+def test_a_mask_prints_and_moves():
+    mask = CausalMask((2, 1, 1, 4), torch.ones(2, 1, 1, 4).bool(), None, 3)
+    assert repr(mask) == str(mask) == "CausalMask(shape=(2, 1, 1, 4), padded=True, kv_len=False, window=3)"
+    moved = mask.to("meta")
+    assert moved.keys.is_meta and moved.kv_len is None and moved.window == 3 and moved.shape == mask.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+def test_decoding_does_not_wait_for_the_device():
+    kwargs = CASES["static cache, decoding, padded"][0]
+    kwargs = {name: v.cuda() if isinstance(v, torch.Tensor) else v for name, v in kwargs.items()}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        causal_mask(batch_size=2, device="cuda", **kwargs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_paged_caches_are_refused():
+    q = randn(1, 1, 1, 16)
+    with pytest.raises(UnsupportedError, match="paged cache"):
+        AttentionInterface()["tilegym"](torch.nn.Module(), q, q, q, None, cache=object())
+
+
+# Whole models, without generation: what each gives the attention, and what comes out.
+
+
+def run(model, ids, **inputs):
+    with torch.no_grad():
+        return model(ids, **inputs).logits
+
+
+@families
+@backends
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_gives_what_each_row_gives_alone(family, backend, side):
+    model = make_model(family)
+    lengths = [5, 13, 9]
+    ids, mask = padded(lengths, side)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    alone = [run(model, row[valid.bool()][None])[0] for row, valid in zip(ids, mask, strict=True)]
+    with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=backend == "cutile"):
+        together = run(model, ids, attention_mask=mask, position_ids=positions)
+    for row, valid, expected in zip(together, mask.bool(), alone, strict=True):
+        assert_close(row[valid], expected, backend)
+
+
+@families
+@backends
+def test_packed_sequences_do_not_see_each_other(family, backend):
+    model = make_model(family)
+    first, second = tokens(1, 9), tokens(1, 8, seed=1)
+    packed = torch.cat((first, second), 1)
+    positions = torch.cat((torch.arange(9), torch.arange(8)))[None].to(packed.device)
+    expected = torch.cat((run(model, first), run(model, second)), 1)
+    with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=backend == "cutile"):
+        assert_close(run(model, packed, position_ids=positions, use_cache=False), expected, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_custom_4d_mask_is_obeyed(dtype):
+    model, ids = make_model("llama"), tokens(2, 9)
+    mask = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.6
+    mask = (mask | torch.eye(9, dtype=torch.bool)).to(ids.device)
+    if dtype.is_floating_point:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    expected = run(model, ids, attention_mask=mask)
+    with monkey_patch.apply(model, use_cutile=False):
+        assert_close(run(model, ids, attention_mask=mask), expected)
+        assert not torch.allclose(run(model, ids), expected, atol=1e-2)
+
+
+@families
+def test_attention_in_both_directions(family):
+    eager = make_model(family, attn_implementation="eager", is_causal=False)
+    model, ids = make_model(family, is_causal=False), tokens(2, 9)
+    expected = run(eager, ids)
+    assert (expected - run(make_model(family), ids)).abs().max() > 0.1
+    with monkey_patch.apply(model, use_cutile=False):
+        assert_close(run(model, ids), expected)
+
+
+@families
+def test_the_window_counts_the_query_itself(family):
+    """A change of the token just outside the window changes nothing; of the one just inside, something."""
+    if family == "llama":
+        pytest.skip("has no window")
+    sliding = dict(num_hidden_layers=1) if family == "mistral" else dict(num_hidden_layers=1, max_window_layers=0)
+    model, ids = make_model(family, **sliding), tokens(1, 12)
+    with monkey_patch.apply(model, use_cutile=False):
+        expected = run(model, ids)[0, -1]
+        for position, same in ((11 - WINDOW, True), (12 - WINDOW, False)):
+            changed = ids.clone()
+            changed[0, position] = (changed[0, position] + 1) % 50 + 2
+            assert torch.allclose(run(model, changed)[0, -1], expected, atol=1e-5) == same

@@ -1,0 +1,83 @@
+"""Training a patched model: the same gradients for every parameter."""
+
+import pytest
+import torch
+from tiny_models import assert_close
+from tiny_models import backends
+from tiny_models import families
+from tiny_models import make_model
+from tiny_models import padded
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from tilegym.backend import use_backend
+from tilegym.errors import FallbackWarning
+from tilegym.transformers import attention
+from tilegym.transformers import monkey_patch
+
+
+def loss_and_gradients(model, **options):
+    torch.manual_seed(0)
+    ids, mask = padded([14, 9], "right")
+    model.zero_grad()
+    loss = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), **options).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same_step(got, expected, backend="pytorch"):
+    assert_close(got[0], expected[0], backend)
+    assert got[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert gradient.abs().max() > 0, name
+        assert_close(got[1][name], gradient, backend)
+
+
+# cuTile's attention has no backward yet and hands training to PyTorch, saying so.
+@pytest.mark.filterwarnings(f"ignore::{FallbackWarning.__module__}.{FallbackWarning.__name__}")
+@families
+@backends
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_of_all_parameters(family, backend, checkpointing):
+    model = make_model(family).train()
+    expected = loss_and_gradients(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=backend == "cutile"):
+        assert_same_step(loss_and_gradients(model, use_cache=False), expected, backend)
+    assert_same_step(loss_and_gradients(model, use_cache=False), expected)
+
+
+@families
+def test_a_single_token_step_has_gradients(family):
+    model = make_model(family).train()
+    ids = padded([1, 1], "right")[0]
+
+    def gradients():
+        model.zero_grad()
+        model(ids).logits.square().mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if "v_proj" in name or "embed" in name}
+
+    expected = gradients()
+    with monkey_patch.apply(model, use_cutile=False):
+        for name, gradient in gradients().items():
+            assert_close(gradient, expected[name])
+
+
+@families
+def test_dropout_is_left_to_pytorch(family, monkeypatch):
+    """With the same seed SDPA draws the same numbers, if it is given masks of the same shape."""
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs["dropout"])
+        return sdpa_attention_forward(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", counted)
+    model = make_model(family, attention_dropout=0.3).train()
+    expected = loss_and_gradients(model)
+    with monkey_patch.apply(model, use_cutile=False):
+        assert_same_step(loss_and_gradients(model, use_cache=False), expected)
+        assert calls == [0.3, 0.3]
+        model.eval()
+        loss_and_gradients(model)
+        assert len(calls) == 2
