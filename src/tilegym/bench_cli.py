@@ -59,7 +59,8 @@ def bench(
             raise spec.BenchmarkError(f"--backend {backend}: without a GPU only the pytorch backend is measured")
         print(
             "No NVIDIA GPU is visible: only the pytorch backend is measured, on the CPU and at small sizes. "
-            "These figures say nothing about the kernels."
+            "These figures say nothing about the kernels; small tensors stay in the cache, so that they can pass the "
+            "roofline of a large copy."
         )
     backend = backend or (get_current_backend() if gpu else "pytorch")
     only = tuple(only or ())

@@ -246,7 +246,7 @@ def _checked(
                 results = candidate.results(gradients)
             own, wrong = judge.check(results)
             del results
-        except Exception as error:  # noqa: BLE001 - whatever a foreign provider raises is a row of the report
+        except Exception as error:  # whatever a foreign provider raises is a row of the report
             yield None, {"provider": name, "status": "failed", "note": _why(error)}
             continue
         verdict = {"provider": name, "error": own.rms, "largest_error": own.largest}
@@ -271,13 +271,19 @@ def measure_shape(benchmark: Benchmark, shape: Shape, modes: tuple[str, ...], se
         try:
             inputs = Inputs(benchmark, shape, session.device, session.dtype, session.seed)
             verdicts = list(_checked(benchmark, inputs, session, gradients))
-        except Exception as error:  # noqa: BLE001 - out of memory, say: the other shapes are still measured
+        except Exception as error:  # out of memory, say: the other shapes are still measured
             note = f"nothing to check against: {_why(error)}"
             for mode in modes:
                 yield Result(**common, mode=mode, provider=OURS, status="failed", note=note)
             return
+        order = {name: position for position, name in enumerate((*benchmark.providers, COPY))}
         for mode in modes:
-            yield from _measure_mode(benchmark, shape, mode, verdicts, common, session)
+            try:
+                found = list(_measure_mode(benchmark, shape, mode, verdicts, common, session))
+            except Exception as error:
+                yield Result(**common, mode=mode, provider=OURS, status="failed", note=_why(error))
+                continue
+            yield from sorted(found, key=lambda result: order[result.provider])
 
 
 def _measure_mode(
@@ -295,7 +301,7 @@ def _measure_mode(
         try:
             with candidate.provider.context():
                 trial, memory = candidate.trial(mode, work.written)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             yield Result(**row | {"status": "failed", "note": _why(error)})
             continue
         timed.append((row, trial, memory, candidate.provider, work.bytes))

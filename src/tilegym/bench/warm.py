@@ -19,7 +19,7 @@ from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Shape
 
-TIMEOUT = 300.0  # seconds; what is not compiled by then is compiled when it is measured
+TIMEOUT = 150.0  # seconds; what is not compiled by then is compiled when it is measured
 Task = tuple[Benchmark, Shape, tuple[str, ...]]
 
 
@@ -33,8 +33,10 @@ def _jobs(tasks: list[Task], only: tuple[str, ...]) -> list[tuple[Benchmark, Sha
     for benchmark, shape, modes in tasks:
         for name, provider in benchmark.providers.items():
             if (not only or name in only) and not provider.missing():
-                jobs.append((benchmark, shape, provider, modes))
-    return jobs
+                jobs.append((name, benchmark, shape, provider, modes))
+    # Those of one provider take about as long: one after the other they are dealt out evenly.
+    jobs.sort(key=lambda job: job[0])
+    return [job[1:] for job in jobs]
 
 
 def run_share(tasks: list[Task], only: tuple[str, ...], dtype: torch.dtype, backend: str, share: str) -> None:
@@ -47,7 +49,7 @@ def run_share(tasks: list[Task], only: tuple[str, ...], dtype: torch.dtype, back
                 with provider.context():
                     run_once(provider, inputs, gradients=any(mode != FORWARD for mode in modes))
                 torch.cuda.synchronize()
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 print(f"{benchmark.op} {shape.label}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
 
 
