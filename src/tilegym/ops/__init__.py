@@ -6,6 +6,7 @@ from tilegym.backend import is_backend_available
 from tilegym.ops.ops import apply_rope_base
 from tilegym.ops.ops import fmha
 from tilegym.ops.ops import fmha_decode
+from tilegym.ops.ops import geglu
 from tilegym.ops.ops import linear
 from tilegym.ops.ops import matmul
 from tilegym.ops.ops import rms_norm

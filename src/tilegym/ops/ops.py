@@ -72,6 +72,22 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
     """
 
 
+@dispatch("geglu")
+def geglu(a: Tensor, b: Tensor, approximate: str = "tanh") -> Tensor:
+    """``gelu(a) * b`` elementwise (arXiv:2002.05202), gelu(a) = a * Phi(a) or its tanh form (arXiv:1606.08415).
+
+    As the Hugging Face MLP computes it, gelu(a) is rounded to the dtype before the product.
+
+    Args:
+        a, b: the same shape and dtype (fp32, fp16 or bf16).
+        approximate: "tanh": ``a * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 a^3))) / 2`` (Gemma); "none": the normal
+            distribution function itself.
+
+    Returns:
+        a's shape and dtype. Differentiable in both.
+    """
+
+
 @dispatch("apply_rope_base")
 def apply_rope_base(
     q: Tensor,

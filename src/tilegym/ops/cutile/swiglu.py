@@ -3,8 +3,6 @@
 Backward: ``da = dy * b * s * (1 + a * (1 - s))`` with s = sigmoid(a), ``db = dy * silu(a)``.
 """
 
-import functools
-
 import cuda.tile as ct
 import torch
 
@@ -12,56 +10,33 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.pointwise import flat
+from tilegym.ops.cutile.pointwise import indices
+from tilegym.ops.cutile.pointwise import over_one_plus_exp
+from tilegym.ops.cutile.pointwise import plan
 from tilegym.ops.cutile.tiling import FLOATS
-from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import next_power_of_2
-from tilegym.ops.cutile.tiling import rows_of
-from tilegym.ops.cutile.tiling import sm_count
-from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.swiglu import check_swiglu
-
-
-def _indices(y, TILE_M: Int, TILE_N: Int):
-    across = ct.cdiv(y.shape[1], TILE_N)
-    return span(ct.bid(0) // across, TILE_M)[:, None], span(ct.bid(0) % across, TILE_N)[None, :]
-
-
-def _over_one_plus_exp(x, a):
-    """x / (1 + exp(-a)), to fp32's precision where a is fp32, else to well beyond that of a's dtype."""
-    if a.dtype == ct.float32:
-        return x / (1.0 + ct.exp(-a))
-    power = ct.exp2(a.astype(ct.float32) * -1.4426950408889634, flush_to_zero=True)
-    return ct.truediv(x, 1.0 + power, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
 
 
 @ct.kernel
 def swiglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int):
     """a, b, y: [M, N]; one block a tile, neighbours along a row."""
-    at = _indices(y, TILE_M, TILE_N)
+    at = indices(y, TILE_M, TILE_N)
     gate, up = ct.gather(a, at), ct.gather(b, at)
-    silu = _over_one_plus_exp(gate.astype(ct.float32), gate).astype(y.dtype)
+    silu = over_one_plus_exp(gate.astype(ct.float32), gate, gate.dtype).astype(y.dtype)
     ct.scatter(y, at, (silu.astype(ct.float32) * up.astype(ct.float32)).astype(y.dtype))
 
 
 @ct.kernel
 def swiglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int):
-    at = _indices(dy, TILE_M, TILE_N)
+    at = indices(dy, TILE_M, TILE_N)
     gate, up, g = ct.gather(a, at), ct.gather(b, at), ct.gather(dy, at)
-    sigmoid = _over_one_plus_exp(1.0, gate)
+    sigmoid = over_one_plus_exp(1.0, gate, gate.dtype)
     gate, up, g = gate.astype(ct.float32), up.astype(ct.float32), g.astype(ct.float32)
     silu = gate * sigmoid
     ct.scatter(db, at, (g * silu).astype(db.dtype))
     ct.scatter(da, at, (g * up * (sigmoid + silu * (1.0 - sigmoid))).astype(da.dtype))
-
-
-@functools.lru_cache(maxsize=1024)
-def plan(m: int, n: int, device: int) -> tuple[tuple[int], int, int]:
-    """(grid, TILE_M, TILE_N) for arrays of [m, n] on CUDA device ``device`` (-1: CPU)."""
-    elements = 2048 if m * n >= 4096 * sm_count(device) else 512
-    tile_n = min(elements, next_power_of_2(n))
-    tile_m = elements // tile_n
-    return (ct.cdiv(m, tile_m) * ct.cdiv(n, tile_n),), tile_m, tile_n
 
 
 def launch_swiglu(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> None:
@@ -78,17 +53,10 @@ def launch_swiglu_backward(
     launch(dy, grid, swiglu_backward_kernel, (dy, a, b, da, db, tile_m, tile_n))
 
 
-def _flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors of one shape as [M, N]: as a single row if all are contiguous, else over the last dimension."""
-    if tensors[0].numel() <= INT32_MAX and all(t.is_contiguous() for t in tensors):
-        return tuple(t.view(1, -1) for t in tensors)
-    return tuple(rows_of(t) if t.dim() else t.view(1, 1) for t in tensors)
-
-
 @compilable(fake=lambda a, b: torch.empty_like(a, memory_format=torch.contiguous_format))
 def swiglu_forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(a, memory_format=torch.contiguous_format)
-    launch_swiglu(*_flat(a, b, y))
+    launch_swiglu(*flat(a, b, y))
     return y
 
 
@@ -99,7 +67,7 @@ def _fake_backward(dy, a, b):
 @compilable(fake=_fake_backward)
 def swiglu_backward(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     da, db = _fake_backward(dy, a, b)
-    launch_swiglu_backward(*_flat(dy, a, b, da, db))
+    launch_swiglu_backward(*flat(dy, a, b, da, db))
     return da, db
 
 

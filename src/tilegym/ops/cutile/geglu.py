@@ -1,0 +1,135 @@
+"""``y = gelu(a) * b``, gelu(a) rounded to the dtype before the product.
+
+``gelu(a) = a * p`` with ``p = Phi(a)``, the normal distribution function, or, approximated by tanh, with
+``p = (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u))``, ``u = sqrt(2 / pi) * (a + 0.044715 a^3)`` (Hendrycks and Gimpel 2016,
+arXiv:1606.08415). Backward: ``da = dy * b * (p + a * dp/da)``, ``db = dy * gelu(a)``.
+"""
+
+import math
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.pointwise import flat
+from tilegym.ops.cutile.pointwise import indices
+from tilegym.ops.cutile.pointwise import plan
+from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.pytorch.geglu import check_geglu
+
+TWO_SQRT_2_OVER_PI = 2.0 * math.sqrt(2.0 / math.pi)
+CUBIC = 0.044715
+ONE_OVER_SQRT_2_PI = 1.0 / math.sqrt(2.0 * math.pi)
+
+
+def _tail(a):
+    """Phi(-|a|) for fp32 ``a``, within 1e-9 before rounding, and the density that it decays with.
+
+    Phi(-|a|) = exp(-a^2 / 2) * erfcx(|a| / sqrt(2)) / 2. The second factor, divided by t = 1 / (1 + 0.4 |a|), is smooth
+    over all of (0, 1]: a polynomial in t, fitted (minimax) to it.
+    """
+    t = 1.0 / (1.0 + 0.4 * ct.abs(a))
+    p = 0.118389025 + -0.02358478 * t
+    p = -0.19475327 + p * t
+    p = 0.036903687 + p * t
+    p = 0.1397443 + p * t
+    p = 0.09409722 + p * t
+    p = 0.17083895 + p * t
+    p = 0.15836486 + p * t
+    bell = ct.exp(-0.5 * a * a)
+    return bell * (p * t), bell
+
+
+def _logistic(x, dtype):
+    """1 / (1 + exp(-x)) and its derivative, both to ``dtype``'s relative precision also far from 0."""
+    if dtype == ct.float32:
+        e = ct.exp(-ct.abs(x))
+        larger = 1.0 / (1.0 + e)
+    else:
+        e = ct.exp2(ct.abs(x) * -1.4426950408889634, flush_to_zero=True)
+        larger = ct.truediv(1.0, 1.0 + e, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+    smaller = e * larger
+    return ct.where(x > 0.0, larger, smaller), smaller * larger
+
+
+def _gate(a, dtype, TANH: Bool):
+    """p and dp/da for fp32 ``a``, exact enough for results in ``dtype``."""
+    if TANH:
+        square = a * a
+        p, slope = _logistic(a * (TWO_SQRT_2_OVER_PI + (TWO_SQRT_2_OVER_PI * CUBIC) * square), dtype)
+        slope = slope * (TWO_SQRT_2_OVER_PI + (3.0 * TWO_SQRT_2_OVER_PI * CUBIC) * square)
+        # Far out the first factor is 0 and the second may be infinite.
+        return p, ct.where(square < 1.0e4, slope, 0.0)
+    tail, bell = _tail(a)
+    return ct.where(a > 0.0, 1.0 - tail, tail), ONE_OVER_SQRT_2_PI * bell
+
+
+@ct.kernel
+def geglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, TANH: Bool):
+    """a, b, y: [M, N]; one block a tile, neighbours along a row."""
+    at = indices(y, TILE_M, TILE_N)
+    gate, up = ct.gather(a, at), ct.gather(b, at)
+    wide = gate.astype(ct.float32)
+    p, _ = _gate(wide, gate.dtype, TANH)
+    gelu = (wide * p).astype(y.dtype)
+    ct.scatter(y, at, (gelu.astype(ct.float32) * up.astype(ct.float32)).astype(y.dtype))
+
+
+@ct.kernel
+def geglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int, TANH: Bool):
+    at = indices(dy, TILE_M, TILE_N)
+    gate, up, g = ct.gather(a, at), ct.gather(b, at), ct.gather(dy, at)
+    wide, up, g = gate.astype(ct.float32), up.astype(ct.float32), g.astype(ct.float32)
+    p, slope = _gate(wide, gate.dtype, TANH)
+    ct.scatter(db, at, (g * (wide * p)).astype(db.dtype))
+    ct.scatter(da, at, (g * up * (p + wide * slope)).astype(da.dtype))
+
+
+def _like(t: torch.Tensor, *_) -> torch.Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+@compilable(fake=_like)
+def geglu_forward(a: torch.Tensor, b: torch.Tensor, tanh: bool) -> torch.Tensor:
+    y = _like(a)
+    rows = flat(a, b, y)
+    grid, tile_m, tile_n = plan(*rows[0].shape, y.get_device())
+    launch(y, grid, geglu_kernel, (*rows, tile_m, tile_n, tanh))
+    return y
+
+
+@compilable(fake=lambda dy, a, b, tanh: (_like(a), _like(b)))
+def geglu_backward(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    da, db = _like(a), _like(b)
+    rows = flat(dy, a, b, da, db)
+    grid, tile_m, tile_n = plan(*rows[0].shape, dy.get_device())
+    launch(dy, grid, geglu_backward_kernel, (*rows, tile_m, tile_n, tanh))
+    return da, db
+
+
+class GEGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, tanh):
+        ctx.save_for_backward(a, b)
+        ctx.tanh = tanh
+        return geglu_forward(a, b, tanh)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return *geglu_backward(dy, *ctx.saved_tensors, ctx.tanh), None
+
+
+@register_impl("geglu", "cutile")
+def geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    check_geglu(a, b, approximate)
+    if a.dtype not in FLOATS:
+        raise UnsupportedError("a and b are not fp32, fp16 or bf16")
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return GEGLU.apply(a, b, approximate == "tanh")
+    return geglu_forward(a, b, approximate == "tanh")
