@@ -84,8 +84,8 @@ def _overlay(function: types.FunctionType, replacements: dict[str, Any]) -> type
         used = used or inner is not None
     if not used:
         return None
-    # For torch.compile: a code object of its own, by which it caches, and no module name, by which its guards would look
-    # the globals up in the module instead of here.
+    # For torch.compile: a code object of its own, by which it caches, and no module name, by which its guards would
+    # look the globals up in the module instead of here.
     overlaid = {**function.__globals__, **replacements}
     overlaid.pop("__name__", None)
     new = types.FunctionType(

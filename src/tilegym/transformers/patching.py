@@ -165,9 +165,7 @@ class PatchSet:
         if isinstance(current, BoundForward):
             if current.func is function:
                 return self.skip(entry, ALREADY_PATCHED)
-        elif (
-            name == "forward" and current is not None and getattr(current, "__func__", None) is not type(module).forward
-        ):
+        elif name == "forward" and getattr(current, "__func__", current) not in (None, type(module).forward):
             return self.skip(entry, f"its forward has been replaced already, by {describe(current)}")
         return self._replace(module, name, BoundForward(function, module), entry)
 
