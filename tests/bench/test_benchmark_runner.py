@@ -224,4 +224,4 @@ def test_sweep_drops_equal_sizes():
     shapes = spec.sweep(lambda model, tokens: {"tokens": tokens, "hidden": model.hidden}, tokens=(1, 16))
     sizes = [tuple(shape.dims.values()) for shape in shapes]
     assert len(sizes) == len(set(sizes)) == 2 * len({model.hidden for model in spec.MODELS})
-    assert shapes[0].label == "Llama-3.1-8B, 1 tokens" and shapes[0].tokens == 1
+    assert shapes[0].label == "Llama-3.1-8B, 1 token" and shapes[0].tokens == 1

@@ -73,8 +73,8 @@ def model_layers():
         for name, n, k in layers(model):
             for tokens in TOKENS:
                 dims = {"tokens": tokens, "n": n, "k": k}
-                yield Shape(f"{model.name} {name}, {tokens} tokens", dims, model.name)
-        yield Shape(f"{model.name} lm_head", {"tokens": 1, "n": model.vocab, "k": model.hidden}, model.name)
+                yield Shape(f"{model.name} {name}, {tokens} token{'s' if tokens != 1 else ''}", dims, model.name)
+        yield Shape(f"{model.name} lm_head, 1 token", {"tokens": 1, "n": model.vocab, "k": model.hidden}, model.name)
 
 
 def decode(name, n, k):

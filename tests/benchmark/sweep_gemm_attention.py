@@ -105,8 +105,8 @@ def gemm(group, m, n, tile, h, persistent=False, rows=8, sms=132, use_tma=True):
         blocks = min(blocks, sms // h.get("num_ctas", 1))
     kernel = matmul_persistent_kernel if persistent else matmul_kernel
     label = f"{tm}x{tn}x{tk}{' persistent' * persistent}{f' rows{rows}' * (rows != 8)}{' no tma' * (not use_tma)}"
-    args = (tm, tn, tk, rows, False, True, False, use_tma)
-    VARIANTS.append(Variant(group, label, h, lambda t: [((blocks,), kernel, (t["a"], t["b"], t["c"], *args))]))
+    args = (tm, tn, tk, rows, False, True, False, False, use_tma)
+    VARIANTS.append(Variant(group, label, h, lambda t: [((blocks,), kernel, (t["a"], t["b"], t["c"], t["c"], *args))]))
 
 
 def gemm_latency(group, m, n, tile, h, latency):

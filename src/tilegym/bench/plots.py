@@ -28,11 +28,10 @@ def plot(run: Run, folder: Path) -> list[Path]:
     written = []
     for (op, mode), panels in pictures.items():
         widest = max(len(shapes) for shapes in panels.values())
-        figure = Figure(figsize=(max(6.0, 0.5 * widest) * len(panels) + 2, 5.5), layout="constrained")
+        figure = Figure(figsize=(max(7.0, 0.4 * widest + 2), 5.5 * len(panels)), layout="constrained")
         FigureCanvasAgg(figure)
-        for axes, (bound, shapes) in zip(
-            figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-        ):
+        column = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axes, (bound, shapes) in zip(column, panels.items(), strict=True):
             _panel(axes, bound, shapes, run)
         figure.suptitle(f"{op}, {mode}, {run.settings['dtype']}, {run.machine['device_name']}")
         path = folder / f"{op}_{mode}.png"
@@ -62,4 +61,4 @@ def _panel(axes, bound: str, shapes: dict[str, dict[str, Result]], run: Run) -> 
     axes.set_ylabel(unit)
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)

@@ -169,7 +169,8 @@ def sweep(dims: Callable[[Model, int], dict[str, Any]], tokens: tuple[int, ...] 
     for model in MODELS:
         for count in tokens:
             sizes = dims(model, count)
-            shapes.setdefault(tuple(sizes.items()), Shape(f"{model.name}, {count} tokens", sizes, model.name))
+            label = f"{model.name}, {count} token{'s' if count != 1 else ''}"
+            shapes.setdefault(tuple(sizes.items()), Shape(label, sizes, model.name))
     return tuple(shapes.values())
 
 
