@@ -3,6 +3,10 @@
 import importlib
 
 from tilegym.backend import is_backend_available
+from tilegym.ops.modules import get_apply_rope_func
+from tilegym.ops.modules import get_rms_norm_module
+from tilegym.ops.modules import get_swiglu
+from tilegym.ops.modules import get_swiglu_module
 from tilegym.ops.ops import apply_rope_base
 from tilegym.ops.ops import fmha
 from tilegym.ops.ops import fmha_decode

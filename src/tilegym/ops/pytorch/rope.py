@@ -6,8 +6,8 @@ from tilegym.backend import register_impl
 
 
 def rotary_dim(q: torch.Tensor, partial_rotary_factor: float) -> int:
-    """How many of a head's dimensions are rotated."""
-    return int(q.shape[-1] * partial_rotary_factor)
+    """How many of a head's dimensions are rotated: as many as in transformers, and R for a factor of R / D."""
+    return int(q.shape[-1] * partial_rotary_factor + 1e-6)
 
 
 def check_rope(
