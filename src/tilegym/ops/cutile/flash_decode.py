@@ -18,16 +18,16 @@ from tilegym.ops.cutile.attention import BOOLEAN_MASK
 from tilegym.ops.cutile.attention import LOG2E
 from tilegym.ops.cutile.attention import cap_scores
 from tilegym.ops.cutile.attention import check_supported
-from tilegym.ops.cutile.attention import next_power_of_2
 from tilegym.ops.cutile.attention import prepare_mask
+from tilegym.ops.cutile.attention import tile_of
 from tilegym.ops.cutile.attention import update_softmax
 from tilegym.ops.cutile.attention import with_unit_stride
 from tilegym.ops.cutile.splitk_reduce import splitk_reduce_forward
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.attention import check_arguments
 from tilegym.ops.pytorch.flash_decode import check_query
-
-Bool = ct.Constant[bool]
-Int = ct.Constant[int]
 
 
 @ct.kernel
@@ -127,11 +127,6 @@ MIN_KEYS_PER_SPLIT = 128
 MAX_SPLITS = 256
 
 
-@functools.cache
-def _multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
 @functools.lru_cache(maxsize=4096)
 def choose_splits(kv_heads: int, keys: int, keys_per_split: int | None, device_index: int) -> int:
     """How many blocks share the keys of each of ``kv_heads`` (in all batch entries): enough to fill the GPU twice.
@@ -143,7 +138,7 @@ def choose_splits(kv_heads: int, keys: int, keys_per_split: int | None, device_i
     elif device_index < 0:
         splits = -(-keys // 32)
     else:
-        splits = min(2 * _multiprocessors(device_index) // kv_heads, keys // MIN_KEYS_PER_SPLIT)
+        splits = min(2 * sm_count(device_index) // kv_heads, keys // MIN_KEYS_PER_SPLIT)
     return max(1, min(splits, MAX_SPLITS))
 
 
@@ -181,7 +176,7 @@ def decode_forward(
         partial = q.new_empty((batch, heads, splits, v_dim), dtype=torch.float32)
         lse = q.new_empty((batch, heads, splits), dtype=torch.float32)
     mask_kind, mask = prepare_mask(attention_mask, q, keys)
-    tile_m = next_power_of_2(heads // kv_heads)
+    tile_m = tile_of(heads // kv_heads)
     has_sinks = sinks is not None and final  # else they join when the splits are merged
     launch(
         out,
@@ -201,8 +196,8 @@ def decode_forward(
             0 if window_size is None else window_size,
             tile_m,
             TILE_N if device_index >= 0 else 16,
-            next_power_of_2(head_dim),
-            next_power_of_2(v_dim),
+            tile_of(head_dim),
+            tile_of(v_dim),
             window_size is not None,
             soft_cap is not None,
             mask_kind,

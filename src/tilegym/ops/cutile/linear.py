@@ -12,20 +12,15 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
-from tilegym.ops.cutile.matmul import GROUP_M
 from tilegym.ops.cutile.matmul import check_supported
-from tilegym.ops.cutile.matmul import choose_config
 from tilegym.ops.cutile.matmul import differentiable as differentiable_matmul
-from tilegym.ops.cutile.matmul import hinted
-from tilegym.ops.cutile.matmul import matmul_forward
-from tilegym.ops.cutile.matmul import multiply_tiles
-from tilegym.ops.cutile.matmul import tile_of_block
+from tilegym.ops.cutile.matmul import gemm
+from tilegym.ops.cutile.matmul import load_bias
 from tilegym.ops.cutile.matmul import uses_tf32
-from tilegym.ops.cutile.matmul import with_unit_stride
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.pytorch.linear import check_operands
-
-Bool = ct.Constant[bool]
-Int = ct.Constant[int]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_GEMV_ROWS = 16  # what the smallest tile of ct.mma holds
@@ -43,7 +38,7 @@ def gemv_kernel(x, weight, bias, out, TILE_N: Int, TILE_K: Int, BIAS: Bool):
         acc = acc + w_tile.astype(ct.float32) * x_tile.astype(ct.float32)
     y = ct.sum(acc, axis=1).reshape((1, TILE_N))
     if BIAS:
-        y = y + ct.load(bias, (n,), (TILE_N,), padding_mode=zero).astype(ct.float32).reshape((1, TILE_N))
+        y = y + load_bias(bias, n, TILE_N)
     ct.store(out, (0, n), y.astype(out.dtype))
 
 
@@ -62,20 +57,8 @@ def few_rows_kernel(x, weight, bias, out, TILE_M: Int, TILE_N: Int, TILE_K: Int,
         else:
             acc = ct.mma(w_tile, x_tile, acc)
     if BIAS:
-        acc = acc + ct.load(bias, (n,), (TILE_N,), padding_mode=zero).astype(ct.float32).reshape((TILE_N, 1))
+        acc = acc + load_bias(bias, n, TILE_N).reshape((TILE_N, 1))
     ct.store(out, (n, 0), acc.astype(out.dtype), order=(1, 0))
-
-
-@ct.kernel
-def linear_kernel(
-    x, weight, bias, out, TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP: Int, TRANS_X: Bool, TRANS_W: Bool, TF32: Bool
-):
-    # x [M, K], weight [N, K] (or their transposes), bias [N], out [M, N]: matmul_kernel with a bias added at the end.
-    m, n = tile_of_block(ct.bid(0), ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N), GROUP)
-    k_tiles = ct.cdiv(x.shape[0 if TRANS_X else 1], TILE_K)
-    acc = multiply_tiles(x, weight, m, n, k_tiles, TILE_M, TILE_N, TILE_K, TRANS_X, TRANS_W, TF32, True)
-    bias_tile = ct.load(bias, (n,), (TILE_N,), padding_mode=ct.PaddingMode.ZERO).astype(ct.float32)
-    ct.store(out, (m, n), (acc + bias_tile.reshape((1, TILE_N))).astype(out.dtype))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -84,7 +67,7 @@ def _gemv_tile(k: int, bits: int, interpreted: bool) -> tuple[int, int]:
     # too little memory traffic under way.
     if interpreted:
         return 4, 64
-    return 4, min(16384 // bits, max(64, 1 << (k - 1).bit_length()))
+    return 4, min(16384 // bits, max(64, next_power_of_2(k)))
 
 
 def _few_rows_tile(bits: int, interpreted: bool) -> tuple[int, int]:
@@ -101,36 +84,27 @@ def _fake(x, weight, bias):
 @compilable(_fake)
 def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     n, k = weight.shape
-    rows = x if x.dim() == 2 else x.reshape(-1, k)
-    m = rows.shape[0]
-    if m > MAX_GEMV_ROWS and bias is None:
-        return matmul_forward(rows, weight, False, True, None, None).view(*x.shape[:-1], n)
     out = _fake(x, weight, bias)
     if x.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+    rows = x if x.dim() == 2 else x.reshape(-1, k)
+    m = rows.shape[0]
     y = out.view(m, n)
-    bits, device_index, tf32 = x.dtype.itemsize * 8, out.get_device(), uses_tf32(x.dtype)
     if m > MAX_GEMV_ROWS:
-        rows, x_flipped = with_unit_stride(rows)
-        weight, weight_flipped = with_unit_stride(weight)
-        config = choose_config(m, n, bits, device_index)
-        blocks = -(-m // config.tile_m) * -(-n // config.tile_n)
-        tiles = (config.tile_m, config.tile_n, config.tile_k, GROUP_M)
-        args = (rows, weight, bias, y, *tiles, x_flipped, not weight_flipped, tf32)
-        launch(out, (blocks,), hinted(linear_kernel, config), args)
+        gemm(rows, weight, bias, y, False, True)
         return out
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    has_bias = bias is not None
-    b = bias if has_bias else rows  # something to pass; not read
+    bits, interpreted, has_bias = x.dtype.itemsize * 8, not x.is_cuda, bias is not None
+    arrays = (rows, weight, bias if has_bias else rows, y)
     if m == 1:
-        tile_n, tile_k = _gemv_tile(k, bits, device_index < 0)
-        launch(out, (-(-n // tile_n),), gemv_kernel, (rows, weight, b, y, tile_n, tile_k, has_bias))
+        tile_n, tile_k = _gemv_tile(k, bits, interpreted)
+        launch(out, (-(-n // tile_n),), gemv_kernel, (*arrays, tile_n, tile_k, has_bias))
     else:
-        tile_n, tile_k = _few_rows_tile(bits, device_index < 0)
-        args = (rows, weight, b, y, MAX_GEMV_ROWS, tile_n, tile_k, has_bias, tf32)
+        tile_n, tile_k = _few_rows_tile(bits, interpreted)
+        args = (*arrays, MAX_GEMV_ROWS, tile_n, tile_k, has_bias, uses_tf32(x.dtype))
         launch(out, (-(-n // tile_n),), few_rows_kernel, args)
     return out
 

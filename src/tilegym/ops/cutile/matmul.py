@@ -5,21 +5,21 @@ A block computes a TILE_M x TILE_N tile of C. It walks along K, loads a tile of 
 tiles, not elements; what sticks out of an array is read as zero and not written.
 """
 
-import functools
-from typing import NamedTuple
-
 import cuda.tile as ct
 import torch
 
 from tilegym.backend import register_impl
-from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.autotuner import Config
+from tilegym.backend.cutile.autotuner import SearchSpace
+from tilegym.backend.cutile.autotuner import autotune
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.cutile.tuning_key import bucket
 from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.matmul import FP8_DTYPES
 from tilegym.ops.pytorch.matmul import check_operands
-
-Bool = ct.Constant[bool]
-Int = ct.Constant[int]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8_DTYPES)
 
@@ -57,10 +57,16 @@ def tile_of_block(block, m_tiles, n_tiles, GROUP_M: Int):
     return group * GROUP_M + within % rows, within // rows
 
 
+def load_bias(bias, n, TILE_N: Int):
+    tile = ct.load(bias, (n,), (TILE_N,), padding_mode=ct.PaddingMode.ZERO)
+    return tile.astype(ct.float32).reshape((1, TILE_N))
+
+
 @ct.kernel
 def matmul_kernel(
     a,  # [M, K], or [K, M] if TRANS_A
     b,  # [K, N], or [N, K] if TRANS_B
+    bias,  # [N] if BIAS
     c,  # [M, N]
     TILE_M: Int,
     TILE_N: Int,
@@ -68,94 +74,130 @@ def matmul_kernel(
     GROUP_M: Int,
     TRANS_A: Bool,
     TRANS_B: Bool,
+    BIAS: Bool,
     TF32: Bool,
     USE_TMA: Bool,
 ):
     m, n = tile_of_block(ct.bid(0), ct.cdiv(c.shape[0], TILE_M), ct.cdiv(c.shape[1], TILE_N), GROUP_M)
     k_tiles = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
     acc = multiply_tiles(a, b, m, n, k_tiles, TILE_M, TILE_N, TILE_K, TRANS_A, TRANS_B, TF32, USE_TMA)
+    if BIAS:
+        acc = acc + load_bias(bias, n, TILE_N)
     ct.store(c, (m, n), acc.astype(c.dtype))
 
 
 @ct.kernel
 def matmul_persistent_kernel(
-    a,  # [M, K], or [K, M] if TRANS_A
-    b,  # [K, N], or [N, K] if TRANS_B
-    c,  # [M, N]
+    a,
+    b,
+    bias,
+    c,
     TILE_M: Int,
     TILE_N: Int,
     TILE_K: Int,
     GROUP_M: Int,
     TRANS_A: Bool,
     TRANS_B: Bool,
+    BIAS: Bool,
     TF32: Bool,
     USE_TMA: Bool,
 ):
-    # The grid has no more blocks than the GPU runs at once; each takes every num_blocks-th tile.
+    """The same for a grid that has no more blocks than run at once: each takes every num_blocks-th tile."""
     m_tiles, n_tiles = ct.cdiv(c.shape[0], TILE_M), ct.cdiv(c.shape[1], TILE_N)
     k_tiles = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
     for block in range(ct.bid(0), m_tiles * n_tiles, ct.num_blocks(0)):
         m, n = tile_of_block(block, m_tiles, n_tiles, GROUP_M)
         acc = multiply_tiles(a, b, m, n, k_tiles, TILE_M, TILE_N, TILE_K, TRANS_A, TRANS_B, TF32, USE_TMA)
+        if BIAS:
+            acc = acc + load_bias(bias, n, TILE_N)
         ct.store(c, (m, n), acc.astype(c.dtype))
 
 
-class Config(NamedTuple):
-    """How a product is cut up: the tile of C, the step along K, and the compiler's hints (None: its own choice)."""
-
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    num_worker_warps: int | None = None
-    occupancy: int | None = None
-    num_ctas: int | None = None
-
-
-# By compute capability and kind of element: configurations with the throughput of one multiprocessor while it computes
-# such a tile, relative to the first. Hopper's were measured on an H200 (8192^3, bf16); the others follow from its.
-_CONFIGS = {
-    (9, 16): ((Config(128, 256, 64, 8), 1.0), (Config(128, 128, 64), 0.92), (Config(64, 128, 64), 0.7)),
-    (9, 8): ((Config(128, 256, 128, 8), 1.0), (Config(128, 128, 128), 0.92), (Config(64, 128, 128), 0.7)),
-    (10, 16): ((Config(256, 256, 64, None, 1, 2), 1.0), (Config(128, 128, 64), 0.8), (Config(64, 128, 64), 0.6)),
-    (10, 8): ((Config(256, 256, 128, None, 1, 2), 1.0), (Config(128, 128, 128), 0.8), (Config(64, 128, 128), 0.6)),
-    (0, 16): ((Config(128, 128, 32), 1.0), (Config(64, 128, 32), 0.8), (Config(64, 64, 64), 0.6)),
-    (0, 8): ((Config(128, 128, 64), 1.0), (Config(64, 128, 64), 0.8), (Config(64, 64, 64), 0.6)),
-    (0, 32): ((Config(128, 128, 32, 8), 1.0), (Config(64, 64, 32), 0.7)),
-}
 GROUP_M = 8  # rows of tiles that blocks running at the same time share
-_INTERPRETED = Config(32, 32, 32)
 
 
-@functools.cache
-def _device(index: int) -> tuple[int, int]:
-    """Major compute capability and number of multiprocessors; of the CPU (index -1) something small."""
-    if index < 0:
-        return 0, 2
-    properties = torch.cuda.get_device_properties(index)
-    return properties.major, properties.multi_processor_count
+def _configs(arch: str) -> list[Config]:
+    """Tiles of C, the step along K in bytes (128 are a row of shared memory), and hints; the best for most sizes first.
+
+    Those for sm_90 were measured on an H200: with 8 warps 128 x 256 reaches 753 TFLOP/s in bf16 at 8192^3 (with 4 its
+    accumulators spill, and it reaches 45), 128 x 128 reaches 699. The others follow from the sizes of the registers.
+    """
+    if arch == "cpu":
+        return [Config(TILE_M=32, TILE_N=32, BYTES_K=64)]
+    small = [
+        Config(TILE_M=128, TILE_N=128, BYTES_K=128),
+        Config(TILE_M=64, TILE_N=128, BYTES_K=128),
+        Config(TILE_M=64, TILE_N=64, BYTES_K=128),
+    ]
+    if arch.startswith("sm_9"):
+        return [
+            Config(TILE_M=128, TILE_N=256, BYTES_K=128, num_worker_warps=8),
+            Config(TILE_M=256, TILE_N=128, BYTES_K=128, num_worker_warps=8),
+            *small,
+        ]
+    if arch.startswith("sm_10"):
+        return [Config(TILE_M=256, TILE_N=256, BYTES_K=128, num_ctas=2, occupancy=1), *small]
+    return small
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_config(m: int, n: int, bits: int, device_index: int) -> Config:
-    """The configuration whose tiles fill the multiprocessors best: least waves x tile size / throughput."""
-    if device_index < 0:
-        return _INTERPRETED
-    major, sms = _device(device_index)
-    candidates = _CONFIGS.get((major, bits)) or _CONFIGS[0, bits]
+def _suits(a: torch.Tensor, c: torch.Tensor, cfg: Config, arch: str) -> bool:
+    """Whether a configuration can be among the fastest: larger tiles are faster, unless they leave the GPU idle.
 
-    def time(candidate: tuple[Config, float]) -> float:
-        config, throughput = candidate
-        tiles = -(-m // config.tile_m) * -(-n // config.tile_n) * (config.num_ctas or 1)
-        return -(-tiles // sms) * config.tile_m * config.tile_n / (config.num_ctas or 1) / throughput
+    Sizes are rounded as for the keys of the tuning results, so that one row more does not tune again.
+    """
+    if arch == "cpu":
+        return True
+    m, n = bucket(c.shape[0]), bucket(c.shape[1])
+    multiprocessors = sm_count(c.get_device())
 
-    return min(candidates, key=time)[0]
+    def time(config: Config) -> float:
+        area = config.TILE_M * config.TILE_N
+        waves = -(-(-(-m // config.TILE_M) * -(-n // config.TILE_N)) // multiprocessors)
+        # Relative speeds measured on an H200 follow this power of the operations for each byte that is loaded.
+        return waves * area / (area / (config.TILE_M + config.TILE_N)) ** 0.3
+
+    # Without tensor cores (fp32) large accumulators only spill.
+    candidates = [other for other in _configs(arch) if a.dtype != torch.float32 or other.TILE_M * other.TILE_N <= 16384]
+    return cfg in candidates and time(cfg) <= 1.2 * min(map(time, candidates))
 
 
-@functools.cache
-def hinted(kernel: ct.kernel, config: Config) -> ct.kernel:
-    """The kernel with the configuration's hints; kept, because making it costs a hundred launches."""
-    hints = {name: getattr(config, name) for name in ("num_worker_warps", "occupancy", "num_ctas")}
-    return kernel.replace_hints(**{name: hint for name, hint in hints.items() if hint is not None})
+@autotune(search_space=SearchSpace(_configs, _suits))
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    c: torch.Tensor,
+    trans_a: bool,
+    trans_b: bool,
+    static_persistent: bool | None = None,
+    use_tma: bool | None = None,
+    autotuner=None,
+) -> None:
+    """Launches ``c = op(a) @ op(b) + bias``."""
+    a, a_flipped = with_unit_stride(a)
+    b, b_flipped = with_unit_stride(b)
+    trans_a, trans_b = trans_a != a_flipped, trans_b != b_flipped
+    m, n = c.shape
+    k = a.shape[0 if trans_a else 1]
+    device = c.get_device()
+    flags = (trans_a, trans_b, bias is not None, uses_tf32(a.dtype), use_tma is not False)
+
+    def grid(args, cfg: Config) -> tuple[int]:
+        tiles = -(-m // cfg.TILE_M) * -(-n // cfg.TILE_N)
+        return (min(tiles, sm_count(device) // cfg.hints.get("num_ctas", 1)) if static_persistent else tiles,)
+
+    def arguments(cfg: Config) -> tuple:
+        tile = (cfg.TILE_M, cfg.TILE_N, cfg.BYTES_K // a.dtype.itemsize, GROUP_M)
+        return (a, b, c if bias is None else bias, c, *tile, *flags)
+
+    autotuner(
+        None,
+        grid_fn=grid,
+        # On an H200 a block for each tile is as fast as a persistent kernel or faster at every size that was tried.
+        kernel=matmul_persistent_kernel if static_persistent else matmul_kernel,
+        args_fn=arguments,
+        key=(m, n, k, a.dtype, device, flags),
+    )
 
 
 def uses_tf32(dtype: torch.dtype) -> bool:
@@ -188,38 +230,9 @@ def matmul_forward(
     use_tma: bool | None,
 ) -> torch.Tensor:
     c = _fake(a, b, trans_a, trans_b, static_persistent, use_tma)
-    m, n = c.shape
     if a.numel() == 0:
         return c.zero_()
-    tf32 = uses_tf32(a.dtype)
-    a, a_flipped = with_unit_stride(a)
-    b, b_flipped = with_unit_stride(b)
-    device_index = c.get_device()
-    config = choose_config(m, n, a.dtype.itemsize * 8, device_index)
-    blocks = -(-m // config.tile_m) * -(-n // config.tile_n)
-    kernel = matmul_kernel
-    if static_persistent:
-        # On an H200 one block a tile is as fast or faster at every size that was tried: it is the default.
-        kernel = matmul_persistent_kernel
-        blocks = min(blocks, _device(device_index)[1] // (config.num_ctas or 1))
-    launch(
-        c,
-        (blocks,),
-        hinted(kernel, config),
-        (
-            a,
-            b,
-            c,
-            config.tile_m,
-            config.tile_n,
-            config.tile_k,
-            GROUP_M,
-            trans_a != a_flipped,
-            trans_b != b_flipped,
-            tf32,
-            use_tma is not False,
-        ),
-    )
+    gemm(a, b, None, c, trans_a, trans_b, static_persistent, use_tma)
     return c
 
 

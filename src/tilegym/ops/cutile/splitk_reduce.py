@@ -9,11 +9,10 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.attention import next_power_of_2
+from tilegym.ops.cutile.attention import tile_of
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.pytorch.splitk_reduce import check_arguments
-
-Bool = ct.Constant[bool]
-Int = ct.Constant[int]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TILE_S = 16  # splits whose outputs are in registers at a time
@@ -59,7 +58,7 @@ def splitk_reduce_forward(
     batch, heads, splits, head_dim = partial.shape
     if splits == 0:
         return out.zero_()
-    tiles = (TILE_S, next_power_of_2(head_dim), next_power_of_2(splits))
+    tiles = (TILE_S, tile_of(head_dim), tile_of(splits))
     args = (partial, lse, lse if sinks is None else sinks, out, *tiles, sinks is not None)
     launch(out, (batch * heads,), splitk_reduce_kernel, args)
     return out
