@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tilegym import ops
 from tilegym.cli import build_app
 
 ROOT = Path(__file__).parents[2]
@@ -167,24 +168,20 @@ class Test_Patched:
         assert summary["outputs"][0]["text"].startswith(" Paris.")
         assert all("(cutile)" in entry["name"] for entry in summary["kernel_coverage"]["entries"] if entry["own"])
 
-    def test_disagreement_exits_1(self, monkeypatch):
-        from tilegym.backend.dispatcher import _ops
+    @pytest.mark.parametrize("op", ["rms_norm", "apply_rope_base", "swiglu", "fmha"])
+    def test_a_wrong_kernel_exits_1(self, op, monkeypatch):
+        def wrong(impl):
+            def call(*args, **kwargs):
+                result = impl(*args, **kwargs)
+                return tuple(1.1 * x for x in result) if isinstance(result, tuple) else 1.1 * result
 
-        impls = _ops["silu_and_mul"].impls | _ops["swiglu"].impls
-        for name in ("silu_and_mul", "swiglu"):
-            for backend, impl in list(_ops[name].impls.items()):
-                monkeypatch.setitem(_ops[name].impls, backend, _doubled(impl))
-        assert impls
+            return call
+
+        for backend, impl in getattr(ops, op).op.impls.items():
+            monkeypatch.setitem(getattr(ops, op).op.impls, backend, wrong(impl))
         result = infer("--model_id", TINY_LLAMA, *TILEGYM, "--compare", *SHORT)
         assert result.exit_code == 1
         assert "FAIL: the patched logits are off by" in result.stdout
-
-
-def _doubled(impl):
-    def wrong(*args, **kwargs):
-        return 2 * impl(*args, **kwargs)
-
-    return wrong
 
 
 class Test_Bad_Input:

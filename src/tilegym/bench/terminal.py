@@ -5,6 +5,7 @@ import textwrap
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from tilegym.bench.compare import Comparison
@@ -94,7 +95,9 @@ def _show_speed(result: Result, console: Console) -> None:
     table = Table("", box=box.SIMPLE_HEAD)
     for name in sides:
         table.add_column(name, justify="right")
-    if len(sides) == 2:
+    # The interpreter is there to be right: how much slower it is than PyTorch says nothing.
+    compared = len(sides) == 2 and not result.options.interpret
+    if compared:
         table.add_column("TileGym is", justify="right")
     rows = [
         ("throughput", "throughput_tokens_per_second", "{:.1f} tokens/sec", False),
@@ -105,7 +108,7 @@ def _show_speed(result: Result, console: Console) -> None:
     for label, key, form, lower_is_better in rows:
         values = [side[key] for side in sides.values()]
         cells = ["-" if value is None else form.format(value) for value in values]
-        if len(values) == 2 and None not in values:
+        if compared and None not in values:
             ratio = values[0] / values[1] if lower_is_better else values[1] / values[0]
             cells.append(f"{ratio:.2f}x as fast")
         table.add_row(label, *cells)
@@ -139,7 +142,7 @@ def _show_comparison(comparison: Comparison, console: Console) -> None:
         console.print(f"{label:{width}}  {value}", highlight=False, soft_wrap=True)
     verdict = "[bold green]PASS[/bold green]" if comparison.passed else "[bold red]FAIL[/bold red]"
     console.print(f"{verdict}: {escape(comparison.reason)}", highlight=False, soft_wrap=True)
-    console.print(f"    criterion: {comparison.criterion}", highlight=False, style="dim")
+    console.print(Padding(f"criterion: {comparison.criterion}", (0, 0, 0, 4)), highlight=False, style="dim")
 
 
 def _count(number: int) -> str:
