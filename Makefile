@@ -5,7 +5,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 MODEL := examples/models/tiny-llama
-INFER := $(BIN)/tilegym infer --model_id $(MODEL) --use_tilegym --use_cutile --use_attn --compare --show_outputs
+INFER := $(BIN)/tilegym infer --model_id $(MODEL) --use_tilegym --use_cutile --use_attn --compare --show_outputs \
+	--report_kernel_coverage
 # One process a core up to four: beyond that, processes that share one GPU get in each other's way.
 JOBS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$(( n > 4 ? 4 : n )))
 
@@ -27,7 +28,7 @@ run: $(SETUP) ## Run the shipped model with and without TileGym and compare them
 	@$(INFER) --input_text "The capital of France is" --output_length 32
 	@echo
 	@echo "==> The same model on the real cuTile kernels, in the interpreter on the CPU (slow, so only a few tokens)"
-	@$(INFER) --interpret --input_text "The capital of France is" --output_length 4 --num_runs 1 --warmup_runs 0
+	@$(INFER) --interpret --input_text "The capital of France is" --output_length 8 --num_runs 1 --warmup_runs 0
 
 test: $(SETUP) ## Run all tests; ARGS="tests/ops -k rope" runs some
 	@echo "==> pytest in $(JOBS) processes"

@@ -184,20 +184,22 @@ class Autotuner:
 
         if bench is None or env.disable_autotune():
             return choice_of(suitable[0]), True
-        choices = [choice_of(config) for config in suitable]
+        written = [f"{config} {hints_fn(config) if hints_fn else ''}" for config in suitable]
         key = TuningKey(
             gpu=bench.gpu,
             kernel=name,
             source=_fingerprint(kernel),
-            space=space_fingerprint([f"{c.config} {hints_fn(c.config) if hints_fn else ''}" for c in choices]),
+            space=space_fingerprint(written),
             shape=describe(kernel, args_fn(suitable[0])),
         )
         with _tuning_lock:
             winner = self._winners.get(key) or self._look_up(key, suitable)
             if winner is None:
                 if not bench.ready():
-                    return choices[0], False
-                winner = self._measure(key, choices, grid_fn, args_fn, bench, outputs)
+                    return choice_of(suitable[0]), False
+                winner = self._measure(
+                    key, [choice_of(config) for config in suitable], grid_fn, args_fn, bench, outputs
+                )
             self._winners[key] = winner
         return choice_of(winner), True
 

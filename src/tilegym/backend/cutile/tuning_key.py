@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import inspect
 import textwrap
@@ -66,9 +67,10 @@ def _stride_order(tensor: torch.Tensor) -> str:
     return "" if order == dims else "@" + ",".join(map(str, order))
 
 
-def parameter_names(kernel: ct.kernel) -> list[str]:
+@functools.cache
+def parameter_names(kernel: ct.kernel) -> tuple[str, ...]:
     """The names of a kernel's parameters, in order."""
-    return list(inspect.signature(kernel._pyfunc).parameters)
+    return tuple(inspect.signature(kernel._pyfunc).parameters)
 
 
 def kernel_name(kernel: ct.kernel) -> str:
