@@ -7,6 +7,7 @@ docs/kernel-registry.md.
 from collections.abc import Mapping
 from typing import Any
 
+from tilegym.kernel import own
 from tilegym.kernel import registry
 from tilegym.kernel.function import apply_function_kernel
 from tilegym.kernel.function import register_function_kernel
@@ -30,3 +31,6 @@ def register_kernels(config: Mapping[str, Any]) -> None:
     from tilegym.kernel import config as batch  # pydantic is imported where it is used
 
     registry.add(*batch.records(config, "register_kernels"))
+
+
+own.register()

@@ -88,8 +88,12 @@ def make_function_kernel(
     if repo_id is None and (version is not None or revision is not None):
         raise KernelError(f"{who}: version and revision belong to repo_id")
     parsed_mode = modes.parse_mode(mode, who)
+    suits = None
     if func_impl is not None:
-        implementation = registry.find_named_function(func_impl) if isinstance(func_impl, str) else func_impl
+        implementation = func_impl
+        if isinstance(func_impl, str):
+            named = registry.find_named_function(func_impl)
+            implementation, suits = named.function, named.suits
         if not callable(implementation):
             raise KernelError(f"{who}: func_impl must be a callable or the name of one, this is {func_impl!r}")
         problem = checks.mode_problem(implementation, parsed_mode)
@@ -108,7 +112,9 @@ def make_function_kernel(
             is_layer=False,
             where=who,
         )
-    return registry.FunctionKernel(func_name, target_module, source, modes.parse_device(device, who), parsed_mode)
+    return registry.FunctionKernel(
+        func_name, target_module, source, modes.parse_device(device, who), parsed_mode, suits
+    )
 
 
 def register_function_batch(config: Mapping[str, Mapping[str, Any]]) -> None:

@@ -95,6 +95,9 @@ def _load(record: registry.FunctionKernel, mode: Mode | None) -> Callable:
         loaded = checks.check_layer_class(loaded, who)().forward
     elif not callable(loaded):
         raise KernelError(f"{who}: load() gave {loaded!r}, which cannot be called")
+    problem = record.suits(original) if record.suits else None
+    if problem:
+        raise KernelError(f"{record.target} cannot be replaced by {who}: {problem}")
     return checks.fitted(loaded, original, who, record.target)
 
 

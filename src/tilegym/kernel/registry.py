@@ -41,17 +41,29 @@ class ExternalLayer:
 
 @dataclass(frozen=True)
 class FunctionKernel:
-    """A kernel for the function ``func_name`` of the Python module ``target_module``."""
+    """A kernel for the function ``func_name`` of the Python module ``target_module``.
+
+    ``suits(original)``, if given, says why the kernel cannot replace that function, or gives None.
+    """
 
     func_name: str
     target_module: str
     source: Source
     device: str | None
     mode: Mode
+    suits: Callable[[Callable], str | None] | None = None
 
     @property
     def target(self) -> str:
         return f"{self.target_module}.{self.func_name}"
+
+
+@dataclass(frozen=True)
+class NamedFunction:
+    """A function that ``func_impl`` can name, with the ``suits`` of its :class:`FunctionKernel`."""
+
+    function: Callable
+    suits: Callable[[Callable], str | None] | None = None
 
 
 Record = LayerKernel | ExternalLayer | FunctionKernel
@@ -60,7 +72,7 @@ _lock = threading.RLock()
 _layers: dict[str, dict[tuple[str | None, Mode], LayerKernel]] = {}
 _external: dict[type[nn.Module], ExternalLayer] = {}
 _functions: dict[str, dict[tuple[str | None, Mode], FunctionKernel]] = {}
-_named_functions: dict[str, Callable] = {}
+_named_functions: dict[str, NamedFunction] = {}
 _own: list[Record] = []
 
 
@@ -78,10 +90,10 @@ def add(*records: Record, own: bool = False) -> None:
                 _functions.setdefault(record.target, {})[record.device, record.mode] = record
 
 
-def add_named_function(name: str, function: Callable) -> None:
+def add_named_function(name: str, function: Callable, suits: Callable[[Callable], str | None] | None = None) -> None:
     """Makes ``function`` known under ``name``, so that ``func_impl="name"`` registers it for a target."""
     with _lock:
-        _named_functions[name] = function
+        _named_functions[name] = NamedFunction(function, suits)
 
 
 def list_layer_kernels(name: str | None = None) -> list[LayerKernel]:
@@ -104,7 +116,7 @@ def list_function_kernels(target_module: str | None = None) -> list[FunctionKern
     return [kernel for kernel in kernels if target_module in (None, kernel.target_module)]
 
 
-def list_named_functions() -> dict[str, Callable]:
+def list_named_functions() -> dict[str, NamedFunction]:
     """The functions that ``func_impl`` can name."""
     with _lock:
         return dict(_named_functions)
@@ -141,7 +153,7 @@ def select_function_kernels(
         return {target: find_function_kernel(target, device, mode) for target in sorted(targets)}
 
 
-def find_named_function(name: str) -> Callable:
+def find_named_function(name: str) -> NamedFunction:
     """The function known as ``name``.
 
     Raises:
