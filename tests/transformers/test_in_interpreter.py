@@ -1,0 +1,45 @@
+"""Whole models on the cuTile kernels where there is no GPU: the interpreter runs them, so few and small."""
+
+import pytest
+import torch
+from common import HAS_GPU
+from tiny_models import FAMILIES
+from tiny_models import assert_close
+from tiny_models import make_model
+from tiny_models import padded
+
+from tilegym.backend import observe_calls
+from tilegym.backend import use_backend
+from tilegym.transformers import monkey_patch
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="on a GPU the other files run the kernels themselves")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_and_decoding(family, monkeypatch):
+    """A left-padded batch, prompts longer than the window, then greedy tokens one by one."""
+    monkeypatch.setenv("DISABLE_FALLBACK", "1")
+    model = make_model(family)
+    ids, mask = padded([9, 4], "left")
+    options = dict(attention_mask=mask, max_new_tokens=2, min_new_tokens=2, do_sample=False)
+    with torch.no_grad():
+        expected = model.generate(ids, **options), model(ids, attention_mask=mask).logits
+        served = set()
+
+        class Seen:
+            def __init__(self, op, backend):
+                served.add((op, backend))
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *exc_info):
+                return None
+
+        with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=True), observe_calls(Seen):
+            assert torch.equal(model.generate(ids, **options), expected[0])
+            logits = model(ids, attention_mask=mask).logits
+    assert_close(logits[mask.bool()], expected[1][mask.bool()])
+    ops = {op for op, backend in served if backend == "cutile"}
+    assert ops >= {"rms_norm", "swiglu", "apply_rope_base", "fmha", "fmha_decode"}
+    assert not any(backend == "pytorch" for _, backend in served)
