@@ -19,6 +19,23 @@ def fmha(
     attention_mask: torch.Tensor | None = None,
     kv_len: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    return attention(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float | None,
+    is_causal: bool,
+    window_size: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """``fmha``, with dropout of the attention weights besides."""
     check_arguments("fmha", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
     scaling = q.shape[3] ** -0.5 if scaling is None else scaling
     queries, keys = q.shape[2], k.shape[2]
@@ -37,11 +54,11 @@ def fmha(
     if soft_cap is not None or sinks is not None:
         if causal_in_sdpa:
             mask = _visible_keys(queries, keys, True, None, None, q.device)
-        return _attention(q, k, v, scaling, soft_cap, sinks, mask)
+        return _spelled_out(q, k, v, scaling, soft_cap, sinks, mask, dropout)
     groups = q.shape[1] // k.shape[1]
     if mask is None:
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal_in_sdpa, scale=scaling, enable_gqa=groups > 1
+            q, k, v, dropout_p=dropout, is_causal=causal_in_sdpa, scale=scaling, enable_gqa=groups > 1
         )
     if groups > 1:
         # With a mask, grouped heads would send SDPA to its slowest path.
@@ -51,7 +68,8 @@ def fmha(
         mask = mask.to(q.dtype)
     if mask.dtype != torch.bool and q.dtype == torch.float64:
         mask = mask.double()
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling).masked_fill(blind, 0.0)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return out.masked_fill(blind, 0.0)
 
 
 def _visible_keys(
@@ -78,7 +96,7 @@ def _see_something(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mask.masked_fill(blind, 0.0), blind
 
 
-def _attention(
+def _spelled_out(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -86,6 +104,7 @@ def _attention(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
     mask: torch.Tensor | None,
+    dropout: float,
 ) -> torch.Tensor:
     """The formula with nothing fused: scores and softmax in fp32 (fp64 for fp64)."""
     groups = q.shape[1] // k.shape[1]
@@ -101,7 +120,7 @@ def _attention(
     if sinks is not None:
         sink = sinks.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sink), dim=-1)
-    p = torch.softmax(scores, dim=-1)[..., : v.shape[2]]
+    p = F.dropout(torch.softmax(scores, dim=-1)[..., : v.shape[2]], dropout)
     out = (p @ v.to(dtype)).to(q.dtype)
     return out if blind is None else out.masked_fill(blind, 0.0)
 
