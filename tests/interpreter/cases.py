@@ -50,6 +50,10 @@ def numbers(dtype: torch.dtype, size: int = SIZE, seed: Any = 0, low: float = -8
     return torch.from_numpy(rng.uniform(low, high, size)).to(dtype)
 
 
+def matrix(dtype: torch.dtype, rows: int, columns: int, seed="m", **bounds) -> torch.Tensor:
+    return numbers(dtype, rows * columns, seed, **bounds).reshape(rows, columns)
+
+
 def edges(dtype: torch.dtype, seed: Any = 0) -> torch.Tensor:
     """Random numbers with the special ones of the dtype among them."""
     values = numbers(dtype, seed=seed)

@@ -10,15 +10,12 @@ from interpreter.cases import FLOAT8
 from interpreter.cases import SIZE
 from interpreter.cases import Case
 from interpreter.cases import edges
+from interpreter.cases import matrix
 from interpreter.cases import numbers
 from interpreter.cases import short
 
 INTEGERS = (torch.int32, torch.int64)
 ARITHMETIC = (*F.FLOAT_DTYPES, torch.int8, torch.int32, torch.int64, torch.uint8)
-
-
-def matrix(dtype: torch.dtype, rows: int, columns: int, seed="m", **bounds) -> torch.Tensor:
-    return numbers(dtype, rows * columns, seed, **bounds).reshape(rows, columns)
 
 
 def small_integers(dtype: torch.dtype, *shape: int, seed="s", low: int = -3, high: int = 4) -> torch.Tensor:

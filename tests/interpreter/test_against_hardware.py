@@ -6,6 +6,8 @@ import os
 import cuda.tile as ct
 import pytest
 import torch
+from cuda.tile.compilation import CallingConvention
+from cuda.tile.compilation import KernelSignature
 
 from interpreter import cases
 from interpreter import programs
@@ -80,6 +82,15 @@ def differences(case: cases.Case) -> list[str]:
 def test_kernel(case):
     found = differences(case)
     assert not found, f"the interpreter differs from the GPU in {len(found)} ways:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_signature(case):
+    args = case.make_args()
+    real = KernelSignature.from_kernel_args(
+        case.kernel, tuple(moved(args, "cuda")), CallingConvention.cutile_python_v2()
+    )
+    assert interpreter.kernel_signature(case.kernel, args).parameters == real.parameters
 
 
 @pytest.mark.skipif(not IS_BLACKWELL, reason="block-scaled products need Blackwell")
