@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tilegym import ops
 from tilegym.cli import build_app
+from tilegym.errors import UnsupportedError
 
 ROOT = Path(__file__).parents[2]
 TINY_LLAMA = str(ROOT / "examples/models/tiny-llama")
@@ -167,6 +168,18 @@ class Test_Patched:
         assert summary["comparison"]["token_agreement"] == 1.0
         assert summary["outputs"][0]["text"].startswith(" Paris.")
         assert all("(cutile)" in entry["name"] for entry in summary["kernel_coverage"]["entries"] if entry["own"])
+
+    def test_fallbacks_are_noted(self, monkeypatch):
+        def refuse(*args, **kwargs):
+            raise UnsupportedError("a reason of its own")
+
+        monkeypatch.setitem(ops.rms_norm.op.impls, "cutile", refuse)
+        result, summary = infer_json(
+            *("--model_id", TINY_LLAMA, *TILEGYM, "--interpret"),
+            *("--output_length", "1", "--num_runs", "1", "--warmup_runs", "0"),
+        )
+        assert result.exit_code == 0
+        assert any("pytorch instead of cutile: a reason of its own" in notice for notice in summary["notices"])
 
     @pytest.mark.parametrize("op", ["rms_norm", "apply_rope_base", "swiglu", "fmha"])
     def test_a_wrong_kernel_exits_1(self, op, monkeypatch):

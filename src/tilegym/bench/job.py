@@ -2,6 +2,7 @@
 
 import contextlib
 import platform
+import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from tilegym.bench.compare import compared_steps
 from tilegym.bench.coverage import Coverage
 from tilegym.bench.coverage import measure_coverage
 from tilegym.bench.coverage import profile_run
+from tilegym.errors import FallbackWarning
 from tilegym.errors import ModelError
 
 PROFILE_DIR = Path("out")
@@ -177,7 +179,7 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
     result = Result(options, device, backend, _describe(loaded), batches)
     if notice:
         result.notices.append(notice)
-    with models.out_of_memory_is_explained(device):
+    with models.out_of_memory_is_explained(device), _fallbacks_noted(result.notices):
         _measure(loaded.model, result, tell)
     result.outputs = list(_outputs(result, loaded.tokenizer))
     return result
@@ -187,6 +189,7 @@ def _measure(model: Any, result: Result, tell: Callable[[str], None]) -> None:
     options, batches = result.options, result.batches
 
     def measured(label: str) -> generate.Measurement:
+        tell(f"{label}: {options.warmup_runs} warm-up and {options.num_runs} timed runs")
         return generate.measure(
             model,
             batches,
@@ -227,6 +230,22 @@ def _observe(model: Any, result: Result, tell: Callable[[str], None]) -> None:
         tell("profiling")
         result.profile_file = PROFILE_DIR / f"profile-{Path(options.model_id).name}.json"
         result.profile_table = profile_run(run, result.device, result.profile_file)
+
+
+@contextlib.contextmanager
+def _fallbacks_noted(notices: list[str]) -> Iterator[None]:
+    """Adds to ``notices`` which ops did not run on the backend that was asked for."""
+    show_others = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+        if issubclass(category, FallbackWarning):
+            notices.append(str(message))
+        else:
+            show_others(message, category, *rest)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def _check_family(config: Any, model_id: str) -> None:
