@@ -25,6 +25,7 @@ from .memory import Memory
 from .program import describe
 
 _enabled = contextvars.ContextVar("tilegym_interpreter_sanitize", default=False)
+_SEVERAL = 2**62
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -56,7 +57,8 @@ class Sanitizer:
     """The checks of one launch, whose blocks run one after the other."""
 
     def __init__(self):
-        self._writers = {}  # storage -> per element: 0, or +-(1 + number of the block that wrote), - if atomically
+        # storage -> per element: 0, or 1 + number of the block that wrote, negative if only atomically
+        self._writers = {}
         self._log = []
 
     def run_block(self, program, registers: list, block: tuple, grid: tuple) -> None:
@@ -114,15 +116,26 @@ class Sanitizer:
             conflict &= previous > 0  # atomics of several blocks go together
         if bool(conflict.any()):
             lane = int(conflict.nonzero()[0])
-            rows, x = divmod(abs(int(previous[lane])) - 1, state.grid[0])
-            z, y = divmod(rows, state.grid[1])
             raise WriteConflictError(
-                f"an element that block {(x, y, z)} wrote is written again, not both times by an atomic operation",
+                f"an element that {_writer_name(int(previous[lane]), state.grid)} wrote is written again, not every time"
+                " by an atomic operation",
                 location=describe(location),
                 array=memory.name,
                 index=memory.index_of(int(offsets[lane])),
             )
-        writers[offsets] = -mine if atomic else mine
+        if atomic:
+            alone = torch.where(previous.abs() == mine, previous, -mine)  # its plain store stays one
+            writers[offsets] = torch.where((previous == 0) | (previous.abs() == mine), alone, -_SEVERAL)
+        else:
+            writers[offsets] = mine
+
+
+def _writer_name(writer: int, grid: tuple) -> str:
+    if abs(writer) == _SEVERAL:
+        return "several blocks"
+    rows, x = divmod(abs(writer) - 1, grid[0])
+    z, y = divmod(rows, grid[1])
+    return f"block {(x, y, z)}"
 
 
 def _offsets(window, strides) -> torch.Tensor:
