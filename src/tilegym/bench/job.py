@@ -89,6 +89,10 @@ class Result:
         return self.patched or self.unpatched
 
     @property
+    def precision(self) -> str:
+        return str(models.PRECISIONS[self.options.precision]).removeprefix("torch.")
+
+    @property
     def failed(self) -> bool:
         return self.comparison is not None and not self.comparison.passed
 
@@ -101,7 +105,7 @@ class Result:
             "backend": self.backend,
             "interpreted": self.options.interpret,
             "model": self.model,
-            "precision": str(models.PRECISIONS[self.options.precision]).removeprefix("torch."),
+            "precision": self.precision,
             "batch_sizes": [batch.size for batch in self.batches],
             "prompt_lengths": [batch.prompt_length for batch in self.batches],
             "output_length": self.options.output_length,

@@ -42,7 +42,7 @@ def _show_setup(result: Result, console: Console) -> None:
     more = f" and {len(result.batches) - 4} more" if len(result.batches) > 4 else ""
     rows = {
         "model": f"{model['id']} ({model['type']}, {_count(model['parameters'])} parameters, {weights})",
-        "device": f"{device_name(result.device)}, {str(result.summary()['precision'])}",
+        "device": f"{device_name(result.device)}, {result.precision}",
         "kernels": "unpatched" if result.backend is None else f"TileGym, backend {result.backend}",
         "work": f"prompts {sizes}{more} tokens, {options.output_length} new tokens each, "
         f"{options.num_runs} runs after {options.warmup_runs} warm-up",
