@@ -21,6 +21,12 @@ SHORT = ["--output_length", "6", "--num_runs", "1", "--warmup_runs", "0"]
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 
 
+@pytest.fixture(autouse=True)
+def no_tuning(monkeypatch):
+    """These tests ask whether results are right; on a GPU tuning would take most of their time."""
+    monkeypatch.setenv("TILEGYM_DISABLE_AUTOTUNE", "1")
+
+
 def infer(*args):
     return CliRunner().invoke(build_app("infer"), ["infer", *args])
 
@@ -144,6 +150,19 @@ class Test_Patched:
         result = infer("--model_id", TINY_LLAMA, *TILEGYM, *SHORT, "--report_kernel_coverage")
         assert re.search(r"^>>> Dispatched Op Coverage \(CPU Time\): \d+\.\d% <<<$", result.stdout, re.MULTILINE)
         assert "no GPU" in result.stdout
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_coverage_on_a_gpu_is_of_all_four_computes(self):
+        result = infer("--model_id", TINY_LLAMA, *TILEGYM, *SHORT, "--report_kernel_coverage", "--json")
+        assert result.exit_code == 0, result.stderr
+        assert re.search(r"^>>> cuTile Kernel Coverage \(GPU Time\): \d+\.\d% <<<$", result.stderr, re.MULTILINE)
+        coverage = json.loads(result.stdout)["kernel_coverage"]
+        assert coverage["measure"] == "gpu_time_in_own_kernels"
+        own = {entry["name"]: entry["calls"] for entry in coverage["entries"] if entry["own"]}
+        assert len(own) >= 4, own
+        # 2 norms in each of 4 layers and a last one, in 6 forward passes.
+        assert sum(calls for name, calls in own.items() if "rms_norm" in name) == 54, own
 
     def test_without_attention(self):
         _, summary = infer_json("--model_id", TINY_LLAMA, "--use_tilegym", *SHORT)
