@@ -92,6 +92,11 @@ def test_a_provider_that_is_right_only_under_autograd_is_wrong():
     assert found["sly", "forward"].status == found["sly", "both"].status == "WRONG"
 
 
+def test_a_provider_whose_outputs_are_wrong_only_under_autograd_is_wrong():
+    found = measure(toy(sly=lambda x, scale: formula(x, scale) + (1 if x.requires_grad else 0)))
+    assert found["sly", "both"].status == "WRONG"
+
+
 def test_failures_are_rows():
     def fail(x, scale):
         raise RuntimeError("no available\nkernel")
