@@ -116,9 +116,9 @@ class Sanitizer:
             conflict &= previous > 0  # atomics of several blocks go together
         if bool(conflict.any()):
             lane = int(conflict.nonzero()[0])
+            writer = _writer_name(int(previous[lane]), state.grid)
             raise WriteConflictError(
-                f"an element that {_writer_name(int(previous[lane]), state.grid)} wrote is written again, not every time"
-                " by an atomic operation",
+                f"an element that {writer} wrote is written again, not every time by an atomic operation",
                 location=describe(location),
                 array=memory.name,
                 index=memory.index_of(int(offsets[lane])),

@@ -1,0 +1,168 @@
+"""The interpreter in the place of cuda.tile.launch: in a process, for a script, and for a test suite."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import cuda.tile as ct
+import pytest
+import torch
+
+from tilegym import interpreter
+from tilegym.interpreter.cuda_on_cpu import redirect
+
+
+@ct.kernel
+def double(x, y):
+    ct.store(y, (ct.bid(0),), ct.load(x, (ct.bid(0),), (4,)) * 2)
+
+
+SCRIPT = """
+    import sys
+    import torch
+    import cuda.tile as ct
+    from cuda.tile import launch
+
+
+    @ct.kernel
+    def double(x, y):
+        ct.store(y, (ct.bid(0),), ct.load(x, (ct.bid(0),), (4,)) * 2)
+
+
+    x = torch.arange(8.0, device="cuda")
+    y = torch.empty_like(x)
+    ct.launch(torch.cuda.current_stream(), (1,), double, (x, y))
+    launch(torch.cuda.current_stream(), (2,), double, (x, y))
+    torch.cuda.synchronize()
+    print(y.cpu().tolist(), sys.argv[1:])
+"""
+
+TEST_FILE = """
+    import pytest
+    import torch
+    import cuda.tile as ct
+
+    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+    @ct.kernel
+    def row_sums(x, y, masked: ct.Constant[bool]):
+        tile = ct.load(x, (ct.bid(0), 0), (1, 8))
+        if masked:
+            tile = ct.where(ct.arange(8, dtype=ct.int32)[None, :] < 5, tile, 0)
+        ct.store(y, (ct.bid(0),), ct.sum(tile, axis=1))
+
+
+    @pytest.mark.parametrize("masked", [True, False])
+    def test_row_sums(masked):
+        x = torch.ones(3, 5).cuda()
+        y = torch.zeros(3, device="cuda:0")
+        ct.launch(torch.cuda.current_stream(), (3,), row_sums, (x, y, masked))
+        assert torch.equal(y, x.sum(1))
+"""
+
+
+def test_install_and_uninstall():
+    real = ct.launch
+    assert not interpreter.is_installed()
+    interpreter.install()
+    try:
+        interpreter.install()
+        assert interpreter.is_installed() and ct.launch is not real
+        x, y = torch.ones(8), torch.zeros(8)
+        ct.launch(None, (2,), double, (x, y))
+        ct.launch(None, (2,), double, (x, y), programmatic_dependent_launch=True)
+        assert y.tolist() == [2] * 8
+    finally:
+        interpreter.uninstall()
+    assert ct.launch is real and not interpreter.is_installed()
+    interpreter.uninstall()
+
+
+def test_names_imported_before_are_replaced_too():
+    real = ct.launch
+    globals()["imported_launch"] = real
+    interpreter.install()
+    try:
+        assert globals()["imported_launch"] is ct.launch is not real
+    finally:
+        interpreter.uninstall()
+    assert globals().pop("imported_launch") is real
+
+
+def test_cuda_devices_are_the_cpu():
+    before = torch.cuda.is_available
+    with redirect():
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+        cpu = torch.zeros(4)
+        on_gpu = cpu.cuda()
+        on_gpu += 1
+        assert cpu.sum() == 0 and on_gpu.cpu().sum() == 4
+        made = [
+            torch.ones(2, device="cuda"),
+            torch.ones(2, device=torch.device("cuda", 0)),
+            torch.ones(2).to("cuda:0"),
+            torch.ones(2).to(device="cuda", dtype=torch.float64),
+            torch.ones(2).to(torch.device("cuda"), torch.float16),
+            torch.tensor([1, 1], device="cuda"),
+            torch.ones(2).pin_memory(),
+            torch.nn.Linear(2, 2, device="cuda").weight,
+            torch.nn.Linear(2, 2).cuda().weight,
+        ]
+        with torch.device("cuda"):
+            made.append(torch.ones(2))
+        assert {tensor.device.type for tensor in made} == {"cpu"}
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            start.record()
+            end.record()
+        torch.cuda.synchronize()
+        assert start.elapsed_time(end) >= 0
+    assert torch.cuda.is_available is before
+
+
+def run(tmp_path, name: str, text: str, *command: str, interpret: bool = True) -> subprocess.CompletedProcess:
+    (tmp_path / name).write_text(textwrap.dedent(text))
+    environment = {name: value for name, value in os.environ.items() if name != "TILEGYM_INTERPRET"}
+    environment["OMP_NUM_THREADS"] = "1"
+    if interpret:
+        environment["TILEGYM_INTERPRET"] = "1"
+    return subprocess.run(
+        [sys.executable, *command, name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_script_for_a_gpu(tmp_path):
+    done = run(tmp_path, "script.py", SCRIPT, "-m", "tilegym.interpreter", interpret=False)
+    assert (done.returncode, done.stdout) == (0, "[0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0] []\n"), done.stderr
+
+
+def test_a_script_that_is_not_there(tmp_path):
+    command = [sys.executable, "-m", "tilegym.interpreter", "missing.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.strip() == "no such script: missing.py"
+
+
+def test_the_environment_variable(tmp_path):
+    text = "import tilegym.interpreter as i, cuda.tile as ct; print(i.is_installed(), ct.launch.__name__)"
+    assert run(tmp_path, "script.py", text).stdout == "True interpreted_launch\n"
+
+
+PLUGIN = ("-m", "pytest", "-p", "no:cacheprovider", "-rs")
+
+
+def test_a_test_suite_for_a_gpu(tmp_path):
+    done = run(tmp_path, "test_suite.py", TEST_FILE, *PLUGIN)
+    assert "2 passed" in done.stdout and "kernels run in the interpreter" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_sanitized_test_suite(tmp_path):
+    done = run(tmp_path, "test_suite.py", TEST_FILE, *PLUGIN, "--tilegym-sanitize")
+    assert "1 failed, 1 passed" in done.stdout and "depends on undetermined padding" in done.stdout, done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_plugin_is_inert_without_the_variable(tmp_path):
+    done = run(tmp_path, "test_suite.py", TEST_FILE, *PLUGIN, interpret=False)
+    assert "2 skipped" in done.stdout and "interpreter" not in done.stdout.lower(), done.stdout + done.stderr
