@@ -21,6 +21,7 @@ from tilegym.errors import KernelError
 from tilegym.kernel import checks
 from tilegym.kernel import registry
 from tilegym.kernel.modes import Mode
+from tilegym.kernel.reports import FUNCTION
 from tilegym.kernel.reports import Replacement
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
@@ -68,18 +69,18 @@ def plan_functions(
             others = [k for k in registry.list_function_kernels() if k.target == target]
             there = ", ".join(f"{k.device or 'any device'}/{k.mode}" for k in others)
             why = f"no kernel for device {device or 'any'} and mode {mode or 'any'}; it is registered for {there}"
-            skipped.append(Replacement(target, "function", "", why=why))
+            skipped.append(Replacement(target, FUNCTION, "", why=why))
             continue
         try:
             function = _load(record, mode)
         except KernelError as error:
-            skipped.append(Replacement(target, "function", "", str(record.source), why=str(error)))
+            skipped.append(Replacement(target, FUNCTION, "", str(record.source), why=str(error)))
         except Exception as error:  # code of others: whatever it raises belongs in the report
             why = f"the kernel could not be loaded: {type(error).__name__}: {error}"
-            skipped.append(Replacement(target, "function", "", str(record.source), why=why))
+            skipped.append(Replacement(target, FUNCTION, "", str(record.source), why=why))
         else:
             name = getattr(function, "__qualname__", type(function).__qualname__)
-            plans.append(FunctionPlan(record, function, Replacement(target, "function", name, str(record.source))))
+            plans.append(FunctionPlan(record, function, Replacement(target, FUNCTION, name, str(record.source))))
     return plans, skipped
 
 
@@ -140,7 +141,7 @@ def claim(owner: Any, plans: list[FunctionPlan], model: nn.Module | None, instan
             _enforce(plan.record.target, target)
             if model is not None:
                 for path, layer, name in _instance_holders(model, held_as):
-                    entry = Entry(f"{path}.{name}" if path else name, "function", plan.entry.kernel)
+                    entry = Entry(f"{path}.{name}" if path else name, FUNCTION, plan.entry.kernel)
                     instance_patches.replace_attribute(layer, name, plan.function, entry)
 
 
@@ -169,7 +170,7 @@ def _enforce(name: str, target: _Target) -> None:
         return
     plan = target.claims[-1][1]
     for (module_name, attribute), module in target.holders.items():
-        entry = Entry(f"{module_name}.{attribute}", "function", plan.entry.kernel)
+        entry = Entry(f"{module_name}.{attribute}", FUNCTION, plan.entry.kernel)
         target.patches.replace_function(module, attribute, plan.function, entry)
 
 

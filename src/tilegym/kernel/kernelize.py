@@ -102,7 +102,7 @@ def apply(
             function_patches.claim(owner, functions_planned, model, report.patches)
         _leave(model, report)
     for what, why in dict.fromkeys(
-        (entry.name if entry.original == "function" else entry.original, entry.why) for entry in report.skipped
+        (entry.name if entry.original == reports.FUNCTION else entry.original, entry.why) for entry in report.skipped
     ):
         reports.warn_once(f"{what} was not replaced: {why}", stacklevel=4)
     return model

@@ -12,6 +12,10 @@ from tilegym.errors import KernelError
 from tilegym.errors import KernelWarning
 from tilegym.transformers.patching import PatchSet
 
+logger = logging.getLogger("tilegym.kernel")
+
+FUNCTION = "function"  # what a report gives as the original of a function
+
 
 @dataclass(frozen=True)
 class Replacement:
@@ -59,6 +63,14 @@ class Report:
             lines += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
         return "\n".join(lines)
 
+    def __getstate__(self) -> dict:
+        """For copying and pickling: without the functions, which were patched for this model and not for its copy."""
+        state = dict(vars(self))
+        state["replaced"] = [entry for entry in self.replaced if entry.original != FUNCTION]
+        if len(state["replaced"]) < len(self.replaced):
+            state["note"] = "a copy: functions were replaced for the model that it was copied from"
+        return state
+
     def raise_if_incomplete(self) -> None:
         """Raises KernelError, listing them, if anything was not replaced, or nothing was."""
         if self.skipped:
@@ -81,9 +93,6 @@ def _rows(entries: list[Replacement], status: str) -> list[tuple[str, ...]]:
         (status, e.name, e.original, e.kernel, e.source, str(n), e.why or ("verified" if e.verified else ""))
         for e, n in counts.items()
     ]
-
-
-logger = logging.getLogger("tilegym.kernel")
 
 
 def log_disabled(what: str) -> str:
