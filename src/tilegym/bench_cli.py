@@ -3,6 +3,7 @@
 The benchmarks themselves are the files ``tests/benchmark/bench_*.py`` of a checkout; each of them can be run as well.
 """
 
+import gc
 import os
 import shlex
 import sys
@@ -170,6 +171,7 @@ def _measure(tasks, benchmarks, settings, dtype, backend, only, host, output):
                 steps.begin(f"{benchmark.op} {shape.label}")
                 run.results += runner.measure_shape(benchmark, shape, modes, session)
                 run.write(output)
+                gc.collect()  # while samples are taken it is off
                 if timer.device == "cuda":
                     torch.cuda.empty_cache()
             for benchmark in benchmarks if host else ():

@@ -54,7 +54,6 @@ class Trial:
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
