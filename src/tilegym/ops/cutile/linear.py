@@ -77,6 +77,10 @@ def _few_rows_tile(bits: int, interpreted: bool) -> tuple[int, int]:
     return (128, 128) if bits == 16 else (64, 64)
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def _fake(x, weight, bias):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -87,7 +91,7 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     out = _fake(x, weight, bias)
     if x.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-    rows = x if x.dim() == 2 else x.reshape(-1, k)
+    rows = _rows(x)
     m = rows.shape[0]
     y = out.view(m, n)
     if m > MAX_GEMV_ROWS:
@@ -121,11 +125,11 @@ class Linear(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dx = dw = db = None
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows = _rows(dy)
         if ctx.needs_input_grad[0]:
             dx = differentiable_matmul(rows, weight).view(x.shape)
         if ctx.needs_input_grad[1]:
-            dw = differentiable_matmul(rows, x.reshape(-1, x.shape[-1]), True, False)
+            dw = differentiable_matmul(rows, _rows(x), True, False)
         if ctx.needs_input_grad[2]:
             db = rows.sum(0)
         return dx, dw, db

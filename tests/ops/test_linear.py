@@ -1,0 +1,95 @@
+import pytest
+import torch
+from common import HAS_GPU
+from common import PyTestCase
+from common import assert_compiles
+from common import backends
+from common import dtypes
+from common import gpu
+from common import randn
+
+from tilegym.ops import linear
+from tilegym.ops.cutile.linear import few_rows_kernel
+from tilegym.ops.cutile.linear import gemv_kernel
+from tilegym.ops.cutile.linear import linear_forward
+from tilegym.ops.pytorch.linear import linear as reference
+
+# x and N: one row, a few, many; K not a multiple of the tile's.
+SHAPES = [((1, 64), 32), ((1, 1, 333), 7), ((5, 70), 50), ((2, 8, 64), 96), ((3, 7, 33), 50), ((40,), 9)]
+GPU_SHAPES = [((1, 4096), 14336), ((1, 14336), 4096), ((1, 4096), 128256), ((8, 4096), 6144), ((2, 512, 4096), 4096)]
+
+
+def arguments(shape, n, dtype, bias):
+    kwargs = dict(x=randn(*shape, dtype=dtype), weight=randn(n, shape[-1], dtype=dtype, seed=1))
+    return kwargs | ({"bias": randn(n, dtype=dtype, seed=2)} if bias else {})
+
+
+class Test_Linear(PyTestCase):
+    @backends("linear")
+    @dtypes()
+    @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+    @pytest.mark.parametrize(("shape", "n"), SHAPES + (GPU_SHAPES if HAS_GPU else []), ids=str)
+    def test_op(self, backend, dtype, shape, n, bias):
+        kwargs = arguments(shape, n, dtype, bias)
+        self.assertCorrectness(linear, reference, kwargs, {"backend": backend}, gradient=True)
+
+    @pytest.mark.parametrize("rows", [1, 3, 20])
+    @pytest.mark.parametrize(
+        "view",
+        [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:, 3:40], lambda x: x[:1].expand(64, 64)],
+        ids=["transposed", "every_other_column", "slice", "expanded"],
+    )
+    def test_not_contiguous(self, rows, view):
+        x, weight = view(randn(64, 64, dtype=torch.bfloat16))[:rows], view(randn(64, 64, dtype=torch.bfloat16, seed=1))
+        self.assertCorrectness(linear, reference, dict(x=x, weight=weight), {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+    def test_gradients_of_some(self, frozen):
+        kwargs = arguments((20, 24), 40, torch.float32, True)
+        wanted = tuple({"x", "weight", "bias"} - {frozen})
+        self.assertCorrectness(linear, reference, kwargs, {"backend": "cutile"}, gradient=wanted)
+
+    @pytest.mark.parametrize(("shape", "n"), [((0, 8), 4), ((3, 8), 0), ((3, 0), 4), ((20, 0), 4)], ids=str)
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_empty(self, shape, n, bias):
+        kwargs = arguments(shape, n, torch.float32, bias)
+        self.assertCorrectness(linear, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("rows", [1, 3, 20])
+    def test_nan_stays_in_its_row(self, rows):
+        kwargs = arguments((rows, 50), 33, torch.bfloat16, True)
+        kwargs["weight"][3, 7], kwargs["weight"][4, 1] = float("nan"), float("inf")
+        self.assertCorrectness(linear, reference, kwargs, {"backend": "cutile"})
+
+    @backends("linear")
+    def test_wrong_arguments(self, backend):
+        x, weight = randn(3, 4), randn(5, 4)
+        with pytest.raises(ValueError, match="linear: expected x"):
+            linear(x, weight.t(), backend=backend)
+        with pytest.raises(ValueError, match="linear: bias must be \\[5\\]"):
+            linear(x, weight, x[0], backend=backend)
+        with pytest.raises(TypeError, match="linear: .* one dtype"):
+            linear(x, weight.half(), backend=backend)
+
+    @pytest.mark.parametrize("rows", [1, 3, 20])
+    def test_compiled(self, rows):
+        def call(x, weight, bias):
+            return linear(x * 2, weight, bias, backend="cutile").relu()
+
+        self.assertCompiledEqualsEager(call, randn(rows, 48), randn(40, 48, seed=1), randn(40, seed=2))
+
+    @pytest.mark.parametrize("rows", [1, 3, 20])
+    def test_operator(self, rows):
+        torch.library.opcheck(linear_forward.operator, (randn(2, rows, 48), randn(40, 48, seed=1), None))
+
+    def test_compiles_for_every_architecture(self):
+        x, weight = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096, dtype=torch.bfloat16)
+        y = torch.empty(1, 1024, dtype=torch.bfloat16)
+        assert_compiles(gemv_kernel, (x, weight, y[0], y, 4, 1024, True))
+        assert_compiles(few_rows_kernel, (x, weight, y[0], y, 16, 128, 128, True, False))
+
+    @gpu
+    @pytest.mark.parametrize("rows", [1, 4, 100])
+    def test_graph_capture(self, rows):
+        x, weight = randn(rows, 1024, dtype=torch.bfloat16), randn(768, 1024, dtype=torch.bfloat16)
+        self.assertCaptures(lambda x, w: linear(x, w, backend="cutile"), x, weight)
