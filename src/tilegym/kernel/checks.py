@@ -25,17 +25,17 @@ def check_layer_class(kernel: Any, who: str) -> type[nn.Module]:
     if not (isinstance(kernel, type) and issubclass(kernel, nn.Module)):
         raise KernelError(f"{who}: a layer kernel is a subclass of torch.nn.Module, this is {kernel!r}")
     if kernel.forward is nn.Module.forward:
-        raise KernelError(f"{who}: {kernel.__qualname__} defines no forward")
+        raise KernelError(f"{who}: {kernel.__name__} defines no forward")
     if kernel.__init__ is not nn.Module.__init__:
         raise KernelError(
-            f"{who}: {kernel.__qualname__} is stateful: it has a constructor, but only its forward runs, on the layer "
+            f"{who}: {kernel.__name__} is stateful: it has a constructor, but only its forward runs, on the layer "
             "that it replaces; remove __init__ and read parameters from that layer"
         )
     own = {name for base in kernel.__mro__ if base not in nn.Module.__mro__ for name in vars(base)}
     extra = sorted(name for name in own - _ALLOWED if not (name.startswith("__") and name.endswith("__")))
     if extra:
         raise KernelError(
-            f"{who}: {kernel.__qualname__} is stateful: it defines {', '.join(extra)}, which the layer it replaces "
+            f"{who}: {kernel.__name__} is stateful: it defines {', '.join(extra)}, which the layer it replaces "
             "does not have; make it a function of the Python module"
         )
     return kernel
@@ -176,5 +176,5 @@ def fitted_forward(kernel: type[nn.Module], layer_class: type[nn.Module], kernel
     Raises:
         KernelError: it does not fit.
     """
-    who = f"kernel {kernel_name!r} for layer {layer_class.__qualname__}"
-    return fitted(kernel.forward, layer_class.forward, who, f"{layer_class.__qualname__}.forward")
+    who = f"kernel {kernel_name!r} for layer {layer_class.__name__}"
+    return fitted(kernel.forward, layer_class.forward, who, f"{layer_class.__name__}.forward")

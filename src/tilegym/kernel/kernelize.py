@@ -101,10 +101,11 @@ def apply(
             owner = function_patches.PROCESS if model is None else report
             function_patches.claim(owner, functions_planned, model, report.patches)
         _leave(model, report)
-    for what, why in dict.fromkeys(
-        (entry.name if entry.original == reports.FUNCTION else entry.original, entry.why) for entry in report.skipped
-    ):
-        reports.warn_once(f"{what} was not replaced: {why}", stacklevel=4)
+    for entry in report.skipped:
+        if entry.original != reports.FUNCTION:
+            reports.warn_once(f"{entry.original} was not replaced: {entry.why}", stacklevel=4)
+        elif entry.source:  # else its kernels are for other uses, which is nothing to warn of
+            reports.warn_once(f"{entry.name} was not replaced: {entry.why}", stacklevel=4)
     return model
 
 
@@ -127,7 +128,7 @@ def report(model: nn.Module | None = None) -> Report:
     """
     found = _report_of(model)
     if found is None:
-        what = f"this {type(model).__qualname__}" if model is not None else "without a model nothing"
+        what = f"this {type(model).__name__}" if model is not None else "without a model nothing"
         raise KernelError(f"{what} is not kernelized: there is no report")
     return found
 

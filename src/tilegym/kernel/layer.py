@@ -131,7 +131,7 @@ def make_external_layer(
     if not (isinstance(layer_class, type) and issubclass(layer_class, nn.Module)):
         raise KernelError(f"register_external_layer binds torch.nn.Module classes, this is {layer_class!r}")
     if not isinstance(kernel_name, str) or not kernel_name:
-        raise KernelError(f"{layer_class.__qualname__} cannot be bound to kernel {kernel_name!r}: give its name")
+        raise KernelError(f"{layer_class.__name__} cannot be bound to kernel {kernel_name!r}: give its name")
     for kernel in registry.list_layer_kernels(kernel_name):
         if isinstance(kernel.source, sources.InProcess):
             checks.fitted_forward(kernel.source.kernel, layer_class, kernel_name)

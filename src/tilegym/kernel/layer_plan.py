@@ -50,7 +50,7 @@ def plan_layers(
                 found[key] = _find(name, type(layer), mode, device)
             record, forward = found[key]
         source = str(record.source) if record else ""
-        entry = Replacement(path or "(the model)", type(layer).__qualname__, name, source)
+        entry = Replacement(path or "(the model)", type(layer).__name__, name, source)
         problem = forward if isinstance(forward, str) else _unsuitable(layer, record)
         if problem:
             skipped.append(Replacement(entry.name, entry.original, name, source, why=problem))
@@ -75,7 +75,7 @@ def _bound_kernel(layer: nn.Module) -> tuple[str | None, str]:
         if cls.forward is not owner.forward:
             return (
                 name,
-                f"a subclass of {owner.__qualname__} with its own forward; bind it with register_external_layer",
+                f"a subclass of {owner.__name__} with its own forward; bind it with register_external_layer",
             )
         condition = getattr(cls, "kernel_condition", None)
         if condition is not None and not condition(layer):
@@ -85,7 +85,7 @@ def _bound_kernel(layer: nn.Module) -> tuple[str | None, str]:
         binding = registry.find_external_layer(base)
         if binding is not None:
             return binding.kernel_name, (
-                f"a subclass of {base.__qualname__}, which alone is bound; bind it too, or pass subclasses=True"
+                f"a subclass of {base.__name__}, which alone is bound; bind it too, or pass subclasses=True"
             )
     return None, ""
 
@@ -117,7 +117,7 @@ def kernel_forward(record: registry.LayerKernel, layer_class: type[nn.Module], m
     kernel = checks.check_layer_class(record.source.load(), who)
     problem = checks.mode_problem(kernel, mode if record.mode == Mode.FALLBACK else mode | record.mode)
     if problem:
-        raise KernelError(f"{who} for layer {layer_class.__qualname__} in mode {mode}: {problem}")
+        raise KernelError(f"{who} for layer {layer_class.__name__} in mode {mode}: {problem}")
     forward = _own_copy(checks.fitted_forward(kernel, layer_class, record.name))
     forward.recipe = (_unpickled_forward, (record.name, record.source, layer_class))
     return forward
@@ -145,7 +145,7 @@ def _unpickled_forward(name: str, source: Source, layer_class: type[nn.Module]) 
         forward = checks.fitted_forward(checks.check_layer_class(source.load(), name), layer_class, name)
     except Exception as error:
         warnings.warn(
-            f"kernel {name!r} of a pickled {layer_class.__qualname__} could not be loaded, the layer computes as its "
+            f"kernel {name!r} of a pickled {layer_class.__name__} could not be loaded, the layer computes as its "
             f"class does: {error}",
             KernelWarning,
             stacklevel=2,

@@ -71,9 +71,7 @@ def _model_call(model: nn.Module, sample_inputs: Any) -> Call:
     if sample_inputs is None:
         sample_inputs = getattr(model, "dummy_inputs", None)
     if sample_inputs is None:
-        raise KernelError(
-            f"verify=True runs {type(model).__qualname__} once and needs inputs for it: pass sample_inputs="
-        )
+        raise KernelError(f"verify=True runs {type(model).__name__} once and needs inputs for it: pass sample_inputs=")
     device = next((p.device for p in model.parameters()), None)
     if isinstance(sample_inputs, Mapping):
         call = ((), dict(sample_inputs))
