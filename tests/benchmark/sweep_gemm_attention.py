@@ -270,7 +270,7 @@ def attention(shape, causal, tile, h, experiment=None, mask=False, kv_len=False)
     def production(t):
         arrays = (t["q"], t["k"], t["v"], t["o"], t["mask"] if mask else t["q"], t["q"], t["kv_len"])
         numbers = (scaling, 1.0, 0, tm, tn, p2(d), p2(d))
-        flags = (causal, False, False, 1 if mask else 0, 1, False, kv_len, causal or kv_len, False)
+        flags = (causal, False, False, 1 if mask else 0, 1, False, kv_len, False, causal or kv_len, False)
         return [(grid, attention_kernel, (*arrays, *numbers, *flags))]
 
     def trial(t):
@@ -382,7 +382,7 @@ def decode(group, b, hq, hkv, s, tile_n, splits, h, kv_len=True, experiment=None
         numbers = (d**-0.5, 1.0, 0, 16, tile_n, d, d)
         arrays = (t["q"], t["k"], t["v"], partial, lse)
         if experiment is None:
-            flags = (False, False, 0, 1, False, kv_len, False)
+            flags = (False, False, 0, 1, False, kv_len, False, False)
             first = (decode_kernel, (*arrays, t["q"], t["q"], t["kv_len"], *numbers, *flags))
         else:
             first = (decode_experiment, (*arrays, t["kv_len"], d**-0.5, 16, tile_n, d, *experiment[1]))

@@ -43,7 +43,7 @@ def load_mask(mask, batch, head, i, j, TILE_R: Int, TILE_C: Int):
     return tile.reshape((TILE_R, TILE_C))
 
 
-def update_softmax(s, row_max, row_sum, acc, unit, ADDITIVE: Bool):
+def update_softmax(s, row_max, row_sum, acc, unit, SUBTRACT_FIRST: Bool):
     """Takes a tile of scores into the online softmax: ``s * unit`` is the exponent of 2.
 
     Returns the probabilities (relative to the new maximum) and the updated row_max, row_sum and acc.
@@ -51,11 +51,10 @@ def update_softmax(s, row_max, row_sum, acc, unit, ADDITIVE: Bool):
     new_max = ct.maximum(row_max, ct.max(s, axis=1, keepdims=True))
     # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is not a number.
     base = ct.where(new_max == -math.inf, 0.0, new_max)
-    if ADDITIVE:
-        # A mask may hold the most negative number, whose multiple would be -inf: subtract before multiplying.
+    if SUBTRACT_FIRST:
         p = ct.exp2((s - base) * unit, flush_to_zero=True)
     else:
-        p = ct.exp2(s * unit - base * unit, flush_to_zero=True)
+        p = ct.exp2(s * unit - base * unit, flush_to_zero=True)  # one fused operation
     shrink = ct.exp2((row_max - base) * unit, flush_to_zero=True)
     return p, new_max, row_sum * shrink + ct.sum(p, axis=1, keepdims=True), acc * shrink
 
@@ -83,6 +82,7 @@ def attention_kernel(
     MASK_ROWS: Int,  # TILE_M, or 1 for a mask that all queries share
     SINKS: Bool,
     KV_LEN: Bool,
+    SUBTRACT_FIRST: Bool,
     BOUNDED: Bool,  # whether some tile of keys has a key that some query must not see
     TF32: Bool,
 ):
@@ -150,7 +150,7 @@ def attention_kernel(
                 if WINDOW:
                     visible = visible & (positions - columns < window)
                 s = ct.where(visible, s, -math.inf)
-        p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, MASK == ADDITIVE_MASK)
+        p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, SUBTRACT_FIRST)
         v_tile = ct.load(v, (batch, kv_head, j, 0), (1, 1, TILE_N, TILE_DV), padding_mode=zero)
         v_tile = v_tile.reshape((TILE_N, TILE_DV))
         if TF32:
@@ -260,6 +260,7 @@ def attention_forward(
             *options,
             cfg.TILE_M if mask.shape[2] > 1 else 1,
             *extras,
+            subtracts_first(q, mask_kind),
             bounded or keys % cfg.TILE_N != 0,
             tf32,
         )
@@ -272,6 +273,14 @@ def attention_forward(
         key=(q.shape, k.shape, mask.shape, q.dtype, q.get_device(), tile_dv, options, extras, tf32),
     )
     return out
+
+
+def subtracts_first(q: torch.Tensor, mask_kind: int) -> bool:
+    """Whether exponents are ``(score - max) * unit``, or else ``score * unit - max * unit``, which is less exact.
+
+    An additive mask may hold the lowest number there is, whose multiple would be -inf.
+    """
+    return mask_kind == ADDITIVE_MASK or q.dtype == torch.float32
 
 
 def tile_of(head_dim: int) -> int:

@@ -19,6 +19,7 @@ from tilegym.ops.cutile.attention import LOG2E
 from tilegym.ops.cutile.attention import cap_scores
 from tilegym.ops.cutile.attention import check_supported
 from tilegym.ops.cutile.attention import prepare_mask
+from tilegym.ops.cutile.attention import subtracts_first
 from tilegym.ops.cutile.attention import tile_of
 from tilegym.ops.cutile.attention import update_softmax
 from tilegym.ops.cutile.attention import with_unit_stride
@@ -53,6 +54,7 @@ def decode_kernel(
     MASK_ROWS: Int,  # TILE_M, or 1 for a mask that all heads share
     SINKS: Bool,
     KV_LEN: Bool,
+    SUBTRACT_FIRST: Bool,
     FINAL: Bool,  # one split: its output is the result
 ):
     zero = ct.PaddingMode.ZERO
@@ -102,7 +104,7 @@ def decode_kernel(
             if KV_LEN:
                 # What a cache holds behind its last key may be NaN, which times zero would be NaN.
                 v_tile = ct.where((column < keys)[:, None], v_tile, ct.zeros((TILE_N, TILE_DV), dtype=v.dtype))
-        p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, MASK == ADDITIVE_MASK)
+        p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, SUBTRACT_FIRST)
         acc = ct.mma(p.astype(v_tile.dtype), v_tile, acc)
 
     acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)
@@ -204,6 +206,7 @@ def decode_forward(
             tile_m if mask.shape[1] > 1 else 1,
             has_sinks,
             kv_len is not None,
+            subtracts_first(q, mask_kind),
             final,
         ),
     )
