@@ -6,9 +6,9 @@ from common import HAS_GPU
 from tiny_models import FAMILIES
 from tiny_models import assert_close
 from tiny_models import make_model
+from tiny_models import observed
 from tiny_models import padded
 
-from tilegym.backend import observe_calls
 from tilegym.backend import use_backend
 from tilegym.transformers import monkey_patch
 
@@ -24,19 +24,7 @@ def test_prefill_and_decoding(family, monkeypatch):
     options = dict(attention_mask=mask, max_new_tokens=2, min_new_tokens=2, do_sample=False)
     with torch.no_grad():
         expected = model.generate(ids, **options), model(ids, attention_mask=mask).logits
-        served = set()
-
-        class Seen:
-            def __init__(self, op, backend):
-                served.add((op, backend))
-
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *exc_info):
-                return None
-
-        with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=True), observe_calls(Seen):
+        with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=True), observed() as served:
             assert torch.equal(model.generate(ids, **options), expected[0])
             logits = model(ids, attention_mask=mask).logits
     assert_close(logits[mask.bool()], expected[1][mask.bool()])

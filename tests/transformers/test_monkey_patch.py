@@ -11,13 +11,13 @@ from tiny_models import assert_close
 from tiny_models import backends
 from tiny_models import families
 from tiny_models import make_model
+from tiny_models import observed
 from tiny_models import padded
 from tiny_models import tokens
 from torch import nn
 
 import tilegym.transformers as tt
 from tilegym.backend import get_current_backend
-from tilegym.backend import observe_calls
 from tilegym.backend import use_backend
 from tilegym.errors import BackendError
 from tilegym.errors import ModelError
@@ -47,22 +47,9 @@ def logits(model, ids=None):
 
 def ops_called(model, backend=None):
     """The ops that a forward dispatches, or those that a backend serves."""
-    calls = set()
-
-    class Seen:
-        def __init__(self, op, served_by):
-            if backend in (None, served_by):
-                calls.add(op)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc_info):
-            return None
-
-    with observe_calls(Seen):
+    with observed() as calls:
         logits(model)
-    return calls
+    return {op for op, served_by in calls if backend in (None, served_by)}
 
 
 @families
@@ -224,9 +211,7 @@ def test_an_unsupported_family_is_an_error_that_names_the_supported_ones():
     from transformers import GPT2Model
 
     gpt2 = GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9, n_positions=8))
-    with pytest.raises(
-        ModelError, match="GPT2Model has model type 'gpt2'; supported here: llama, mistral, qwen2"
-    ):
+    with pytest.raises(ModelError, match="GPT2Model has model type 'gpt2'; supported here: llama, mistral, qwen2"):
         monkey_patch.apply(gpt2)
     with pytest.raises(ModelError, match="Linear has no config.model_type"):
         monkey_patch.apply(nn.Linear(1, 1))

@@ -190,9 +190,7 @@ def test_a_forward_put_there_by_others_is_skipped():
     net.first.forward = functools.partial(plus_one, net.first)
     assert not patches.replace_forward(net.first, scale, ENTRY)
     assert "has been replaced already, by" in patches.skipped[0].why and "plus_one" in patches.skipped[0].why
-    with pytest.raises(
-        PatchError, match="nothing was patched in the net: something at somewhere: its forward has"
-    ):
+    with pytest.raises(PatchError, match="nothing was patched in the net: something at somewhere: its forward has"):
         patches.require_match("the net")
 
 

@@ -6,6 +6,7 @@ from tiny_models import assert_close
 from tiny_models import backends
 from tiny_models import families
 from tiny_models import make_model
+from tiny_models import observed
 from tiny_models import padded
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -58,9 +59,10 @@ def test_a_single_token_step_has_gradients(family):
         return {name: p.grad.clone() for name, p in model.named_parameters() if "v_proj" in name or "embed" in name}
 
     expected = gradients()
-    with monkey_patch.apply(model, use_cutile=False):
+    with monkey_patch.apply(model, use_cutile=False), observed() as calls:
         for name, gradient in gradients().items():
             assert_close(gradient, expected[name])
+    assert "fmha" in {op for op, _ in calls}  # fmha_decode has no gradients
 
 
 @families

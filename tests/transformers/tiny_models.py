@@ -1,5 +1,8 @@
 """Tiny random models of every family, and how close to each other two ways of running them must be."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from common import HAS_GPU
@@ -12,6 +15,8 @@ from transformers import Qwen2Config
 from transformers import Qwen2ForCausalLM
 from transformers import Qwen3Config
 from transformers import Qwen3ForCausalLM
+
+from tilegym.backend import observe_calls
 
 VOCAB = 61
 WINDOW = 6
@@ -80,3 +85,16 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, backend: str = "pyto
     eps = 2**-11 if backend == "cutile" and HAS_GPU else 2**-23
     tolerance = 64 * eps * expected.abs().max().item()
     torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+@contextlib.contextmanager
+def observed() -> Iterator[set[tuple[str, str]]]:
+    """Collects (op, backend) of the ops that are dispatched within the block."""
+    calls: set[tuple[str, str]] = set()
+
+    def observer(op: str, backend: str) -> contextlib.AbstractContextManager:
+        calls.add((op, backend))
+        return contextlib.nullcontext()
+
+    with observe_calls(observer):
+        yield calls
