@@ -125,6 +125,19 @@ def scalars(x, y, integer, number, flag, wide: ct.ScalarInt64):
     ct.store(y, (ct.bid(0),), value)
 
 
+@ct.kernel
+def rows_at(x, indices, y, start, rows: ConstInt, columns: ConstInt):
+    row = ct.load(indices, (0,), (rows,))
+    tile = ct.load_advanced_indexing(x, (row, ct.Slice(start, columns)), padding_mode=ZERO)
+    ct.store_advanced_indexing(y, (row, ct.Slice(start, columns)), tile)
+
+
+@ct.kernel
+def undetermined_rows(x, y):
+    row = ct.arange(4, dtype=ct.int32) * 2
+    ct.store(y, (0, 0), ct.load_advanced_indexing(x, (row, ct.Slice(0, 4))))
+
+
 # Shape
 
 
@@ -226,6 +239,21 @@ def multiply_scaled(x, xs, y, ys, z, m: ConstInt, n: ConstInt, k: ConstInt, bloc
     left, right = ct.load(x, (0, 0), (m, k)), ct.load(y, (0, 0), (k, n))
     left_scale, right_scale = ct.load(xs, (0, 0), (m, blocks)), ct.load(ys, (0, 0), (blocks, n))
     ct.store(z, (0, 0), ct.mma_scaled(left, left_scale, right, right_scale, ct.zeros((m, n), ct.float32)))
+
+
+@ct.kernel
+def multiply_float4(x, xs, y, ys, z, m: ConstInt, n: ConstInt, k: ConstInt, blocks: ConstInt):
+    left, right = ct.load(x, (0, 0), (m, k)), ct.load(y, (0, 0), (n, k))
+    left_scale, right_scale = ct.load(xs, (0, 0), (m, blocks)), ct.load(ys, (0, 0), (blocks, n))
+    product = ct.mma_scaled(left, left_scale, right.transpose(), right_scale, ct.zeros((m, n), ct.float32))
+    ct.store(z, (0, 0), product)
+
+
+@ct.kernel
+def round_to_float4(x, y, z, size: ConstInt):
+    tile = ct.load(x, (0,), (size,)).astype(ct.float4_e2m1fn)
+    ct.store(y, (0,), tile)
+    ct.store(z, (0,), ct.pack_to_bytes(tile))
 
 
 # Atomics

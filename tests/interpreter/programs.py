@@ -58,6 +58,10 @@ def memory() -> list:
             16,
         ]
 
+    def rows_at_args():
+        index = torch.tensor([8, 0, 9, 3], dtype=torch.int32)
+        return [matrix(torch.float32, 9, 12), index, torch.zeros(9, 12), 6, 4, 8]
+
     def strided_args():
         return [matrix(torch.float32, 26, 42)[::2, ::2], torch.zeros(16, 32), 0, 8, 16]
 
@@ -65,6 +69,8 @@ def memory() -> list:
         (
             Case("gather_scatter", K.gather_scatter, (1,), gather_args),
             Case("gather_rows", K.gather_rows, (1,), rows_args),
+            Case("rows_at", K.rows_at, (1,), rows_at_args),
+            Case("rows_at", K.rows_at, (1,), rows_at_args),
             Case("non_contiguous", K.copy_padded, (2, 2, 1), strided_args),
             Case(
                 "overlapping", K.overlapping_tiles, (1,), lambda: [numbers(torch.float32, 20), torch.zeros(10, 4), 4, 2]

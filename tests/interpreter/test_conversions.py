@@ -168,6 +168,24 @@ def test_four_bit_floats():
     assert torch.equal(values.cast(both, ct.float32, ct.float4_e2m1fn), torch.arange(16, dtype=torch.uint8))
 
 
+def test_arrays_of_four_bit_floats():
+    x = torch.tensor([0.0, 0.6, -1.0, 1.4, 2.1, -3.0, 4.4, 9.0] * 4)
+    y = torch.zeros(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    z = torch.zeros(16, dtype=torch.uint8)
+    launch((1,), K.round_to_float4, (x, y, z, 32), sanitize=True)
+    assert torch.equal(y.view(torch.uint8), z)
+    assert z[:4].tolist() == [0x10, 0x3A, 0xD4, 0x76]  # the first of two in the low half
+
+
+def test_unsigned_floats_of_five_exponent_bits():
+    codes = torch.arange(255, dtype=torch.uint8)
+    numbers_of = values.decode(codes, ct.float8_e5m3fnu)
+    assert bool((numbers_of[1:] > numbers_of[:-1]).all()) and numbers_of[120] == 1 and numbers_of[254] == 114688
+    assert torch.equal(values.encode(numbers_of, ct.float8_e5m3fnu), codes)
+    special = values.encode(torch.tensor([torch.nan, 1e9, -1.0, 1 + 2.0**-4]), ct.float8_e5m3fnu)
+    assert special.tolist() == [255, 254, 0, 120]
+
+
 @pytest.mark.parametrize("mode, want", [(ct.RoundingMode.RZ, [1, 2, 2, 4]), (ct.RoundingMode.RP, [1, 4, 4, 4])])
 def test_powers_of_two(mode, want):
     x = torch.tensor([1.0, 2.5, 3.5, 4.0])

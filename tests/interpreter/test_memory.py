@@ -10,6 +10,7 @@ from interpreter import kernels as K
 from interpreter.cases import FLOAT8
 from interpreter.cases import matrix
 from interpreter.cases import numbers
+from tilegym.interpreter import UndeterminedValueError
 from tilegym.interpreter import launch
 
 settings = hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
@@ -93,6 +94,16 @@ def test_gather_of_rows_pads_with_zero():
     want = torch.zeros(4, 16, dtype=torch.bfloat16)
     want[[0, 1, 3], :12] = x[[8, 0, 3]]
     assert equal(y, want)
+
+
+def test_rows_by_advanced_indexing():
+    x, y = matrix(torch.float32, 9, 12), torch.zeros(9, 12)
+    launch((1,), K.rows_at, (x, torch.tensor([8, 0, 9, 3], dtype=torch.int32), y, 6, 4, 8), sanitize=True)
+    want = torch.zeros(9, 12)
+    want[[8, 0, 3], 6:] = x[[8, 0, 3], 6:]
+    assert torch.equal(y, want)
+    with pytest.raises(UndeterminedValueError):
+        launch((1,), K.undetermined_rows, (x[:5, :4], torch.zeros(4, 4)), sanitize=True)
 
 
 @pytest.mark.parametrize("step", [2, 4, 6])

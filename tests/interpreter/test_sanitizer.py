@@ -175,6 +175,22 @@ def test_tiles_outside_the_array():
 
 
 @ct.kernel
+def copies_slice(x, y, start, stop):
+    ct.store(y, (0,), ct.load(x.slice(0, start, stop), (0,), (4,), padding_mode=ct.PaddingMode.ZERO))
+
+
+def test_slices_beyond_the_array():
+    x, y = torch.arange(16.0)[:8], torch.zeros(4)
+    launch((1,), copies_slice, (x, y, 5, 8), sanitize=True)
+    assert y.tolist() == [5, 6, 7, 0]
+    launch((1,), copies_slice, (x, y, 7, 10))
+    with pytest.raises(OutOfBoundsError, match="reaches outside"):
+        launch((1,), copies_slice, (x, y, 7, 10), sanitize=True)
+    with pytest.raises(DivisibilityError, match="value -2 is not within 0"):
+        launch((1,), copies_slice, (x, y, 7, 5))
+
+
+@ct.kernel
 def claims_divisibility(x, y, offset):
     start = ct.assume_divisible_by(offset, 8)
     ct.store(y, (0,), ct.load(x, (start // 4,), (4,)))

@@ -110,6 +110,27 @@ def test_scaled_products(case):
     assert torch.equal(z.to(torch.float64), left @ right)
 
 
+@pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float8_e4m3fn], ids=str)
+def test_scaled_products_of_four_bit_floats(scale_dtype):
+    rng = torch.Generator().manual_seed(0)
+    packed = [torch.randint(256, (16, 32), generator=rng, dtype=torch.uint8) for _ in "xy"]
+    numbers_of = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    table = torch.cat((numbers_of, -numbers_of))
+    x, y = (table[torch.stack((p & 15, p >> 4), -1).reshape(16, 64).long()] for p in packed)
+    scales = torch.tensor([0.5, 1.0, 2.0, 4.0])[torch.randint(4, (2, 16, 4), generator=rng)]
+    z = torch.zeros(16, 16)
+    arguments = (
+        packed[0].view(torch.float4_e2m1fn_x2),
+        scales[0].to(scale_dtype),
+        packed[1].view(torch.float4_e2m1fn_x2),
+        scales[1].t().contiguous().to(scale_dtype),
+        z,
+    )
+    launch((1,), K.multiply_float4, (*arguments, 16, 16, 64, 4), sanitize=True)
+    want = (x * scales[0].repeat_interleave(16, 1)) @ (y * scales[1].repeat_interleave(16, 1)).t()
+    assert torch.equal(z, want)
+
+
 def test_float16_products_round_to_their_accumulator():
     x, y = torch.full((16, 16), 1.0, dtype=torch.float16), torch.full((16, 16), 2.0**-9, dtype=torch.float16)
     z = torch.full((16, 16), 2048.0, dtype=torch.float16)

@@ -16,6 +16,7 @@ from . import ops_memory  # noqa: F401
 from . import ops_mma  # noqa: F401
 from . import ops_reduce  # noqa: F401
 from . import ops_shape  # noqa: F401
+from . import ops_views  # noqa: F401
 from .program import Program
 from .signature import kernel_signature
 

@@ -12,9 +12,9 @@ from ._cutile import ops as O
 from .ops_arithmetic import float_function
 from .ops_arithmetic import integer_function
 from .ops_memory import Window
-from .ops_memory import _tile_steps
 from .ops_memory import addressed
 from .ops_memory import check_window
+from .ops_views import tile_steps
 from .program import builds_step
 from .program import dtype_of
 
@@ -117,7 +117,7 @@ def atomic_reduce_view(builder, op):
     ty = op.view.get_type()
     view, update = builder.slot(op.view), builder.tensor_slot(op.update)
     index = [builder.slot(var) for var in op.index]
-    steps, tile_shape = _tile_steps(ty), tuple(ty.tile_shape)
+    steps, tile_shape = tile_steps(ty), tuple(ty.tile_shape)
     combine = _combiner(op.mode, dtype_of(op.update))
 
     def step(r):

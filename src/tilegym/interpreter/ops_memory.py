@@ -1,18 +1,17 @@
-"""Load and store: tiles of views, gather and scatter through pointers, array slices and lists of arrays."""
+"""Load and store: tiles of views, gather and scatter, accesses through pointers."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from cuda.tile import PaddingMode
 
 from . import _cutile
 from ._cutile import ops as O
-from .errors import DivisibilityError
 from .errors import OutOfBoundsError
 from .memory import Pointer
 from .memory import View
+from .ops_views import accessible
+from .ops_views import tile_steps
 from .program import builds_step
 from .program import describe
 from .program import result_dtype
@@ -20,104 +19,13 @@ from .program import result_shape
 from .values import constant
 from .values import padding_number
 
-# Views
-
-
-@builds_step(O.MakeTensorView)
-def make_tensor_view(builder, op):
-    base = builder.slot(op.base_ptr)
-    shape, strides = ([builder.slot(var) for var in values] for values in (op.shape, op.strides))
-    out = builder.define(op.result_vars[0])
-
-    def step(r):
-        pointer = r[base]
-        memory, sizes = pointer.memory, tuple(r[slot] for slot in shape)
-        steps = tuple(r[slot] for slot in strides)
-        if any(size < 0 for size in sizes):
-            raise OutOfBoundsError(f"negative array shape {sizes}", location=describe(op.loc), array=memory.name)
-        last = pointer.offset + sum((size - 1) * stride for size, stride in zip(sizes, steps, strict=True))
-        if 0 not in sizes and not 0 <= pointer.offset <= last < memory.flat.numel():
-            raise OutOfBoundsError(
-                f"array of shape {sizes} reaches outside its memory", location=describe(op.loc), array=memory.name
-            )
-        r[out] = View(memory, pointer.offset, sizes, steps)
-
-    _emit_at_top(builder, op, step, (base, *shape, *strides), out)
-
-
-def _emit_at_top(builder, op, step, reads, out):
-    """A step that may fail moves to the prologue only from code that every block runs."""
-    if builder.depth == 1:
-        builder.emit(step, op.loc, reads, (out,))
-    else:
-        builder.code.add(step, op.loc)
-
-
-@builds_step(O.MakePartitionView, O.MakeStridedView)
-def make_tiled_view(builder, op):
-    array, order = builder.slot(op.array), tuple(op.result_vars[0].get_type().order)
-    out = builder.define(op.result_vars[0])
-
-    def step(r):
-        r[out] = r[array].permuted(order)
-
-    builder.emit(step, op.loc, (array,), (out,))
-
-
-@builds_step(O.MakeGatherScatterView)
-def make_gather_scatter_view(builder, op):
-    builder.slots[op.result_vars[0].name] = builder.slot(op.array)
-
-
-@builds_step(O.MakeListView)
-def make_list_view(builder, op):
-    builder.slots[op.result_vars[0].name] = builder.slot(op.base_ptr)
-
-
-@builds_step(O.ForeignPointerCast)
-def foreign_pointer_cast(builder, op):
-    builder.slots[op.result_vars[0].name] = builder.slot(op.pointer)
-
-
-@builds_step(O.GetArrayListItem)
-def get_array_list_item(builder, op):
-    arrays, index = builder.slot(op.x), builder.slot(op.index)
-    out = [builder.define(var) for var in op.result_vars]
-
-    def step(r):
-        i = r[index]
-        if not 0 <= i < len(r[arrays]):
-            raise OutOfBoundsError(f"list index {i} of {len(r[arrays])} arrays", location=describe(op.loc))
-        for slot, value in zip(out, r[arrays][i].flat_values(), strict=True):
-            r[slot] = value
-
-    return step
-
-
-@builds_step(O.NumTiles)
-def num_tiles(builder, op):
-    view, steps = builder.slot(op.view), _tile_steps(op.view.get_type())
-    out = [builder.define(var) for var in op.result_vars]
-
-    def step(r):
-        for slot, size, n in zip(out, r[view].shape, steps, strict=True):
-            r[slot] = -(-size // n)
-
-    builder.emit(step, op.loc, (view,), out)
-
-
-def _tile_steps(ty) -> tuple:
-    """By how many elements each tile index moves."""
-    return tuple(ty.traversal_steps if isinstance(ty, _cutile.StridedViewTy) else ty.tile_shape)
-
-
 # Tiles
 
 
 class Window:
     """The part of a tile that lies inside its view."""
 
-    __slots__ = ("offset", "shape", "slices", "whole", "empty", "lows")
+    __slots__ = ("offset", "shape", "slices", "whole", "empty")
 
     def __init__(self, view: View, starts: list, tile_shape: tuple):
         self.whole = True
@@ -126,13 +34,11 @@ class Window:
             if start < 0 or start + n > size:
                 self.whole = False
             offset += start * stride
-        self.lows = starts
         if self.whole:
             self.offset, self.shape, self.slices, self.empty = offset, tile_shape, None, False
             return
         lows = [max(start, 0) for start in starts]
         highs = [min(start + n, size) for start, n, size in zip(starts, tile_shape, view.shape, strict=True)]
-        self.lows = lows
         self.empty = any(low >= high for low, high in zip(lows, highs, strict=True))
         self.offset = view.offset + sum(low * stride for low, stride in zip(lows, view.strides, strict=True))
         self.shape = tuple(high - low for low, high in zip(lows, highs, strict=True))
@@ -169,7 +75,7 @@ def tile_load(builder, op):
     if isinstance(ty, _cutile.GatherScatterViewTy):
         return _gather_view_load(builder, op, ty)
     view, index = builder.slot(op.view), [builder.slot(var) for var in op.index]
-    steps, tile_shape = _tile_steps(ty), tuple(ty.tile_shape)
+    steps, tile_shape = tile_steps(ty), tuple(ty.tile_shape)
     dtype, mode, unchecked = result_dtype(op), ty.padding_mode, any(op.inbounds)
     out = builder.define(op.result_vars[0])
     padding = constant(padding_number(mode, dtype), (), dtype)
@@ -201,7 +107,7 @@ def tile_store(builder, op):
         return _scatter_view_store(builder, op, ty)
     view, tile = builder.slot(op.view), builder.tensor_slot(op.tile)
     index = [builder.slot(var) for var in op.index]
-    steps, tile_shape, unchecked, location = _tile_steps(ty), tuple(ty.tile_shape), any(op.inbounds), op.loc
+    steps, tile_shape, unchecked, location = tile_steps(ty), tuple(ty.tile_shape), any(op.inbounds), op.loc
 
     def step(r):
         array, state = r[view], r[0]
@@ -301,7 +207,7 @@ def addressed(op, r, pointer, mask, shape, what: str) -> tuple:
     offsets = torch.tensor(offsets) if isinstance(offsets, int) else offsets
     offsets = offsets.expand(shape)
     active = None if mask is None else r[mask].expand(shape)
-    low, high = (0, memory.flat.numel() - 1) if r[0].sanitizer is None else memory.extent()
+    low, high = accessible(r[0], memory)
     wrong = (offsets < low) | (offsets > high)
     if active is not None:
         wrong = wrong & active
@@ -355,45 +261,3 @@ def store_pointer(builder, op):
         memory.flat[offsets] = values
 
     return step
-
-
-# Claims
-
-
-@builds_step(O.AssumeDivBy)
-def assume_divisible(builder, op):
-    source, divisor = builder.slot(op.x), op.divisor
-    out = builder.define(op.result_vars[0])
-
-    def step(r):
-        value = r[source]
-        if isinstance(value, Pointer):
-            memory = value.memory
-            bits = memory.dtype.bitwidth
-            claimed, array = value.offset * bits // 8 + memory.address, memory.name
-        else:
-            claimed, array = value, None
-        wrong = claimed % divisor != 0
-        if wrong if isinstance(wrong, bool) else bool(wrong.any()):
-            what = "address" if array is not None else f"value {claimed}"
-            raise DivisibilityError(f"{what} is not divisible by {divisor}", location=describe(op.loc), array=array)
-        r[out] = value
-
-    _emit_at_top(builder, op, step, (source,), out)
-
-
-@builds_step(O.AssumeBounded)
-def assume_bounded(builder, op):
-    source = builder.slot(op.x)
-    out = builder.define(op.result_vars[0])
-    low = -math.inf if op.lower_bound is None else op.lower_bound
-    high = math.inf if op.upper_bound is None else op.upper_bound
-
-    def step(r):
-        value = r[source]
-        inside = (low <= value <= high) if isinstance(value, int) else bool(((value >= low) & (value <= high)).all())
-        if not inside:
-            raise DivisibilityError(f"value {value} is not within {low} to {high}", location=describe(op.loc))
-        r[out] = value
-
-    _emit_at_top(builder, op, step, (source,), out)

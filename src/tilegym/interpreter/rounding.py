@@ -32,6 +32,7 @@ FORMATS = {
     "float32": Format(24, -126, torch.finfo(torch.float32).max, False),
     "float8_e4m3fn": Format(4, -6, 448.0, True),
     "float8_e5m2": Format(3, -14, 57344.0, True),
+    "float8_e5m3fnu": Format(4, -14, 114688.0, True),
     "float4_e2m1fn": Format(2, 0, 6.0, True),
 }
 

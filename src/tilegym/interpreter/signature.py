@@ -29,7 +29,7 @@ _DIVISOR = 16  # bytes for addresses and strides, elements for shapes
 
 def kernel_signature(kernel, args) -> KernelSignature:
     """The signature of ``kernel`` launched with ``args``: tensors on any device (data is not read), numpy arrays,
-    numbers, tuples, lists of arrays.
+    numbers, tuples, lists of arrays. Its symbol is the kernel's name.
 
     Raises TypeError for a wrong number of arguments or an argument that no kernel takes, OverflowError for an int
     that does not fit its parameter.
@@ -38,8 +38,7 @@ def kernel_signature(kernel, args) -> KernelSignature:
     if len(args) != len(annotations):
         raise TypeError(f"Expected {len(annotations)} kernel arguments, got {len(args)}")
     constraints = [_constraint(arg, annotation) for arg, annotation in zip(args, annotations, strict=True)]
-    signature = KernelSignature(constraints, CallingConvention.cutile_python_v2())
-    return signature.with_mangled_symbol(_cutile.kernel_name(kernel))
+    return KernelSignature(constraints, CallingConvention.cutile_python_v2(), _cutile.kernel_name(kernel))
 
 
 def _constraint(arg, annotation):
@@ -112,9 +111,7 @@ def _array_constraint(array, annotation) -> ArrayConstraint:
             for axis, stride in enumerate(strides)
         ],
         shape_constant=[size if axis in static_shape or size == 1 else None for axis, size in enumerate(shape)],
-        stride_divisible_by=[
-            elements_per_16_bytes if stride * dtype.bitwidth // 8 % _DIVISOR == 0 else 1 for stride in strides
-        ],
+        stride_divisible_by=[elements_per_16_bytes if stride % elements_per_16_bytes == 0 else 1 for stride in strides],
         shape_divisible_by=[_DIVISOR if size % _DIVISOR == 0 else 1 for size in shape],
         base_addr_divisible_by=_DIVISOR if tensor.data_ptr() % _DIVISOR == 0 else 1,
     )

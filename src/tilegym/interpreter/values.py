@@ -48,6 +48,12 @@ def _decode_e5m3(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == 255, torch.nan, torch.where(exponent == 0, subnormal, normal))
 
 
+def _encode_e5m3(x: torch.Tensor) -> torch.Tensor:
+    # A number of the format times 2^-112 has its exponent and mantissa in a float32's bits; what is negative becomes 0.
+    bits = (x.clamp(min=0) * 2.0**-112).view(torch.int32) >> 20
+    return torch.where(x.isnan(), 255, bits).to(torch.uint8)
+
+
 def encode(x: torch.Tensor, dtype, mode=None) -> torch.Tensor:
     """A floating torch tensor rounded to ``dtype``, as a carrier. 8- and 4-bit floats saturate."""
     name = dtype.name
@@ -61,13 +67,13 @@ def encode(x: torch.Tensor, dtype, mode=None) -> torch.Tensor:
         return quantize(x.to(torch.float64), FORMATS[name], mode).to(torch.float32)
     if name == "float8_e8m0fnu":
         return _encode_e8m0(x, mode)
-    if name == "float8_e5m3fnu":
-        raise NotImplementedError("conversion to float8_e5m3fnu")
     rounded = quantize(x.to(torch.float64), FORMATS[name], mode).to(torch.float32)
     if name == "float4_e2m1fn":
         rounded = torch.where(rounded.isnan(), 6.0, rounded)
         code = torch.searchsorted(_FLOAT4, rounded.abs().contiguous())
         return (code + torch.signbit(rounded) * 8).to(torch.uint8)
+    if name == "float8_e5m3fnu":
+        return _encode_e5m3(rounded)
     return rounded.to(TORCH_FLOAT8[name]).view(torch.uint8)
 
 
