@@ -1,6 +1,8 @@
 """Dispatch: registration, the call to the chosen implementation, and falling back."""
 
 import contextlib
+import time
+import timeit
 import warnings
 
 import pytest
@@ -186,12 +188,16 @@ def test_compiled_code_with_backend_argument_and_fallback(shift):
 
 
 def test_dispatch_is_cheap():
-    """Well below the budget of ten microseconds for an op's host time, whatever the machine is doing besides."""
-    import timeit
+    """Well below the budget of ten microseconds for an op's host time; in CPU time, since the machine may be busy."""
 
-    weight, x = torch.ones(8), torch.ones(1, 8)
-    op, impl = ops.rms_norm, ops.rms_norm.op.impls["pytorch"]
-    with backend.use_backend("pytorch"):
-        direct = min(timeit.repeat(lambda: impl(x, (8,), weight, 1e-6), number=500, repeat=7)) / 500
-        dispatched = min(timeit.repeat(lambda: op(x, (8,), weight, 1e-6), number=500, repeat=7)) / 500
-    assert dispatched - direct < 4e-6
+    def microseconds(function) -> float:
+        return min(timeit.repeat(function, timer=time.thread_time, number=200, repeat=30)) / 200 * 1e6
+
+    ops.rms_norm.op.impls["for_test"] = lambda *args: None
+    x = torch.ones(1, 8)
+    try:
+        with_backend = microseconds(lambda: ops.rms_norm(x, (8,), None, 1e-6, backend="for_test"))
+    finally:
+        del ops.rms_norm.op.impls["for_test"]
+    assert with_backend < 3
+    assert microseconds(backend.get_current_backend) < 2
