@@ -281,14 +281,13 @@ def attention(shape, causal, tile, h, experiment=None, mask=False, kv_len=False)
     VARIANTS.append(Variant(group, label, h, trial if experiment else production))
 
 
-# (name, (SPLIT loop, K latency, V latency, fold the scale into q, split D, V before softmax))
-PLAIN = ("lean", (False, 0, 0, False, False, False))
-SPLIT = ("two loops", (True, 0, 0, False, False, False))
-LATENCIES = [(f"two loops latency {n}", (True, n, n, False, False, False)) for n in (2, 4, 8)]
-FOLDED = ("two loops folded scale", (True, 0, 0, True, False, False))
-EARLY_V = ("two loops early v", (True, 0, 0, False, False, True))
-SPLIT_D = ("split d", (False, 0, 0, False, True, False))
-SPLIT_D2 = ("two loops split d", (True, 0, 0, False, True, False))
+# (name, (SPLIT loop, K latency, V latency, split D, V before softmax))
+PLAIN = ("lean", (False, 0, 0, False, False))
+SPLIT = ("two loops", (True, 0, 0, False, False))
+LATENCIES = [(f"two loops latency {n}", (True, n, n, False, False)) for n in (2, 4, 8)]
+EARLY_V = ("two loops early v", (True, 0, 0, False, True))
+SPLIT_D = ("split d", (False, 0, 0, True, False))
+SPLIT_D2 = ("two loops split d", (True, 0, 0, True, False))
 
 llama = (4, 32, 8, 4096, 128)
 for causal in (True, False):
@@ -300,11 +299,11 @@ for causal in (True, False):
     attention(llama, causal, (128, 64), hints(8, 2))
     attention(llama, causal, (64, 128), hints(4, 2))
     attention(llama, causal, (64, 64), hints(4, 3))
-    for experiment in (PLAIN, SPLIT, *LATENCIES, FOLDED, EARLY_V):
-        if causal or experiment[0] in ("lean", "two loops folded scale", "two loops early v"):
+    for experiment in (PLAIN, SPLIT, *LATENCIES, EARLY_V):
+        if causal or experiment[0] in ("lean", "two loops early v"):
             attention(llama, causal, (128, 128), hints(8), experiment)
     if causal:
-        for experiment in (SPLIT, FOLDED):
+        for experiment in (SPLIT):
             attention(llama, causal, (64, 128), hints(None, 2), experiment)
         attention(llama, causal, (128, 64), hints(8, 2), SPLIT)
         attention(llama, causal, (128, 128), hints(8), mask=True)

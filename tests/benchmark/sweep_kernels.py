@@ -133,7 +133,6 @@ def attention_experiment(
     SPLIT_LOOP: Bool,
     K_LATENCY: Int,
     V_LATENCY: Int,
-    FOLDED: Bool,
     SPLIT_D: Bool,
     EARLY_V: Bool,
 ):
@@ -145,14 +144,11 @@ def attention_experiment(
     batch, head = ct.bid(0) // q_tiles // q.shape[1], ct.bid(0) // q_tiles % q.shape[1]
     kv_head = head // (q.shape[1] // k.shape[1])
     positions = i * TILE_M + ct.arange(TILE_M, dtype=ct.int32)[:, None]
-    unit = scaling * LOG2E
+    unit = scaling
     q_low = ct.load(q, (batch, head, i, 0), (1, 1, TILE_M, LOW), padding_mode=ZERO).reshape((TILE_M, LOW))
     q_high = q_low
     if HIGH > 0:
         q_high = ct.load(q, (batch, head, i, LOW // HIGH), (1, 1, TILE_M, HIGH)).reshape((TILE_M, HIGH))
-    if FOLDED:
-        q_low = (q_low.astype(ct.float32) * unit).astype(q.dtype)
-        unit = 1.0
     row_max = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
     row_sum = ct.zeros((TILE_M, 1), dtype=ct.float32)
     acc_low = ct.zeros((TILE_M, LOW), dtype=ct.float32)
@@ -261,7 +257,7 @@ def decode_experiment(
             s = ct.mma(q_tile, k_tile.reshape((D, TILE_N)), ct.zeros((TILE_M, TILE_N), dtype=ct.float32))
             if (j + 1) * TILE_N > keys:
                 s = ct.where(j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :] < keys, s, -math.inf)
-            p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, False)
+            p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, scaling, False)
             v_tile = ct.load(
                 v,
                 (batch, kv_head, j, 0),

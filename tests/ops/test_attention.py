@@ -171,7 +171,7 @@ class Test_FMHA(PyTestCase):
         with sanitized():
             got = fmha(**kwargs, backend=backend)
         oracle = definition(**{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()})
-        self.assertClose("output", got.cpu(), reference(**kwargs).cpu(), oracle)
+        torch.testing.assert_close(got.cpu(), oracle.float())
 
     def test_what_lies_behind_the_last_key_does_not_matter(self):
         kwargs = tensors(*SHAPES[1]) | {"kv_len": lengths(20, 41)}
@@ -255,10 +255,10 @@ class Test_FMHA(PyTestCase):
             fmha(**tensors(1, 4, 2, 4, 5, 16, 16) | wrong, backend=backend)
 
     @backends("fmha")
-    @pytest.mark.parametrize("shape", [(0, 2, 1, 4, 4, 16, 16), (1, 2, 1, 0, 4, 16, 16), (1, 2, 1, 4, 0, 16, 16)], ids=str)
-    def test_empty(self, backend, shape):
-        out = fmha(**tensors(*shape), backend=backend)
-        assert out.shape == (*shape[:2], shape[3], shape[6]) and not out.any()
+    @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 4, 4), (1, 0, 4), (1, 4, 0)])
+    def test_empty(self, backend, batch, queries, keys):
+        out = fmha(**tensors(batch, 2, 1, queries, keys, 16, 16), backend=backend)
+        assert out.shape == (batch, 2, queries, 16) and not out.any()
 
     @pytest.mark.parametrize(
         "view",

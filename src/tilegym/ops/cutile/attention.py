@@ -2,8 +2,7 @@
 
 A block takes TILE_M queries of one head and walks along the keys, TILE_N at a time. For each query it keeps the largest
 score so far (``row_max``), the sum of exponentials relative to it (``row_sum``) and the weighted sum of values
-(``acc``); whenever the largest score grows, the other two are scaled down to it. Exponentials are taken to base 2,
-which the hardware has.
+(``acc``); whenever the largest score grows, the other two are scaled down to it.
 """
 
 import functools
@@ -43,19 +42,22 @@ def load_mask(mask, batch, head, i, j, TILE_R: Int, TILE_C: Int):
     return tile.reshape((TILE_R, TILE_C))
 
 
-def update_softmax(s, row_max, row_sum, acc, unit, SUBTRACT_FIRST: Bool):
-    """Takes a tile of scores into the online softmax: ``s * unit`` is the exponent of 2.
+def update_softmax(s, row_max, row_sum, acc, unit, EXACT: Bool):
+    """Takes a tile of scores, in multiples of ``unit``, into the online softmax.
 
     Returns the probabilities (relative to the new maximum) and the updated row_max, row_sum and acc.
     """
     new_max = ct.maximum(row_max, ct.max(s, axis=1, keepdims=True))
     # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is not a number.
     base = ct.where(new_max == -math.inf, 0.0, new_max)
-    if SUBTRACT_FIRST:
-        p = ct.exp2((s - base) * unit, flush_to_zero=True)
+    if EXACT:
+        p = ct.exp((s - base) * unit)
+        shrink = ct.exp((row_max - base) * unit)
     else:
-        p = ct.exp2(s * unit - base * unit, flush_to_zero=True)  # one fused operation
-    shrink = ct.exp2((row_max - base) * unit, flush_to_zero=True)
+        # One fused operation and a power of two for each score.
+        unit = unit * LOG2E
+        p = ct.exp2(s * unit - base * unit, flush_to_zero=True)
+        shrink = ct.exp2((row_max - base) * unit, flush_to_zero=True)
     return p, new_max, row_sum * shrink + ct.sum(p, axis=1, keepdims=True), acc * shrink
 
 
@@ -82,7 +84,7 @@ def attention_kernel(
     MASK_ROWS: Int,  # TILE_M, or 1 for a mask that all queries share
     SINKS: Bool,
     KV_LEN: Bool,
-    SUBTRACT_FIRST: Bool,
+    EXACT: Bool,
     BOUNDED: Bool,  # whether some tile of keys has a key that some query must not see
     TF32: Bool,
 ):
@@ -117,12 +119,12 @@ def attention_kernel(
     if TF32:
         q_tile = q_tile.astype(ct.tfloat32)
     # Scores are kept as q k^T where nothing but a factor follows, which then costs no operation of its own.
-    unit = LOG2E if SOFT_CAP or MASK == ADDITIVE_MASK else scaling * LOG2E
+    unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
     acc = ct.zeros((TILE_M, TILE_DV), dtype=ct.float32)
     if SINKS:
         # A sink is one more key, with a score of its own and the value zero.
         sink = ct.load(sinks, (head,), (1,)).astype(ct.float32).item()
-        row_max = ct.full((TILE_M, 1), sink * (LOG2E / unit), dtype=ct.float32)
+        row_max = ct.full((TILE_M, 1), sink / unit, dtype=ct.float32)
         row_sum = ct.ones((TILE_M, 1), dtype=ct.float32)
     else:
         row_max = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
@@ -150,7 +152,7 @@ def attention_kernel(
                 if WINDOW:
                     visible = visible & (positions - columns < window)
                 s = ct.where(visible, s, -math.inf)
-        p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, SUBTRACT_FIRST)
+        p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, EXACT)
         v_tile = ct.load(v, (batch, kv_head, j, 0), (1, 1, TILE_N, TILE_DV), padding_mode=zero)
         v_tile = v_tile.reshape((TILE_N, TILE_DV))
         if TF32:
@@ -260,7 +262,7 @@ def attention_forward(
             *options,
             cfg.TILE_M if mask.shape[2] > 1 else 1,
             *extras,
-            subtracts_first(q, mask_kind),
+            needs_exact(q, mask_kind),
             bounded or keys % cfg.TILE_N != 0,
             tf32,
         )
@@ -275,8 +277,8 @@ def attention_forward(
     return out
 
 
-def subtracts_first(q: torch.Tensor, mask_kind: int) -> bool:
-    """Whether exponents are ``(score - max) * unit``, or else ``score * unit - max * unit``, which is less exact.
+def needs_exact(q: torch.Tensor, mask_kind: int) -> bool:
+    """Whether the scores must be subtracted before they are multiplied: for fp32's sake, or that of a mask.
 
     An additive mask may hold the lowest number there is, whose multiple would be -inf.
     """

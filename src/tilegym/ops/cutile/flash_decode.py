@@ -15,11 +15,10 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.ops.cutile.attention import ADDITIVE_MASK
 from tilegym.ops.cutile.attention import BOOLEAN_MASK
-from tilegym.ops.cutile.attention import LOG2E
 from tilegym.ops.cutile.attention import cap_scores
 from tilegym.ops.cutile.attention import check_supported
+from tilegym.ops.cutile.attention import needs_exact
 from tilegym.ops.cutile.attention import prepare_mask
-from tilegym.ops.cutile.attention import subtracts_first
 from tilegym.ops.cutile.attention import tile_of
 from tilegym.ops.cutile.attention import update_softmax
 from tilegym.ops.cutile.attention import with_unit_stride
@@ -54,7 +53,7 @@ def decode_kernel(
     MASK_ROWS: Int,  # TILE_M, or 1 for a mask that all heads share
     SINKS: Bool,
     KV_LEN: Bool,
-    SUBTRACT_FIRST: Bool,
+    EXACT: Bool,
     FINAL: Bool,  # one split: its output is the result
 ):
     zero = ct.PaddingMode.ZERO
@@ -76,11 +75,11 @@ def decode_kernel(
     # The group's queries are the rows of a matrix, padded with zeros to what ct.mma takes.
     q_tile = ct.load(q.slice(1, head, next_head), (batch, 0, 0, 0), (1, TILE_M, 1, TILE_D), padding_mode=zero)
     q_tile = q_tile.reshape((TILE_M, TILE_D))
-    unit = LOG2E if SOFT_CAP or MASK == ADDITIVE_MASK else scaling * LOG2E
+    unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
     acc = ct.zeros((TILE_M, TILE_DV), dtype=ct.float32)
     if SINKS:
         sink = ct.load(sinks.slice(0, head, next_head), (0,), (TILE_M,), padding_mode=zero).astype(ct.float32)
-        row_max = sink.reshape((TILE_M, 1)) * (LOG2E / unit)
+        row_max = sink.reshape((TILE_M, 1)) / unit
         row_sum = ct.ones((TILE_M, 1), dtype=ct.float32)
     else:
         row_max = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
@@ -104,7 +103,7 @@ def decode_kernel(
             if KV_LEN:
                 # What a cache holds behind its last key may be NaN, which times zero would be NaN.
                 v_tile = ct.where((column < keys)[:, None], v_tile, ct.zeros((TILE_N, TILE_DV), dtype=v.dtype))
-        p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, SUBTRACT_FIRST)
+        p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, EXACT)
         acc = ct.mma(p.astype(v_tile.dtype), v_tile, acc)
 
     acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)
@@ -112,7 +111,7 @@ def decode_kernel(
     ct.store(out.slice(1, head, next_head), (batch, 0, split, 0), tile)
     if not FINAL:
         # log(sum of exp(score)) with scores in natural units; -inf where no key was seen.
-        logits = row_max * (unit / LOG2E) + ct.log(row_sum)
+        logits = row_max * unit + ct.log(row_sum)
         ct.store(lse.slice(1, head, next_head), (batch, 0, split), logits.reshape((1, TILE_M, 1)))
 
 
@@ -206,7 +205,7 @@ def decode_forward(
             tile_m if mask.shape[1] > 1 else 1,
             has_sinks,
             kv_len is not None,
-            subtracts_first(q, mask_kind),
+            needs_exact(q, mask_kind),
             final,
         ),
     )
