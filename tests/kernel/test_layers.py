@@ -256,7 +256,7 @@ def test_report_is_a_table(scale_kernel):
     assert lines[0] == "mode train, device cpu: 2 replaced, 1 not"
     assert lines[1].split() == "name original kernel from count why or check".split()
     assert lines[2].split()[:6] == ["replaced", "*.*", "Scale", "Kernel", "kernel.fakes.ScaleKernel", "2"]
-    assert lines[3].startswith("not replaced  *    Own       Kernel") and lines[3].endswith("pass subclasses=True")
+    assert lines[3].startswith("not replaced  *     Own       Kernel") and lines[3].endswith("pass subclasses=True")
 
 
 def test_without_fallback_everything_missing_is_listed(scale_kernel):

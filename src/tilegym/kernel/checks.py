@@ -80,11 +80,11 @@ def fit(kernel: inspect.Signature, original: inspect.Signature) -> tuple[str | N
 
     for i, parameter in enumerate(original_positional):
         if i >= len(kernel_positional):
-            if Parameter.VAR_POSITIONAL in kernel_kinds and parameter.kind is Parameter.POSITIONAL_ONLY:
-                continue
-            if Parameter.VAR_POSITIONAL in kernel_kinds and Parameter.VAR_KEYWORD in kernel_kinds:
-                continue
-            return f"it takes no {parameter.name!r}", {}
+            if Parameter.VAR_POSITIONAL not in kernel_kinds:
+                return f"it takes no {parameter.name!r}", {}
+            if parameter.kind is not Parameter.POSITIONAL_ONLY and Parameter.VAR_KEYWORD not in kernel_kinds:
+                return f"it does not take {parameter.name!r} by keyword", {}
+            continue
         counterpart = kernel_positional[i]
         used.add(counterpart.name)
         reason = _default_problem(counterpart, parameter)

@@ -1,7 +1,8 @@
 """Which function kernels are in force, and for whom.
 
 A function of a Python module is one for the whole process, so each kernelized model has a claim on it, and so has the
-process for what was applied without a model. The latest claim is in force; without any the original is back.
+process for what was applied without a model, or for models that are gone. The latest claim is in force; without any
+the original is back.
 """
 
 import importlib
@@ -115,9 +116,8 @@ def original_of(record: registry.FunctionKernel) -> Callable:
             raise  # the module is there, but imports something that is not
         raise KernelError(f"there is no module {record.target_module!r} to patch") from error
     with lock:
-        if record.target in _targets:
-            return _targets[record.target].original
-    original = vars(module).get(record.func_name)
+        target = _target(record)
+    original = target.original if target is not None else vars(module).get(record.func_name)
     if not callable(original):
         raise KernelError(f"{record.target_module!r} has no function {record.func_name!r}, and none is created")
     return original
@@ -127,12 +127,11 @@ def claim(owner: Any, plans: list[FunctionPlan], model: nn.Module | None, instan
     """Puts the planned functions in force for ``owner``, also where ``model``'s own modules hold them by name."""
     with lock:
         for plan in plans:
-            target = _targets.get(plan.record.target)
+            target = _target(plan.record)
             if target is None:
                 target = _targets[plan.record.target] = _Target(original_of(plan.record))
-                target.holders[plan.record.target_module, plan.record.func_name] = sys.modules[
-                    plan.record.target_module
-                ]
+                holder = sys.modules[plan.record.target_module]
+                target.holders[plan.record.target_module, plan.record.func_name] = holder
             held_as = [target.original, *(p.function for _, p in target.claims)]
             _drop_claims(target, owner)
             target.claims.append((weakref.ref(owner), plan))
@@ -153,10 +152,25 @@ def release(owner: Any) -> None:
                 _enforce(name, target)
 
 
+def _target(record: registry.FunctionKernel) -> _Target | None:
+    """The state of the function that ``record`` is for, unless it is not replaced, or its module was imported anew."""
+    target = _targets.get(record.target)
+    if target is None:
+        return None
+    module = target.holders[record.target_module, record.func_name]
+    if module is sys.modules.get(record.target_module):
+        return target
+    del _targets[record.target]
+    target.patches.revert()
+    return None
+
+
 def _drop_claims(target: _Target, owner: Any) -> bool:
-    """Removes the claims of ``owner`` and of models that are gone; says whether ``owner`` had one."""
-    had = any(reference() is owner for reference, _ in target.claims)
-    target.claims = [c for c in target.claims if c[0]() is not None and c[0]() is not owner]
+    """Removes the claims of ``owner``; says whether there were any."""
+    owners = (owner, None) if owner is PROCESS else (owner,)  # None: of a model that is gone
+    kept = [claim for claim in target.claims if not any(claim[0]() is one for one in owners)]
+    had = len(kept) < len(target.claims)
+    target.claims = kept
     return had
 
 

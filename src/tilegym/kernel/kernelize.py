@@ -113,7 +113,7 @@ def unkernelize_model(model: Model) -> Model:
     """Undoes :func:`kernelize_model`: the model's layers and its claim on the functions.
 
     A function that another kernelized model uses stays replaced until that one is unkernelized too. With None it
-    undoes what was applied without a model.
+    undoes what was applied without a model, or for models that are gone.
     """
     with function_patches.lock:
         _undo(model)
@@ -128,8 +128,9 @@ def report(model: nn.Module | None = None) -> Report:
     """
     found = _report_of(model)
     if found is None:
-        what = f"this {type(model).__name__}" if model is not None else "without a model nothing"
-        raise KernelError(f"{what} is not kernelized: there is no report")
+        if model is None:
+            raise KernelError("no function was kernelized without a model: there is no report")
+        raise KernelError(f"this {type(model).__name__} is not kernelized: there is no report")
     return found
 
 

@@ -1,0 +1,161 @@
+import pytest
+import torch
+from torch import nn
+
+from tilegym.errors import KernelError
+from tilegym.errors import KernelWarning
+from tilegym.kernel import kernelize_model
+from tilegym.kernel import register_external_layer
+from tilegym.kernel import register_layer_kernel
+from tilegym.kernel import report
+
+from .fakes import Norm
+from .fakes import Scale
+from .fakes import ScaleKernel
+from .fakes import WrongKernel
+
+
+class WrongGradient(nn.Module):
+    def forward(self, x):
+        return x * self.factor + (x - x.detach()) * 0.1
+
+
+class NoParameterGradient(nn.Module):
+    def forward(self, x):
+        return x * self.factor.detach()
+
+
+class HalfExact(nn.Module):
+    """Rounds to bfloat16 on the way."""
+
+    def forward(self, x):
+        return (x.bfloat16() * self.factor.bfloat16()).to(x.dtype)
+
+
+class WritesItsInput(nn.Module):
+    def forward(self, x):
+        return x.mul_(self.factor)
+
+
+class OtherShape(nn.Module):
+    def forward(self, x):
+        return (x * self.factor)[None]
+
+
+class NotANumber(nn.Module):
+    def forward(self, x):
+        return (x * self.factor).masked_fill(x > 0.9, float("nan"))
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("no such kernel image")
+
+
+class TwoScales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.good = Scale()
+        self.bad = Norm()
+        self.unused = Scale()
+
+    def forward(self, x, shift=0.0):
+        return self.bad(self.good(x)) + shift
+
+
+x = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+def bind(kernel, layer=Scale):
+    register_layer_kernel(layer.__name__, layer_class=kernel, device="cpu")
+    register_external_layer(layer, layer.__name__)
+
+
+def test_right_kernels_stay_and_wrong_ones_do_not():
+    bind(ScaleKernel)
+    register_layer_kernel(
+        "Wrong", layer_class=type("WrongNorm", (nn.Module,), {"forward": lambda self, x: x}), device="cpu"
+    )
+    register_external_layer(Norm, "Wrong")
+    model = TwoScales()
+    before = model(x)
+    with pytest.warns(KernelWarning) as warned:
+        kernelize_model(model, verify=True, sample_inputs=x)
+    assert any("Norm was not replaced: differs from the original: output: off by" in str(w.message) for w in warned)
+    assert torch.equal(model(x), before)
+    assert [(e.name, e.verified) for e in report(model).replaced] == [("good", True)]
+    skipped = {e.name: e.why for e in report(model).skipped}
+    assert set(skipped) == {"bad", "unused"}
+    assert skipped["unused"] == "not verified: the forward of the sample inputs did not reach it"
+    assert "verified" in str(report(model))
+    with pytest.raises(KernelError, match="(?s)bad .Norm.: differs .*unused .Scale.: not verified"):
+        kernelize_model(model, verify=True, sample_inputs=x, use_fallback=False)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mode", "message"),
+    [
+        (WrongKernel, "inference", "output: off by"),
+        (HalfExact, "inference", "output: off by"),
+        (WritesItsInput, "inference", "input 0 afterwards: off by"),
+        (OtherShape, "inference", r"it returns output \(1, 4, 8\) torch.float32, .* the original output \(4, 8\)"),
+        (NotANumber, "inference", "output: infinities or NaNs in other places"),
+        (Fails, "inference", "RuntimeError: no such kernel image"),
+        (WrongGradient, "train", "gradient of input 0: off by"),
+        (NoParameterGradient, "train", "the original .* gradient of factor"),
+    ],
+)
+def test_differences(kernel, mode, message):
+    bind(kernel)
+    model = nn.Sequential(Scale(1.7))
+    with pytest.warns(KernelWarning, match=f"Scale was not replaced: differs from the original: .*{message}"):
+        kernelize_model(model, mode, verify=True, sample_inputs=x)
+    assert "forward" not in vars(model[0])
+
+
+@pytest.mark.parametrize("kernel", [WrongGradient, NoParameterGradient])
+def test_gradients_count_in_train_mode_only(kernel):
+    bind(kernel)
+    assert report(kernelize_model(nn.Sequential(Scale()), verify=True, sample_inputs=x)).replaced
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_rounding_is_no_difference(dtype, mode):
+    register_external_layer(Norm, "TileGymRMSNorm")
+    model = nn.Sequential(Norm(), Norm()).to(dtype)
+    kernelize_model(model, mode, verify=True, sample_inputs=x.to(dtype), use_fallback=False)
+    assert [e.verified for e in report(model).replaced] == [True, True]
+
+
+@pytest.mark.parametrize("inputs", [x, (x,), [x, 1.0], {"x": x}, {"x": x, "shift": 2.0}], ids=["tensor", "tuple", "list", "dict", "more"])
+def test_sample_inputs(inputs):
+    bind(ScaleKernel)
+    with pytest.warns(KernelWarning, match="did not reach it"):
+        model = kernelize_model(TwoScales(), verify=True, sample_inputs=inputs)
+    assert [e.name for e in report(model).replaced] == ["good"]
+
+
+def test_inputs_are_needed():
+    bind(ScaleKernel)
+    with pytest.raises(
+        KernelError, match="verify=True runs Sequential once and needs inputs for it: pass sample_inputs="
+    ):
+        kernelize_model(nn.Sequential(Scale()), verify=True)
+
+
+def test_the_model_is_left_as_it_was():
+    """Training flags, buffers, gradients, random numbers and hooks are what they were before verifying."""
+    bind(ScaleKernel)
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), Scale())
+    model[1].eval()
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    kernelize_model(model, "train", verify=True, sample_inputs=x, use_fallback=False)
+    assert torch.equal(torch.rand(3), expected)
+    assert [m.training for m in model] == [True, False, True]
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters()) and not x.requires_grad
+    assert not model[2]._forward_pre_hooks
