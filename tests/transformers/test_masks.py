@@ -68,7 +68,7 @@ CASES = {  # what transformers passes, and what kind of mask is to come of it
         dict(q_length=1, kv_length=9, q_offset=8, attention_mask=two_dimensional(9, slice(4, 9), slice(0, 9))),
         CausalMask,
     ),
-    "second prefill": (dict(q_length=4, kv_length=9, q_offset=5), None),
+    "second prefill": (dict(q_length=4, kv_length=9, q_offset=5), CausalMask),
     "window": (dict(q_length=7, kv_length=7, mask_function=SLIDING, local_size=3), CausalMask),
     "window wider than the keys": (
         dict(q_length=3, kv_length=3, mask_function=SLIDING, local_size=3),
@@ -174,6 +174,34 @@ def test_attention_under_a_mask_is_that_of_eager(case, backend, monkeypatch):
         got, weights = attend(module, q, k, v, compact.to(device()).contiguous(), scaling=0.3)
     assert weights is None and got.shape == expected.shape
     assert_close(got.where(sees_something.to(got.device), 0), expected.nan_to_num(), backend)
+
+
+@pytest.mark.parametrize("q_length, kv_length", [(5, 5), (1, 5), (3, 5)])
+def test_attention_without_a_mask_is_that_of_sdpa(q_length, kv_length):
+    """What transformers means by no mask: causal, and with more keys than queries those behind are not filled yet."""
+    q, k, v = randn(1, 4, q_length, 16), randn(1, 2, kv_length, 16, seed=1), randn(1, 2, kv_length, 16, seed=2)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    expected = AttentionInterface()["sdpa"](module, q, k, v, None, scaling=0.3)[0]
+    with use_backend("pytorch"):
+        assert_close(AttentionInterface()["tilegym"](module, q, k, v, None, scaling=0.3)[0], expected)
+        module.is_causal = False
+        expected = AttentionInterface()["sdpa"](module, q, k, v, None, scaling=0.3)[0]
+        assert_close(AttentionInterface()["tilegym"](module, q, k, v, None, scaling=0.3)[0], expected)
+
+
+@families
+def test_the_inner_model_alone_can_be_patched(family):
+    """generate then makes masks for the attention of the outer model and hands them to the inner one."""
+    model = make_model(family)
+    ids, mask = padded([5, 11], "left")
+    options = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, cache_implementation="static")
+    batches = (ids, mask), (ids[1:], None)
+    expected = [model.generate(i, attention_mask=m, disable_compile=True, **options) for i, m in batches]
+    with use_backend("pytorch"), monkey_patch.apply(model.model, use_cutile=False):
+        assert model.config._attn_implementation == "sdpa"
+        for (i, m), tokens_ in zip(batches, expected, strict=True):
+            assert torch.equal(model.generate(i, attention_mask=m, disable_compile=True, **options), tokens_)
 
 
 def test_the_mask_function_takes_what_transformers_passes():

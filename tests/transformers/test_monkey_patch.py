@@ -329,6 +329,14 @@ def test_saving_and_loading(family, tmp_path):
         assert_close(logits(loaded), expected)
 
 
+def test_attention_weights_are_not_lost_silently():
+    model = make_model("llama", attn_implementation="eager")
+    model.config.output_attentions = True
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        assert [e.why for e in report.skipped] == ["its config asks for attention weights (output_attentions)"]
+        assert len(model(tokens(1, 5)).attentions) == 2
+
+
 def test_norms_kept_in_fp32_in_a_bf16_model():
     model = make_model("llama", torch.bfloat16)
     norm = model.model.norm.float()
@@ -382,8 +390,12 @@ def test_torch_compile(family):
         expected = model(ids).logits, model(ids, attention_mask=mask).logits
     with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=False):
         torch.compiler.reset()
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with torch.no_grad(), observed() as calls:
             assert_close(compiled(ids).logits, expected[0])
             assert_close(compiled(ids, attention_mask=mask).logits[1, 4:], expected[1][1, 4:])
+        assert calls
+    with torch.no_grad(), observed() as calls:
+        assert torch.equal(compiled(ids).logits, expected[0])  # reverting reaches compiled code too
+    assert not calls
     torch.compiler.reset()

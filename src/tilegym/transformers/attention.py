@@ -105,7 +105,8 @@ def causal_mask(
     """The mask function that transformers calls once per forward; see ``transformers.masking_utils.sdpa_mask``.
 
     Returns:
-        None (causal, the last query at the last key, nothing else), a :class:`CausalMask`, or a full boolean mask.
+        None (causal, the last query at the last key, one query or as many as keys), a :class:`CausalMask`, or a full
+        boolean mask.
         On a GPU it waits for the device only before a prefill, to learn that nothing is padded.
     """
     tracing = is_tracing(attention_mask)
@@ -115,7 +116,7 @@ def causal_mask(
     if isinstance(q_offset, Tensor) and q_offset.device.type == "cpu" and not tracing:
         q_offset = int(q_offset)
     # How many keys there are up to the last query; a tensor where a static cache keeps count on the device.
-    filled = q_offset + q_length - kv_offset
+    filled = q_offset + (q_length - kv_offset)
     static = isinstance(filled, Tensor)
     if not static:
         # A caller that wants no shortcut is going to index the mask, unless a cache with spare room made it say so.
@@ -148,10 +149,11 @@ def causal_mask(
         keys = keys.to(torch.bool)[:, None, None, :]
     kv_len = None
     if static:
-        kv_len = filled.to(device, torch.int32).reshape(1).repeat(batch_size)
+        kv_len = filled.to(device, torch.int32).reshape(1).expand(batch_size).contiguous()
     elif filled < kv_length:
         kv_len = torch.full((batch_size,), filled, dtype=torch.int32, device=device)
-    if keys is None and kv_len is None and window is None:
+    # Without a mask, a prefill with more keys than queries would mean to transformers that it starts at the first key.
+    if keys is None and kv_len is None and window is None and q_length in (1, kv_length):
         return None
     return CausalMask((batch_size, 1, q_length, kv_length), keys, kv_len, window)
 
@@ -171,25 +173,31 @@ def _attention_forward(backend: str | None) -> Callable:
         is_causal: bool | None = None,
         position_bias: Tensor | None = None,
         cache: Any = None,
+        output_attentions: bool = False,
         **kwargs,
     ) -> tuple[Tensor, None]:
         """Attention as transformers calls it: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D].
 
-        Returns ([B, Sq, Hq, D], None). Dropout and a position bias go to PyTorch.
+        Returns ([B, Sq, Hq, D], None). Dropout and a position bias go to PyTorch, as do calls that ask for attention
+        weights: transformers' SDPA has none either, and says so.
 
         Raises:
             UnsupportedError: for a paged cache (continuous batching).
         """
         if cache is not None:
             raise UnsupportedError("no paged cache in TileGym's attention: patch without it for continuous batching")
-        if dropout or position_bias is not None:
+        if dropout or position_bias is not None or output_attentions:
             return _torch_attention(
-                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal,
-                sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, position_bias=position_bias, **kwargs,
+                module, query, key, value, attention_mask,
+                scaling=scaling, dropout=dropout, is_causal=is_causal, softcap=softcap, s_aux=s_aux,
+                position_bias=position_bias, output_attentions=output_attentions, **kwargs,
             )  # fmt: skip
         kv_len = window = None
         if attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            if causal and 1 < query.shape[2] < key.shape[2]:
+                # As in transformers' SDPA: a prefill into a longer, empty static cache.
+                key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
             if sliding_window is not None and sliding_window < key.shape[2]:
                 window = sliding_window
         elif attention_mask.__class__ is CausalMask:
@@ -210,15 +218,10 @@ def _attention_forward(backend: str | None) -> Callable:
     return attention_forward
 
 
-def _torch_attention(module, query, key, value, attention_mask, *, softcap, s_aux, sliding_window, **kwargs):
+def _torch_attention(module, query, key, value, attention_mask, *, softcap, s_aux, **kwargs):
     """What the kernels do not do, by transformers' SDPA integration."""
     if softcap is not None or s_aux is not None:
-        raise UnsupportedError("attention with a soft cap or sinks has no dropout and no position bias")
-    if attention_mask is None and query.shape[2] > 1:
-        causal = getattr(module, "is_causal", True) if kwargs["is_causal"] is None else kwargs["is_causal"]
-        if causal and (query.shape[2] != key.shape[2] or sliding_window is not None):
-            # SDPA would count from the first key and know no window.
-            attention_mask = CausalMask((1, 1, query.shape[2], key.shape[2]), None, None, sliding_window)
+        raise UnsupportedError("attention with a soft cap or sinks has no dropout, position bias or attention weights")
     if isinstance(attention_mask, CausalMask):
         attention_mask = attention_mask.to_dense().to(query.device)
     kwargs = {name: value for name, value in kwargs.items() if value is not None}

@@ -171,7 +171,11 @@ def _rope_in_model(patches: PatchSet, family: Family, backend: str | None, model
 def _attn_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
     from tilegym.transformers.attention import NAMES
 
-    patches.use_attention(model, NAMES[backend], _entry(type(model).__name__, "attn", backend))
+    entry = _entry(type(model).__name__, "attn", backend)
+    if getattr(model.config, "output_attentions", False):
+        patches.skip(entry, "its config asks for attention weights (output_attentions)")
+    else:
+        patches.use_attention(model, NAMES[backend], entry)
 
 
 # Transformers itself, for models made afterwards.
