@@ -163,7 +163,7 @@ class PyTestCase:
                 results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
                 if wanted:
                     outputs = [o for o in outputs if o.requires_grad]
-                    upstream = [randn(*o.shape, dtype=kwargs[wanted[0]].dtype, seed=7).to(o.dtype) for o in outputs]
+                    upstream = [randn(*o.shape, dtype=kwargs[wanted[0]].dtype, seed=7).to(o) for o in outputs]
                     gradients = torch.autograd.grad(outputs, [arguments[k] for k in wanted], upstream)
                     results |= {f"gradient of {k}": g for k, g in zip(wanted, gradients, strict=True)}
             runs[run] = results
@@ -182,6 +182,12 @@ class PyTestCase:
             results.append((*outputs, *torch.autograd.grad(outputs, wanted, upstream)))
         for eager, compiled in zip(*results, strict=True):
             torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+    def assertLargeInput(self, function: Callable, *shape: int) -> None:
+        """The last rows of an input of more than 2^31 elements come out as they do alone."""
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        assert x.numel() > 2**31
+        torch.testing.assert_close(function(x)[-2:], function(x[-2:]))
 
     def assertCaptures(self, function: Callable, *inputs: torch.Tensor) -> None:
         """A CUDA graph of ``function``, replayed after the inputs changed, gives what an eager call gives."""

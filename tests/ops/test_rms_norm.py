@@ -168,6 +168,10 @@ class Test_RMSNorm(PyTestCase):
         assert_launches_compile(lambda: rms_norm_backward(x, torch.empty_like(x), w, rstd, 0.0, True, True))
 
     @gpu
+    def test_more_than_32_bits_of_elements(self):
+        self.assertLargeInput(lambda x: rms_norm(x, 4096, None, 1e-6, backend="cutile"), 2**19 + 5, 4096)
+
+    @gpu
     def test_graph_capture(self):
         self.assertCaptures(
             lambda x, w: rms_norm(x, 4096, w, 1e-6, backend="cutile"),

@@ -172,6 +172,16 @@ class Test_RoPE(PyTestCase):
         assert_launches_compile(lambda: rope_forward(q, k, t[0], t[0].clone(), rotary, False))
 
     @gpu
+    def test_more_than_32_bits_of_elements(self):
+        self.assertLargeInput(
+            lambda x: apply_rope_base(x, x[:, :1], *tables(1, 1, 64).values(), backend="cutile")[0],
+            2**19 + 5,
+            32,
+            1,
+            128,
+        )
+
+    @gpu
     def test_graph_capture(self):
         kwargs = arguments(1, 32, 8, 1, 128, dtype=torch.bfloat16)
         self.assertCaptures(lambda *args: apply_rope_base(*args, backend="cutile"), *kwargs.values())

@@ -91,6 +91,10 @@ class Test_SiluAndMul(PyTestCase):
         assert_launches_compile(lambda: (silu_and_mul_forward(x), silu_and_mul_backward(dy, x)))
 
     @gpu
+    def test_more_than_32_bits_of_elements(self):
+        self.assertLargeInput(lambda x: silu_and_mul(x, backend="cutile"), 2**19 + 5, 4096)
+
+    @gpu
     def test_graph_capture(self):
         x = randn(16, 28672, dtype=torch.bfloat16)
         self.assertCaptures(lambda x: silu_and_mul(x, backend="cutile"), x)

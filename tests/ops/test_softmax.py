@@ -103,5 +103,9 @@ class Test_Softmax(PyTestCase):
         assert_launches_compile(lambda: (softmax_forward(x, -1), softmax_backward(dy, x, -1)))
 
     @gpu
+    def test_more_than_32_bits_of_elements(self):
+        self.assertLargeInput(lambda x: softmax(x, backend="cutile"), 2**19 + 5, 4096)
+
+    @gpu
     def test_graph_capture(self):
         self.assertCaptures(lambda x: softmax(x, backend="cutile"), randn(16, 4096, dtype=torch.bfloat16))

@@ -103,6 +103,10 @@ class Test_SwiGLU(PyTestCase):
         assert_launches_compile(lambda: (swiglu_forward(a, b), swiglu_backward(dy, a, b)))
 
     @gpu
+    def test_more_than_32_bits_of_elements(self):
+        self.assertLargeInput(lambda x: swiglu(x, x[:1].expand_as(x), backend="cutile"), 2**19 + 5, 4096)
+
+    @gpu
     def test_graph_capture(self):
         kwargs = arguments(16, 14336, dtype=torch.bfloat16)
         self.assertCaptures(lambda a, b: swiglu(a, b, backend="cutile"), *kwargs.values())

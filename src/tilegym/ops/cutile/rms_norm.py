@@ -183,6 +183,7 @@ MAX_CACHED_BACKWARD = 8192
 @functools.lru_cache(maxsize=1024)
 def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
     """(kernel, grid, TILE_M, TILE_N) for an input of [rows, n] on CUDA device ``device`` (-1: CPU)."""
+    rows = rows if n else 0  # without columns there is nothing to launch
     tile_n = next_power_of_2(n)
     if tile_n > MAX_CACHED or mode == "multi_wave_reload":
         return hinted(rms_norm_reload_kernel, occupancy=8), (rows,), 1, min(tile_n, 4096)
@@ -200,6 +201,7 @@ def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.k
 @functools.lru_cache(maxsize=1024)
 def backward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, int, int, int]:
     """(kernel, blocks, TILE_M, TILE_N) of the backward pass in registers, for rows of up to MAX_CACHED_BACKWARD."""
+    rows = rows if n else 0
     tile_n = next_power_of_2(n)
     tile_m = max(1, 2048 // tile_n)
     occupancy = 2 if tile_n >= 4096 else 4
@@ -224,6 +226,10 @@ def _like_rows(x, *_):
     return torch.empty_like(rows_of(x)).view(x.shape)
 
 
+def _fake_forward_rstd(x, *_):
+    return _like_rows(x), x.new_empty(rows_of(x).shape[0], dtype=torch.float32)
+
+
 @compilable(fake=_like_rows)
 def rms_norm_forward(
     x: torch.Tensor,
@@ -237,7 +243,7 @@ def rms_norm_forward(
     return _launch_forward(x, weight, bias, eps, mode, offset, rounded, False)[0]
 
 
-@compilable(fake=lambda x, *_: (_like_rows(x), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)))
+@compilable(fake=_fake_forward_rstd)
 def rms_norm_forward_rstd(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -275,23 +281,24 @@ def rms_norm_backward(
     w = rows if weight is None else weight
     if n <= MAX_CACHED_BACKWARD:
         kernel, blocks, tile_m, tile_n = backward_plan(m, n, device)
-        dw, db = (rstd.new_empty(blocks if asked else 0, n) for asked in (dweight, dbias))
+    else:
+        kernel, tile_m, tile_n = None, 8, 256
+        blocks = min(ct.cdiv(m, tile_m), sm_count(device)) if dweight or dbias else 0
+    # A row of sums for each block.
+    dw = rstd.new_empty(blocks, n) if dweight else rstd
+    db = rstd.new_empty(blocks, n) if dbias else rstd
+    if kernel is not None:
         constants = (n, tile_m, tile_n, weight is not None, dweight, dbias)
         launch(x, (blocks,), kernel, (dy, rows, w, rstd, dx, dw, db, offset, *constants))
     else:
         constants = (n, 1024, weight is not None)
         launch(x, (m,), rms_norm_backward_reload_kernel, (dy, rows, w, rstd, dx, offset, *constants))
-        tile_m, tile_n = 8, 256
-        blocks = min(ct.cdiv(m, tile_m), sm_count(device)) if dweight or dbias else 0
-        dw, db = (rstd.new_empty(blocks if asked else 0, n) for asked in (dweight, dbias))
-        grid = (blocks, ct.cdiv(n, tile_n))
-        constants = (tile_m, tile_n, dweight, dbias)
+        grid, constants = (blocks, ct.cdiv(n, tile_n)), (tile_m, tile_n, dweight, dbias)
         launch(x, grid, rms_norm_backward_columns_kernel, (dy, rows, rstd, dw, db, *constants))
-    nothing = rstd.new_empty(0)
     return (
         dx.view(x.shape),
-        dw.sum(0) if dweight else nothing,
-        db.sum(0) if dbias else torch.empty_like(nothing),
+        dw.sum(0) if dweight else rstd.new_empty(0),
+        db.sum(0) if dbias else rstd.new_empty(0),
     )
 
 

@@ -98,6 +98,7 @@ WIDE_TILE = 4096
 @functools.lru_cache(maxsize=1024)
 def plan(m: int, n: int, device: int, backward: bool) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
     """(kernel, grid, tile constants) for rows [m, n] on CUDA device ``device`` (-1: CPU)."""
+    m = m if n else 0  # without columns there is nothing to launch
     tile_n = next_power_of_2(n)
     if tile_n > (MAX_CACHED_BACKWARD if backward else MAX_CACHED):
         kernel = softmax_backward_wide_kernel if backward else softmax_wide_kernel
