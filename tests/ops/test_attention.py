@@ -24,6 +24,7 @@ from tilegym.ops.cutile.attention import _configs
 from tilegym.ops.cutile.attention import _suits
 from tilegym.ops.cutile.attention import attention_forward
 from tilegym.ops.cutile.attention import attention_kernel
+from tilegym.ops.cutile.attention import check_supported
 from tilegym.ops.pytorch.attention import fmha as reference
 
 # B, Hq, Hkv, Sq, Skv, D, Dv: grouped heads, more keys than queries and fewer, no power of two anywhere.
@@ -232,6 +233,12 @@ class Test_FMHA(PyTestCase):
         monkeypatch.setenv("DISABLE_FALLBACK", "1")
         with pytest.raises(UnsupportedError, match=reason):
             fmha(**kwargs, backend="cutile")
+
+    def test_strides_that_the_kernel_cannot_count_are_refused(self):
+        q, kv = torch.empty(2, 1, 1, 128, device="meta"), torch.empty(2, 1, 1 << 24, 128, device="meta")
+        check_supported(q, q, q, 1.0, None, None)
+        with pytest.raises(UnsupportedError, match="strides"):
+            check_supported(q, kv, kv, 1.0, None, None)
 
     @backends("fmha")
     @pytest.mark.parametrize(

@@ -198,6 +198,13 @@ class Test_FlashDecode(PyTestCase):
             assert_compiles(kernel, args, ("sm_80", "sm_90", "sm_100", "sm_120") if name == "lengths" else ("sm_90",))
 
     @gpu
+    def test_more_than_2_to_the_31_elements(self):
+        k = torch.empty(66, 8, 32768, 128, device=device(), dtype=torch.bfloat16).normal_()
+        q = randn(66, 8, 1, 128, dtype=torch.bfloat16)
+        out = fmha_decode(q, k, k, backend="cutile")
+        torch.testing.assert_close(out[-1:], reference(q[-1:], k[-1:], k[-1:]), rtol=2e-2, atol=2e-2)
+
+    @gpu
     def test_graph_replays_with_new_inputs_and_lengths(self):
         kwargs = tensors(2, 32, 8, 2048, 128, 128, dtype=torch.bfloat16) | {"kv_len": lengths(2048, 20)}
         fmha_decode(**kwargs, backend="cutile")

@@ -19,6 +19,7 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.backend.cutile.tuning_key import bucket
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.matmul import uses_tf32
+from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import next_power_of_2
@@ -209,9 +210,11 @@ def _autotuner(tile_d: int, fp32: bool) -> Autotuner:
 
 
 def _fake(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len):
-    # Laid out as transformers hands over q, [B, Sq, Hq, Dv] in memory, so that the transpose that follows is free.
+    # [B, Sq, Hq, Dv] in memory: what follows in a model joins a token's heads, which then takes no copy.
     batch, heads, queries, _ = q.shape
-    return q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
+    v_dim = v.shape[3]
+    strides = (queries * heads * v_dim, v_dim, heads * v_dim, 1)
+    return q.new_empty_strided((batch, heads, queries, v_dim), strides)
 
 
 @compilable(_fake)
@@ -285,6 +288,7 @@ def needs_exact(q: torch.Tensor, mask_kind: int) -> bool:
     return mask_kind == ADDITIVE_MASK or q.dtype == torch.float32
 
 
+@functools.cache
 def tile_of(head_dim: int) -> int:
     """The width of a tile that holds ``head_dim``: a power of two, and 16 or more for ``ct.mma``."""
     return max(16, next_power_of_2(head_dim))
@@ -323,6 +327,9 @@ def check_supported(
         raise UnsupportedError(f"it does not take {q.dtype}")
     if q.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
         raise UnsupportedError(f"it takes head dimensions up to {MAX_HEAD_DIM}")
+    for x in (q, k, v) if attention_mask is None else (q, k, v, attention_mask):
+        if x.numel() > INT32_MAX and max(x.stride()) > INT32_MAX:
+            raise UnsupportedError("it takes strides below 2^31")
     if not scaling > 0:
         raise UnsupportedError("it takes positive scalings only")  # the largest score would become the smallest
     if torch.is_grad_enabled() and (
