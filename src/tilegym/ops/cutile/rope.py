@@ -84,10 +84,6 @@ def plan(
     return (q_blocks + k_blocks,), q_blocks, (*q_tile, *k_tile)
 
 
-def _within_32_bits(x: torch.Tensor) -> torch.Tensor:
-    return x if max(x.stride()) <= INT32_MAX else x.contiguous()
-
-
 @compilable(fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)))
 def rope_forward(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int, inverse: bool
@@ -97,7 +93,8 @@ def rope_forward(
     batch, q_heads, tokens, dim = q.shape
     half = rotary // 2
     grid, q_blocks, tiles = plan(batch, q_heads, k.shape[1], tokens, half, q.stride(1) < q.stride(2))
-    q, k = _within_32_bits(q), _within_32_bits(k)
+    if max(*q.stride(), *k.stride()) > INT32_MAX:
+        q, k = q.contiguous(), k.contiguous()
     constants = (half, dim - rotary, *tiles, cos.shape[0] > 1, inverse)
     launch(q, grid, rope_kernel, (q, k, cos, sin, q_out, k_out, q_blocks, *constants))
     return q_out, k_out

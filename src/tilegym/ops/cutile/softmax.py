@@ -112,12 +112,14 @@ def plan(m: int, n: int, device: int, backward: bool) -> tuple[ct.kernel, tuple[
 
 def _rows_along(x: torch.Tensor, dim: int) -> torch.Tensor:
     """``x`` as [M, N] with dimension ``dim`` as N."""
-    return rows_of(x.movedim(dim, -1))
+    return rows_of(x if dim == -1 else x.movedim(dim, -1))
 
 
 def _like(rows: torch.Tensor, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An empty [M, N] for the result of ``rows``, and the view of it in the shape of ``x``."""
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    if dim == -1:
+        return out, (out if rows is x else out.view(x.shape))
     return out, out.view(x.movedim(dim, -1).shape).movedim(-1, dim)
 
 

@@ -24,11 +24,9 @@ def check_rope(
         raise ValueError(f"apply_rope_base: unsqueeze_dim is {unsqueeze_dim}, it must be 1 or 2")
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"apply_rope_base: q and k have {q.dim()} and {k.dim()} dimensions, they must have 4")
-    heads = unsqueeze_dim
-    if any(q.shape[i] != k.shape[i] for i in range(4) if i != heads):
-        raise ValueError(
-            f"apply_rope_base: q {tuple(q.shape)} and k {tuple(k.shape)} may differ in dimension {heads} only"
-        )
+    heads, of_q, of_k = unsqueeze_dim, q.shape, k.shape
+    if of_q[0] != of_k[0] or of_q[3 - heads] != of_k[3 - heads] or of_q[3] != of_k[3]:
+        raise ValueError(f"apply_rope_base: q {tuple(of_q)} and k {tuple(of_k)} may differ in dimension {heads} only")
     if q.dtype != k.dtype:
         raise TypeError(f"apply_rope_base: q is {q.dtype}, k is {k.dtype}; they must be the same")
     if rotary % 2 or not 0 < rotary <= q.shape[-1]:
