@@ -11,7 +11,6 @@ from tiny_models import tokens
 from transformers import DynamicCache
 from transformers import StaticCache
 
-from tilegym.backend import use_backend
 from tilegym.transformers import monkey_patch
 
 LENGTHS = [5, 11, 8]  # prompts; the windows are 6
@@ -19,7 +18,7 @@ NEW = 8
 
 
 def patched(model, backend):
-    """The patched model's context; on the pytorch backend also where cuTile is the default."""
+    """The patched model's context."""
     return monkey_patch.apply(model, use_cutile=backend == "cutile")
 
 
@@ -39,7 +38,7 @@ def test_greedy_tokens_of_a_left_padded_batch(family, backend, cache):
     ids, mask = padded(LENGTHS, "left")
     alone = torch.cat([generate(model, row[m.bool()][None]) for row, m in zip(ids, mask, strict=True)])
     options = dict(disable_compile=True) | ({} if cache == "dynamic" else dict(cache_implementation=cache))
-    with use_backend("pytorch"), patched(model, backend):
+    with patched(model, backend):
         assert torch.equal(generate(model, ids, mask, **options), alone)
         assert torch.equal(generate(model, ids[1:2], **options), alone[1:2])  # nothing padded: no mask at all
 
@@ -68,7 +67,7 @@ def test_cached_steps_give_what_one_forward_gives(family, backend, cache):
         options = dict(max_cache_len=24) if cache is StaticCache else {}
         past = cache(config=model.config, **options)
         pieces, start = [], 0
-        with use_backend("pytorch"), patched(model, backend):
+        with patched(model, backend):
             for stop in (4, 9, *range(10, 18)):
                 piece = slice(start, stop)
                 pieces.append(
@@ -92,7 +91,7 @@ def test_a_static_cache_under_torch_compile(family):
     model = make_model(family)
     ids, mask = padded(LENGTHS, "left")
     expected = generate(model, ids, mask)
-    with use_backend("pytorch"), patched(model, "pytorch"):
+    with patched(model, "pytorch"):
         torch.compiler.reset()
         compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
         cache = StaticCache(config=model.config, max_cache_len=24)

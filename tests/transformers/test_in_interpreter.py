@@ -9,7 +9,6 @@ from tiny_models import make_model
 from tiny_models import observed
 from tiny_models import padded
 
-from tilegym.backend import use_backend
 from tilegym.transformers import monkey_patch
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="on a GPU the other files run the kernels themselves")
@@ -24,7 +23,7 @@ def test_prefill_and_decoding(family, monkeypatch):
     options = dict(attention_mask=mask, max_new_tokens=2, min_new_tokens=2, do_sample=False)
     with torch.no_grad():
         expected = model.generate(ids, **options), model(ids, attention_mask=mask).logits
-        with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=True), observed() as served:
+        with monkey_patch.apply(model, use_cutile=True), observed() as served:
             assert torch.equal(model.generate(ids, **options), expected[0])
             logits = model(ids, attention_mask=mask).logits
     assert_close(logits[mask.bool()], expected[1][mask.bool()])

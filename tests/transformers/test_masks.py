@@ -24,7 +24,6 @@ from transformers.masking_utils import sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from tilegym.backend import use_backend
 from tilegym.errors import UnsupportedError
 from tilegym.transformers import monkey_patch
 from tilegym.transformers.attention import CausalMask
@@ -169,9 +168,8 @@ def test_attention_under_a_mask_is_that_of_eager(case, backend, monkeypatch):
     bias = torch.zeros(mask.shape).masked_fill(~mask, float("-inf")).to(q.device)
     expected = eager_attention_forward(module.eval(), q, k, v, bias, scaling=0.3)[0]
     attend = AttentionInterface()["tilegym" if backend == "pytorch" else "tilegym_cutile"]
-    with use_backend("pytorch"):
-        compact = causal_mask(batch_size=2, **kwargs)
-        got, weights = attend(module, q, k, v, compact.to(device()).contiguous(), scaling=0.3)
+    compact = causal_mask(batch_size=2, **kwargs)
+    got, weights = attend(module, q, k, v, compact.to(device()).contiguous(), scaling=0.3)
     assert weights is None and got.shape == expected.shape
     assert_close(got.where(sees_something.to(got.device), 0), expected.nan_to_num(), backend)
 
@@ -183,11 +181,10 @@ def test_attention_without_a_mask_is_that_of_sdpa(q_length, kv_length):
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
     expected = AttentionInterface()["sdpa"](module, q, k, v, None, scaling=0.3)[0]
-    with use_backend("pytorch"):
-        assert_close(AttentionInterface()["tilegym"](module, q, k, v, None, scaling=0.3)[0], expected)
-        module.is_causal = False
-        expected = AttentionInterface()["sdpa"](module, q, k, v, None, scaling=0.3)[0]
-        assert_close(AttentionInterface()["tilegym"](module, q, k, v, None, scaling=0.3)[0], expected)
+    assert_close(AttentionInterface()["tilegym"](module, q, k, v, None, scaling=0.3)[0], expected)
+    module.is_causal = False
+    expected = AttentionInterface()["sdpa"](module, q, k, v, None, scaling=0.3)[0]
+    assert_close(AttentionInterface()["tilegym"](module, q, k, v, None, scaling=0.3)[0], expected)
 
 
 @families
@@ -198,7 +195,7 @@ def test_the_inner_model_alone_can_be_patched(family):
     options = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, cache_implementation="static")
     batches = (ids, mask), (ids[1:], None)
     expected = [model.generate(i, attention_mask=m, disable_compile=True, **options) for i, m in batches]
-    with use_backend("pytorch"), monkey_patch.apply(model.model, use_cutile=False):
+    with monkey_patch.apply(model.model, use_cutile=False):
         assert model.config._attn_implementation == "sdpa"
         for (i, m), tokens_ in zip(batches, expected, strict=True):
             assert torch.equal(model.generate(i, attention_mask=m, disable_compile=True, **options), tokens_)
@@ -253,7 +250,7 @@ def test_a_padded_batch_gives_what_each_row_gives_alone(family, backend, side):
     ids, mask = padded(lengths, side)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     alone = [run(model, row[valid.bool()][None])[0] for row, valid in zip(ids, mask, strict=True)]
-    with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=backend == "cutile"):
+    with monkey_patch.apply(model, use_cutile=backend == "cutile"):
         together = run(model, ids, attention_mask=mask, position_ids=positions)
     for row, valid, expected in zip(together, mask.bool(), alone, strict=True):
         assert_close(row[valid], expected, backend)
@@ -267,7 +264,7 @@ def test_packed_sequences_do_not_see_each_other(family, backend):
     packed = torch.cat((first, second), 1)
     positions = torch.cat((torch.arange(9), torch.arange(8)))[None].to(packed.device)
     expected = torch.cat((run(model, first), run(model, second)), 1)
-    with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=backend == "cutile"):
+    with monkey_patch.apply(model, use_cutile=backend == "cutile"):
         assert_close(run(model, packed, position_ids=positions, use_cache=False), expected, backend)
 
 

@@ -18,11 +18,11 @@ from torch import nn
 
 import tilegym.transformers as tt
 from tilegym.backend import get_current_backend
-from tilegym.backend import use_backend
 from tilegym.errors import BackendError
 from tilegym.errors import ModelError
 from tilegym.errors import PatchError
 from tilegym.transformers import monkey_patch
+from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
 ALL_OPS = {"rms_norm", "swiglu", "apply_rope_base", "fmha"}
@@ -57,7 +57,7 @@ def ops_called(model, backend=None):
 def test_logits_are_those_of_the_unpatched_model(family, backend):
     model = make_model(family)
     expected = logits(model)
-    with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=backend == "cutile"):
+    with monkey_patch.apply(model, use_cutile=backend == "cutile"):
         assert ops_called(model, backend) >= ALL_OPS
         assert_close(logits(model), expected, backend)
 
@@ -154,10 +154,12 @@ def test_without_a_model_models_made_afterwards_are_patched(family):
         assert ops_called(model) >= ALL_OPS
         eager = make_model(family, attn_implementation="eager")  # who asks for another attention gets it
         assert ops_called(eager) == ALL_OPS - {"fmha"}
-        model.set_attn_implementation("sdpa")
-        assert ops_called(model) == ALL_OPS - {"fmha"}
-    assert torch.equal(logits(make_model(family)), expected)
-    assert not ops_called(model) and not PatchSet.active()
+        chosen = make_model(family)
+        chosen.set_attn_implementation("sdpa")
+        assert ops_called(chosen) == ALL_OPS - {"fmha"}
+    assert not PatchSet.active() and eager.config._attn_implementation == "eager"
+    for one in (model, chosen, make_model(family)):
+        assert not ops_called(one) and torch.equal(logits(one), expected)
 
 
 def test_a_class_patch_and_an_instance_patch_revert_independently():
@@ -192,6 +194,16 @@ def test_a_second_apply_is_idempotent_and_reverts_nothing():
     monkey_patch.revert(model)
     assert not ops_called(model) and not PatchSet.active(model)
     monkey_patch.revert(model)  # nothing left, no complaint
+
+
+def test_revert_leaves_what_others_have_patched():
+    model = make_model("llama")
+    others = PatchSet(model, maker="others")
+    others.replace_forward(model.model.norm, lambda self, x: x, Entry("model.norm", "norm"))
+    monkey_patch.apply(model, use_cutile=False)
+    monkey_patch.revert(model)
+    assert PatchSet.active(model) == [others] and not ops_called(model)
+    others.revert()
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -388,7 +400,7 @@ def test_torch_compile(family):
     ids, mask = padded([11, 7], "left")
     with torch.no_grad():
         expected = model(ids).logits, model(ids, attention_mask=mask).logits
-    with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=False):
+    with monkey_patch.apply(model, use_cutile=False):
         torch.compiler.reset()
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         with torch.no_grad(), observed() as calls:

@@ -10,7 +10,6 @@ from tiny_models import observed
 from tiny_models import padded
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.transformers import attention
 from tilegym.transformers import monkey_patch
@@ -35,6 +34,7 @@ def assert_same_step(got, expected, backend="pytorch"):
 
 # cuTile's attention has no backward yet and hands training to PyTorch, saying so.
 @pytest.mark.filterwarnings(f"ignore::{FallbackWarning.__module__}.{FallbackWarning.__name__}")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @families
 @backends
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -43,7 +43,7 @@ def test_gradients_of_all_parameters(family, backend, checkpointing):
     expected = loss_and_gradients(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    with use_backend("pytorch"), monkey_patch.apply(model, use_cutile=backend == "cutile"):
+    with monkey_patch.apply(model, use_cutile=backend == "cutile"):
         assert_same_step(loss_and_gradients(model, use_cache=False), expected, backend)
     assert_same_step(loss_and_gradients(model, use_cache=False), expected)
 

@@ -7,6 +7,7 @@ hooks, biases, quantised linears and LoRA keep working.
 """
 
 import types
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -75,15 +76,27 @@ def attention_choice(original: Callable, name: str) -> Callable:
     """Stands in for ``get_correct_attn_implementation``: ``name`` becomes what a model gets unless it asks otherwise.
 
     A config that has been used once says "sdpa", as does one that was never asked about: while a model is being made,
-    both mean transformers' default. Later calls, and any other name, are obeyed.
+    both mean transformers' default. Later calls, and any other name, are obeyed. The models that got ``name`` this way
+    are in ``made`` of the function.
     """
+    made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def get_correct_attn_implementation(self, requested_attention=None, is_init_check=False, *args, **kwargs):
-        if requested_attention is None or (is_init_check and requested_attention == "sdpa"):
+        if is_init_check and requested_attention in (None, "sdpa"):
+            made.add(self)
             requested_attention = name
         return original(self, requested_attention, is_init_check, *args, **kwargs)
 
+    get_correct_attn_implementation.made = made
     return get_correct_attn_implementation
+
+
+def restore_attention(choice: Callable, name: str) -> None:
+    """Gives transformers' default back to the models that got ``name`` by :func:`attention_choice`."""
+    while choice.made:
+        model = choice.made.pop()
+        if model.config._attn_implementation == name:
+            model.set_attn_implementation("sdpa")
 
 
 def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -5,6 +5,7 @@ transformers itself, for the models made afterwards. Both return a :class:`~tile
 report of what runs on which backend and what was left alone and why, which can be reverted.
 """
 
+import functools
 from collections.abc import Callable
 
 from torch import nn
@@ -55,9 +56,10 @@ def apply(
 
 
 def revert(model: nn.Module | None = None) -> None:
-    """Undoes every patch of ``model``, or, without one, every patch of transformers itself. Does nothing if none is."""
+    """Undoes what this module has patched in ``model``, or, without one, in transformers itself; if anything."""
     for patches in reversed(PatchSet.active(model)):
-        patches.revert()
+        if patches.maker == __name__:
+            patches.revert()
 
 
 def _for_family(family: Family) -> Callable[..., PatchSet]:
@@ -78,7 +80,8 @@ def _for_family(family: Family) -> Callable[..., PatchSet]:
 
     Without ``model`` transformers' own classes and functions are patched: norms, MLPs and the rotation of all
     {family.prefix} models in the process change, attention only of those made afterwards, unless they ask for another
-    implementation than transformers' default. Arguments, result and errors otherwise as for :func:`apply`.
+    implementation than transformers' default. Reverting reaches them all. Arguments, result and errors otherwise as
+    for :func:`apply`.
     """
     return apply_to_family
 
@@ -101,7 +104,7 @@ def _patch(family: Family, model: nn.Module | None, use_cutile: bool, **wanted: 
     if use_cutile:
         assert_backend_available("cutile")
     backend = "cutile" if use_cutile else None
-    patches = PatchSet(model)
+    patches = PatchSet(model, maker=__name__)
     patchers = _CLASS_PATCHERS if model is None else _MODEL_PATCHERS
     with patches.all_or_nothing():
         for compute in COMPUTES:
@@ -216,7 +219,9 @@ def _attn_in_class(patches: PatchSet, family: Family, backend: str | None, _: No
     original = getattr(cls, method)
     original = original.recipe[1][0] if _is_ours(original) else original
     entry = _entry(describe(cls), "attn", backend)
-    patches.replace_method(cls, method, layers.attention_choice(original, NAMES[backend]), entry)
+    choice = layers.attention_choice(original, NAMES[backend])
+    if patches.replace_method(cls, method, choice, entry):
+        patches.on_revert(functools.partial(layers.restore_attention, choice, NAMES[backend]))
 
 
 def _is_ours(function: Callable) -> bool:

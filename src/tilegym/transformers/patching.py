@@ -91,6 +91,17 @@ class _Replacement:
         return current is self.former
 
 
+class _Callback:
+    """Something else to undo."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+
+    def undo(self) -> bool:
+        self.function()
+        return True
+
+
 class PatchSet:
     """The patches of one call and the report on them.
 
@@ -99,15 +110,17 @@ class PatchSet:
         skipped: an :class:`Entry`, with ``why``, for what was looked at and left as it was.
 
     Printing it gives a table. ``revert()`` undoes everything, in reverse order; as a context manager it does so at the
-    end of the block. ``model`` is the model that the set belongs to; None for process-wide patches.
+    end of the block. ``model`` is the model that the set belongs to, None for process-wide patches; ``maker`` says who
+    made the set.
     """
 
     process_wide: list["PatchSet"] = []
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, maker: str = "") -> None:
         self.patched: list[Entry] = []
         self.skipped: list[Entry] = []
-        self._replacements: list[_Replacement] = []
+        self.maker = maker
+        self._undo: list[_Replacement | _Callback] = []
         self._model = model
 
     @classmethod
@@ -223,10 +236,14 @@ class PatchSet:
         self.patched.append(entry)
         return True
 
-    def _record(self, replacement: _Replacement) -> None:
-        if not self._replacements:
+    def on_revert(self, function: Callable[[], None]) -> None:
+        """Calls ``function`` when its turn comes to undo; for what is no replacement."""
+        self._record(_Callback(function))
+
+    def _record(self, step: _Replacement | _Callback) -> None:
+        if not self._undo:
             (self.process_wide if self._model is None else vars(self._model).setdefault(_SETS, [])).append(self)
-        self._replacements.append(replacement)
+        self._undo.append(step)
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator["PatchSet"]:
@@ -243,9 +260,9 @@ class PatchSet:
         Raises:
             PatchError: something was replaced by others in the meantime and was left alone; the rest is undone.
         """
-        replacements, self._replacements = self._replacements, []
-        foreign = [f"{describe(r.owner)}.{r.name}" for r in reversed(replacements) if not r.undo()]
-        if replacements:
+        steps, self._undo = self._undo, []
+        foreign = [f"{describe(step.owner)}.{step.name}" for step in reversed(steps) if not step.undo()]
+        if steps:
             self._forget()
         if foreign:
             raise PatchError(f"not reverted, since others have replaced them after TileGym: {', '.join(foreign)}")
