@@ -176,36 +176,44 @@ def rms_norm_backward_columns_kernel(
 
 
 # A row of up to this many elements is held in the registers of one block; the backward pass holds four times as much.
-MAX_CACHED = 32768
+MAX_CACHED = 16384
 MAX_CACHED_BACKWARD = 8192
 
 
 @functools.lru_cache(maxsize=1024)
 def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
-    """(kernel, grid, TILE_M, TILE_N) for an input of [rows, n] on CUDA device ``device`` (-1: CPU)."""
+    """(kernel, grid, TILE_M, TILE_N) for an input of [rows, n] on CUDA device ``device`` (-1: CPU).
+
+    Warps and occupancy are the most that sm_90 has registers for without spilling: what counts is how many bytes of
+    each multiprocessor's rows are on their way from memory.
+    """
     rows = rows if n else 0  # without columns there is nothing to launch
     tile_n = next_power_of_2(n)
     if tile_n > MAX_CACHED or mode == "multi_wave_reload":
-        return hinted(rms_norm_reload_kernel, occupancy=8), (rows,), 1, min(tile_n, 4096)
+        kernel = hinted(rms_norm_reload_kernel, num_worker_warps=8, occupancy=4)
+        return kernel, (rows,), 1, min(tile_n, 2048)
     # Short rows share a block, as long as there are blocks for every multiprocessor.
     tile_m = max(1, min(4096 // tile_n, next_power_of_2(rows // (4 * sm_count(device)))))
-    warps = 8 if tile_m * tile_n >= 8192 else 4
-    tiles = ct.cdiv(rows, tile_m)
+    tiles, elements = ct.cdiv(rows, tile_m), tile_m * tile_n
     if mode == "static_persistent":
-        occupancy = 8 if tile_n <= 2048 else max(1, 16384 // tile_n)
-        kernel = hinted(rms_norm_persistent_kernel, num_worker_warps=warps, occupancy=occupancy)
+        occupancy = 3 if elements <= 4096 else 1
+        kernel = hinted(rms_norm_persistent_kernel, num_worker_warps=8, occupancy=occupancy)
         return kernel, (min(tiles, occupancy * sm_count(device)),), tile_m, tile_n
-    return hinted(rms_norm_cached_kernel, num_worker_warps=warps), (tiles,), tile_m, tile_n
+    warps, occupancy = (8 if elements >= 8192 else 4), min(8, 32768 // elements)
+    return hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy), (tiles,), tile_m, tile_n
 
 
 @functools.lru_cache(maxsize=1024)
 def backward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, int, int, int]:
-    """(kernel, blocks, TILE_M, TILE_N) of the backward pass in registers, for rows of up to MAX_CACHED_BACKWARD."""
+    """(kernel, blocks, TILE_M, TILE_N) of the backward pass in registers, for rows of up to MAX_CACHED_BACKWARD.
+
+    So few blocks that on sm_90 each has registers for the rows that it works on and for those that it waits for.
+    """
     rows = rows if n else 0
     tile_n = next_power_of_2(n)
     tile_m = max(1, 2048 // tile_n)
-    occupancy = 2 if tile_n >= 4096 else 4
-    kernel = hinted(rms_norm_backward_kernel, num_worker_warps=8 if tile_n >= 4096 else 4, occupancy=occupancy)
+    warps, occupancy = (8, 1) if tile_n >= 8192 else (4, 3 if tile_n == 4096 else 4)
+    kernel = hinted(rms_norm_backward_kernel, num_worker_warps=warps, occupancy=occupancy)
     return kernel, min(ct.cdiv(rows, tile_m), occupancy * sm_count(device)), tile_m, tile_n
 
 
