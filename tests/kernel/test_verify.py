@@ -128,7 +128,9 @@ def test_rounding_is_no_difference(dtype, mode):
     assert [e.verified for e in report(model).replaced] == [True, True]
 
 
-@pytest.mark.parametrize("inputs", [x, (x,), [x, 1.0], {"x": x}, {"x": x, "shift": 2.0}], ids=["tensor", "tuple", "list", "dict", "more"])
+@pytest.mark.parametrize(
+    "inputs", [x, (x,), [x, 1.0], {"x": x}, {"x": x, "shift": 2.0}], ids=["tensor", "tuple", "list", "dict", "more"]
+)
 def test_sample_inputs(inputs):
     bind(ScaleKernel)
     with pytest.warns(KernelWarning, match="did not reach it"):

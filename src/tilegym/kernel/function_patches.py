@@ -49,12 +49,19 @@ class FunctionPlan:
 
 @dataclass
 class _Target:
-    """A function that is replaced: the original, the claims, oldest first, and what is patched for the latest."""
+    """A function that is replaced.
+
+    Attributes:
+        claims: the owners with what they want, oldest first.
+        holders: the Python modules and names that hold the function.
+        in_force: what the holders hold now, by ``patches``.
+    """
 
     original: Callable
     claims: list[tuple[weakref.ref, FunctionPlan]] = field(default_factory=list)
-    patches: PatchSet = field(default_factory=PatchSet)
     holders: dict[tuple[str, str], ModuleType] = field(default_factory=dict)
+    in_force: Callable | None = None
+    patches: PatchSet = field(default_factory=PatchSet)
 
 
 _targets: dict[str, _Target] = {}
@@ -133,6 +140,8 @@ def claim(owner: Any, plans: list[FunctionPlan], model: nn.Module | None, instan
                 holder = sys.modules[plan.record.target_module]
                 target.holders[plan.record.target_module, plan.record.func_name] = holder
             held_as = [target.original, *(p.function for _, p in target.claims)]
+            # The same kernel for another model is the same function: callers see no change.
+            plan = next((p for _, p in target.claims if p.record == plan.record), plan)
             _drop_claims(target, owner)
             target.claims.append((weakref.ref(owner), plan))
             for module, name in _holders(model, held_as):
@@ -176,16 +185,18 @@ def _drop_claims(target: _Target, owner: Any) -> bool:
 
 def _enforce(name: str, target: _Target) -> None:
     """Makes every holder hold the latest claim's function, or, without a claim, the original."""
-    former, target.patches = target.patches, PatchSet()
-    if not target.claims:
+    plan = target.claims[-1][1] if target.claims else None
+    if plan is None:
         del _targets[name]
-    former.revert()
-    if not target.claims:
+    if plan is None or target.in_force is not plan.function:
+        former, target.patches, target.in_force = target.patches, PatchSet(), None
+        former.revert()
+    if plan is None:
         return
-    plan = target.claims[-1][1]
     for (module_name, attribute), module in target.holders.items():
         entry = Entry(f"{module_name}.{attribute}", FUNCTION, plan.entry.kernel)
         target.patches.replace_function(module, attribute, plan.function, entry)
+    target.in_force = plan.function
 
 
 def _holders(model: nn.Module | None, functions: list[Callable]) -> Iterator[tuple[ModuleType, str]]:

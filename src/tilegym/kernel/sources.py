@@ -195,6 +195,9 @@ def _one_sentence(source: Hub):
             raise KernelError(
                 f"{source}: Hub access is off (HF_HUB_OFFLINE) and the cache {cache} does not serve it: {first_line}"
             ) from error
+        # By name: the library that huggingface_hub speaks HTTP with has changed twice.
+        if not {"TransportError", "ConnectionError"}.isdisjoint(base.__name__ for base in type(error).__mro__):
+            raise KernelError(f"{source}: the Hub ({constants.ENDPOINT}) cannot be reached: {first_line}") from error
         raise KernelError(f"{source}: {type(error).__name__}: {first_line}") from error
 
 
