@@ -224,7 +224,12 @@ def test_out_of_memory_while_tuning_takes_the_first(cache):
 
 
 def test_threads_measure_once(cache):
-    bench = FakeBench()
+    class Slow(FakeBench):
+        def compile(self, candidates):
+            time.sleep(0.3)
+            return super().compile(candidates)
+
+    bench = Slow()
     add = make_add(cache, bench)
     chosen = []
     threads = [threading.Thread(target=lambda: chosen.append(add(*inputs()).TILE)) for _ in range(4)]
