@@ -171,7 +171,10 @@ class PyTestCase:
             self.assertClose(name, got, runs["reference"][name], runs["oracle"][name])
 
     def assertCompiledEqualsEager(self, function: Callable, *inputs: torch.Tensor) -> None:
-        """``torch.compile(function, fullgraph=True)`` gives function's outputs and input gradients, bit for bit."""
+        """``torch.compile(function, fullgraph=True)`` gives function's outputs and input gradients.
+
+        Bit for bit on a CPU; on a GPU inductor generates its own sin, exp and so on for the code around the ops.
+        """
         results = []
         torch.compiler.reset()
         for run in (function, torch.compile(function, fullgraph=True, backend="inductor" if HAS_GPU else "aot_eager")):
@@ -180,8 +183,9 @@ class PyTestCase:
             upstream = [randn(*o.shape, dtype=o.dtype, seed=7) for o in outputs]
             wanted = [t for t in leaves if t.requires_grad]
             results.append((*outputs, *torch.autograd.grad(outputs, wanted, upstream)))
+        tolerance = {} if HAS_GPU else {"rtol": 0, "atol": 0}
         for eager, compiled in zip(*results, strict=True):
-            torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+            torch.testing.assert_close(compiled, eager, **tolerance)
 
     def assertLargeInput(self, function: Callable, *shape: int) -> None:
         """The last rows of an input of more than 2^31 elements come out as they do alone."""
