@@ -61,7 +61,7 @@ class _Target:
     claims: list[tuple[weakref.ref, FunctionPlan]] = field(default_factory=list)
     holders: dict[tuple[str, str], ModuleType] = field(default_factory=dict)
     in_force: Callable | None = None
-    patches: PatchSet = field(default_factory=PatchSet)
+    patches: PatchSet = field(default_factory=lambda: PatchSet(maker=__name__))
 
 
 _targets: dict[str, _Target] = {}
@@ -189,7 +189,7 @@ def _enforce(name: str, target: _Target) -> None:
     if plan is None:
         del _targets[name]
     if plan is None or target.in_force is not plan.function:
-        former, target.patches, target.in_force = target.patches, PatchSet(), None
+        former, target.patches, target.in_force = target.patches, PatchSet(maker=__name__), None
         former.revert()
     if plan is None:
         return

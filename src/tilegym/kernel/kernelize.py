@@ -92,7 +92,7 @@ def apply(
 
     with function_patches.lock:
         _undo(model)
-        report.patches = PatchSet(model)
+        report.patches = PatchSet(model, __name__)
         with report.patches.all_or_nothing():
             for plan in layers:
                 report.patches.replace_forward(
