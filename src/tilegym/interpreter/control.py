@@ -182,13 +182,8 @@ def loop(builder, op):
         enter(r)
         for position in range(start, stop, stride) if stride > 0 else ():
             r[induction] = position
-            jump = body.run(r)
-            if jump is BREAK:
-                return None
-            if jump is RETURN:
-                return RETURN
+            body.run(r)  # ends in continue: break and return inside a for loop have become flags in the front end
         leave(r)
-        return None
 
     def run_while(r):
         enter(r)
