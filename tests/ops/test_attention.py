@@ -52,6 +52,13 @@ def additive(*shape, lowest=-math.inf):
     return randn(*shape, seed=4).masked_fill(~boolean(*shape), lowest)
 
 
+def lowest_numbers(*shape):
+    """A mask as transformers' eager attention has it; its first row masks every key, which then count alike."""
+    mask = additive(*shape, lowest=torch.finfo(torch.float32).min)
+    mask[:, :, 0] = torch.finfo(torch.float32).min
+    return mask
+
+
 def lengths(*values):
     return torch.tensor(values, dtype=torch.int32, device=device())
 
@@ -73,7 +80,7 @@ OPTIONS = {
     "all masked": dict(attention_mask=torch.zeros(1, 1, 1, 50, dtype=torch.bool, device=device())),
     "additive mask": dict(attention_mask=additive(1, 4, 17, 50)),
     "additive bias, soft cap": dict(attention_mask=additive(2, 1, 1, 50), soft_cap=1.5),
-    "lowest number as mask": dict(attention_mask=additive(1, 1, 17, 50, lowest=torch.finfo(torch.float32).min)),
+    "lowest number as mask": dict(attention_mask=lowest_numbers(1, 1, 17, 50)),
     "lengths": dict(kv_len=lengths(50, 31)),
     "lengths beyond the ends": dict(kv_len=lengths(0, 99)),
     "lengths in 64 bits": dict(kv_len=lengths(20, 40).long()),

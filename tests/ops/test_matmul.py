@@ -11,6 +11,7 @@ from common import device
 from common import dtypes
 from common import gpu
 from common import randn
+from common import recorded_launches
 from common import sanitized
 
 from tilegym.backend import use_backend
@@ -75,6 +76,13 @@ class Test_Matmul(PyTestCase):
         a = view(randn(64, 64, dtype=torch.bfloat16))
         kwargs = dict(a=a, b=view(randn(64, 64, dtype=torch.bfloat16, seed=1)), trans_b=True)
         self.assertCorrectness(matmul, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_transposed_views_are_not_copied(self):
+        a, b = torch.empty(8, 40).t(), torch.empty(24, 8).t()
+        with recorded_launches() as launches:
+            matmul(a, b, backend="cutile")
+        [(_, args)] = launches
+        assert args[0].data_ptr() == a.data_ptr() and args[1].data_ptr() == b.data_ptr()
 
     @backends("matmul")
     @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
