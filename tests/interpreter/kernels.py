@@ -320,3 +320,22 @@ def control_flow(x, y, limit, size: ConstInt):
         ct.store(y, (block,), total)
         return
     ct.store(y, (block,), total + steps)
+
+
+@ct.kernel
+def nested_jumps(x, y, size: ConstInt):
+    """Writes the first position at which the row's values exceed their row's number, found the long way round."""
+    row = ct.bid(0)
+    for i in range(size):
+        tries = 0
+        while True:
+            tries += 1
+            if tries > 3:
+                break
+            if ct.load(x, (row, i), (1, 1)).item() > row:
+                ct.store(y, (row,), ct.full((1,), i * 10 + tries, ct.int32))
+                return
+            if i % 2 == 0:
+                continue
+            break
+    ct.store(y, (row,), ct.full((1,), -1, ct.int32))

@@ -297,4 +297,10 @@ def control_flow() -> list:
     def make_args():
         return [numbers(torch.float32, 32), torch.zeros(32), 12, 8]
 
-    return [Case("control_flow", K.control_flow, (4,), make_args, 1)]
+    def jumps_args():
+        return [matrix(torch.float32, 4, 6, low=-4, high=4), torch.zeros(4, dtype=torch.int32), 6]
+
+    return [
+        Case("control_flow", K.control_flow, (4,), make_args, 1),
+        Case("nested_jumps", K.nested_jumps, (4,), jumps_args),
+    ]

@@ -162,6 +162,13 @@ def test_control_flow(limit):
     torch.testing.assert_close(y, want)
 
 
+def test_jumps_out_of_nested_loops():
+    x, y = torch.zeros(4, 6), torch.full((4,), 99, dtype=torch.int32)
+    x[0, 3], x[1, 2], x[3, 5] = 1, 7, 4
+    launch((4,), K.nested_jumps, (x, y, 6), sanitize=True)
+    assert y.tolist() == [31, 21, -1, 51]
+
+
 def test_what_the_compiler_rejects_is_rejected_with_its_line():
     @ct.kernel
     def adds_halves(x, y, z):
