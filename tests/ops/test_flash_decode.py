@@ -78,7 +78,8 @@ OPTIONS = {
     "mask of heads": dict(attention_mask=boolean(2, 8, 1, 150)),
     "all masked": dict(attention_mask=torch.zeros(150, dtype=torch.bool, device=device())),
     "additive mask": dict(attention_mask=randn(1, 8, 1, 150, seed=4).masked_fill(~boolean(150), -math.inf)),
-    "lowest number as mask": dict(attention_mask=lowest_numbers()),
+    # Such scores leave lse no digits for the number of keys: splits of a row that is masked as a whole count alike.
+    "lowest number as mask": dict(attention_mask=lowest_numbers(), kv_len_per_split=1000),
     "all": dict(
         sm_scale=0.3,
         kv_len=lengths(140, 60),
