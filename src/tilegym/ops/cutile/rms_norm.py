@@ -36,11 +36,14 @@ def _load_vector(vector, cols, GIVEN: Bool):
     return ct.gather(vector, cols)[None, :] if GIVEN else None
 
 
+def _scale(weight, offset):
+    return offset + (1.0 if weight is None else weight.astype(ct.float32))
+
+
 def _store(y, rows, cols, xhat, weight, offset, bias, ROUND: Bool):
     if ROUND:
         xhat = xhat.astype(y.dtype).astype(ct.float32)
-    scale = 1.0 if weight is None else weight.astype(ct.float32)
-    out = xhat * (scale + offset)
+    out = xhat * _scale(weight, offset)
     if bias is not None:
         out = out + bias.astype(ct.float32)
     ct.scatter(y, (rows[:, None], cols[None, :]), out.astype(y.dtype))
@@ -112,8 +115,7 @@ def rms_norm_backward_kernel(
 ):  # fmt: skip
     """Whole rows in registers, blocks striding over them; row ``bid`` of dweight and dbias is that block's sum."""
     cols = span(0, TILE_N)
-    w = _load_vector(weight, cols, WEIGHT)
-    scale = (1.0 if w is None else w.astype(ct.float32)) + offset
+    scale = _scale(_load_vector(weight, cols, WEIGHT), offset)
     dw = ct.zeros((TILE_M, TILE_N), ct.float32)
     db = ct.zeros((TILE_M, TILE_N), ct.float32)
     for tile in range(ct.bid(0), ct.cdiv(x.shape[0], TILE_M), ct.num_blocks(0)):
@@ -142,14 +144,12 @@ def rms_norm_backward_reload_kernel(dy, x, weight, rstd, dx, offset, N: Int, TIL
     products = ct.zeros((1, TILE_N), ct.float32)
     for tile in range(ct.cdiv(N, TILE_N)):
         cols = span(tile, TILE_N)
-        w = _load_vector(weight, cols, WEIGHT)
-        g = _load(dy, rows, cols).astype(ct.float32) * ((1.0 if w is None else w.astype(ct.float32)) + offset)
+        g = _load(dy, rows, cols).astype(ct.float32) * _scale(_load_vector(weight, cols, WEIGHT), offset)
         products = products + g * _load(x, rows, cols).astype(ct.float32) * r
     mean = ct.sum(products, axis=1, keepdims=True) / N
     for tile in range(ct.cdiv(N, TILE_N)):
         cols = span(tile, TILE_N)
-        w = _load_vector(weight, cols, WEIGHT)
-        g = _load(dy, rows, cols).astype(ct.float32) * ((1.0 if w is None else w.astype(ct.float32)) + offset)
+        g = _load(dy, rows, cols).astype(ct.float32) * _scale(_load_vector(weight, cols, WEIGHT), offset)
         xhat = _load(x, rows, cols).astype(ct.float32) * r
         ct.scatter(dx, (rows[:, None], cols[None, :]), (r * (g - xhat * mean)).astype(dx.dtype))
 
@@ -211,8 +211,8 @@ def backward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, int, int, 
     """
     rows = rows if n else 0
     tile_n = next_power_of_2(n)
-    tile_m = max(1, 2048 // tile_n)
-    warps, occupancy = (8, 1) if tile_n >= 8192 else (4, 3 if tile_n == 4096 else 4)
+    warps, occupancy = (8, 1) if tile_n >= 8192 else (4, 3)
+    tile_m = max(1, min(4096 // tile_n, next_power_of_2(rows // (occupancy * sm_count(device)))))
     kernel = hinted(rms_norm_backward_kernel, num_worker_warps=warps, occupancy=occupancy)
     return kernel, min(ct.cdiv(rows, tile_m), occupancy * sm_count(device)), tile_m, tile_n
 
