@@ -188,6 +188,29 @@ def test_pickle_in_another_process(tmp_path):
     assert "kernel 'gone' of a pickled ReLU could not be loaded" in done.stderr
 
 
+def test_pickle_of_a_kernel_that_cannot_be_pickled():
+    class Local(nn.Module):
+        def forward(self, x):
+            return x * self.factor * 5
+
+    class Repo:
+        loads = 0
+
+        def load(self):
+            Repo.loads += 1
+            return Local
+
+    for source in ({"layer_class": Local}, {"repo": Repo()}):
+        register_layer_kernel("Kernel", device="cpu", **source)
+        register_external_layer(Scale, "Kernel")
+        model = kernelize_model(scales())
+        assert torch.equal(copy.deepcopy(model)(x), x * 100)
+        with pytest.warns(KernelWarning, match="'Kernel' of a pickled Scale could not be loaded, .* cannot be pickled"):
+            twin = pickle.loads(pickle.dumps(model))
+        assert torch.equal(twin(x), x * 4)
+    assert Repo.loads == 1, "a copy has the function that its original has"
+
+
 def test_unkernelize(scale_kernel):
     model = scales()
     before = [dict(vars(m)) for m in model.modules()]

@@ -1,5 +1,6 @@
 """Finding, for every layer of a model, the kernel that shall replace its forward; nothing is changed here."""
 
+import pickle
 import types
 import warnings
 from collections.abc import Callable
@@ -119,7 +120,7 @@ def kernel_forward(record: registry.LayerKernel, layer_class: type[nn.Module], m
     if problem:
         raise KernelError(f"{who} for layer {layer_class.__name__} in mode {mode}: {problem}")
     forward = _own_copy(checks.fitted_forward(kernel, layer_class, record.name))
-    forward.recipe = (_unpickled_forward, (record.name, record.source, layer_class))
+    forward.recipe = (_unpickled_forward, (record.name, _Portable(record.source), layer_class))
     return forward
 
 
@@ -139,6 +140,37 @@ def _own_copy(function: Callable) -> Callable:
     return copy
 
 
+class _Portable:
+    """A source as it is pickled: itself, or, if it cannot be pickled, one that cannot be loaded."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __reduce__(self):
+        try:
+            pickle.dumps(self.source)
+        except Exception as error:  # whatever a repository object of others raises
+            return _Lost, (f"{self.source} cannot be pickled: {type(error).__name__}: {error}",)
+        return _itself, (self.source,)
+
+
+def _itself(source: Source) -> Source:
+    return source
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """A source that was not pickled, and why."""
+
+    why: str
+
+    def load(self) -> None:
+        raise KernelError(self.why)
+
+    def __str__(self) -> str:
+        return self.why
+
+
 def _unpickled_forward(name: str, source: Source, layer_class: type[nn.Module]) -> Callable:
     """The forward of a pickled kernelized layer: the kernel's, or, where that cannot be loaded, the layer's own."""
     try:
@@ -152,7 +184,7 @@ def _unpickled_forward(name: str, source: Source, layer_class: type[nn.Module]) 
         )
         forward = layer_class.forward
     forward = _own_copy(forward)
-    forward.recipe = (_unpickled_forward, (name, source, layer_class))
+    forward.recipe = (_unpickled_forward, (name, _Portable(source), layer_class))
     return forward
 
 

@@ -8,6 +8,7 @@ from enum import Flag
 from enum import auto
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import TypeAlias
 
 import torch
 
@@ -49,7 +50,7 @@ _CHAINS = {
     _TRAIN_COMPILE: (_TRAIN_COMPILE, Mode.FALLBACK),
 }
 
-ModeLike = "str | Iterable[str] | Mode | kernels.Mode | None"
+ModeLike: TypeAlias = "str | Iterable[str] | Mode | kernels.Mode | None"
 
 
 def parse_mode(mode: Any, where: str = "mode") -> Mode:

@@ -1,6 +1,7 @@
 """Functions for one instance: bound to it, remade when it is pickled, or with other globals than the original."""
 
 import contextlib
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -40,6 +41,9 @@ class BoundForward(functools.partial):
     A partial, because copying a module then binds the copy's forward to the copy, and because pickling is in our hands
     (a bound method is pickled by name, which would silently give the class's own forward back).
     """
+
+    def __deepcopy__(self, memo: dict) -> "BoundForward":
+        return BoundForward(self.func, *copy.deepcopy(self.args, memo))
 
     def __reduce__(self):
         # The module goes into the state: at that point of unpickling it exists already.
