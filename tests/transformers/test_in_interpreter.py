@@ -30,3 +30,24 @@ def test_prefill_and_decoding(family, monkeypatch):
     ops = {op for op, backend in served if backend == "cutile"}
     assert ops >= {"rms_norm", "swiglu", "apply_rope_base", "fmha", "fmha_decode"}
     assert not any(backend == "pytorch" for _, backend in served)
+
+
+@pytest.mark.filterwarnings("ignore::tilegym.errors.FallbackWarning")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_training_step(family):
+    """Every gradient, through the backward kernels of norm, MLP and rotation."""
+    model = make_model(family).train()
+    ids, mask = padded([7, 5], "right")
+
+    def step():
+        model.zero_grad()
+        model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    expected = step()
+    with monkey_patch.apply(model, use_cutile=True), observed() as served:
+        got = step()
+    assert served >= {(op, "cutile") for op in ("rms_norm", "swiglu", "apply_rope_base")}
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, name
+        assert_close(got[name], gradient)

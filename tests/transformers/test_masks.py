@@ -1,7 +1,10 @@
 """The masks of tilegym.transformers.attention against transformers' own, and attention under them against eager."""
 
 import inspect
+from unittest import mock
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 from common import HAS_GPU
@@ -25,6 +28,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from tilegym.errors import UnsupportedError
+from tilegym.transformers import attention
 from tilegym.transformers import monkey_patch
 from tilegym.transformers.attention import CausalMask
 from tilegym.transformers.attention import causal_mask
@@ -152,6 +156,42 @@ def test_the_mask_is_that_of_transformers(case):
     assert mask is None if kind is None else isinstance(mask, kind)
     got = written_out(mask, kwargs["q_length"], kwargs["kv_length"])
     assert torch.equal(got, expected.expand_as(got))
+
+
+@hypothesis.settings(deadline=None, max_examples=200)
+@hypothesis.given(data=st.data())
+def test_any_mask_is_that_of_transformers(data):
+    """Any cache (dynamic or static, sliding or not, wherever it stands), any window, any padding."""
+    q_length, past = data.draw(st.integers(1, 6), "q_length"), data.draw(st.integers(0, 9), "past")
+    window = data.draw(st.none() | st.integers(1, 8), "window")
+    kv_offset = data.draw(st.integers(0, past), "dropped from the cache")
+    room = data.draw(st.integers(0, 4), "room left in the cache")
+    kv_length = past + q_length - kv_offset + room
+    mask = None
+    if data.draw(st.booleans(), "padded"):
+        length = data.draw(st.integers(past + q_length, past + q_length + room + 2), "length of the mask")
+        mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=2 * length, max_size=2 * length))).view(
+            2, length
+        )
+    kwargs = dict(
+        batch_size=2,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=past,
+        kv_offset=kv_offset,
+        mask_function=CAUSAL if window is None else sliding_window_causal_mask_function(window),
+        attention_mask=mask,
+    )
+    expected = sdpa_mask(**kwargs, allow_is_causal_skip=False)
+    shortcut = data.draw(st.booleans(), "allow_is_causal_skip")
+    got = written_out(causal_mask(**kwargs, allow_is_causal_skip=shortcut), q_length, kv_length)
+    assert torch.equal(got, expected.expand_as(got))
+    # The same where nothing may be read from the device, not even how far a static cache is filled.
+    with mock.patch.object(attention, "is_tracing", return_value=True):
+        offset = torch.tensor(past) if kv_offset == 0 else past
+        unread = causal_mask(**{**kwargs, "q_offset": offset}, allow_is_causal_skip=shortcut)
+    assert torch.equal(written_out(unread, q_length, kv_length), got)
+    assert window is not None or kv_offset or (isinstance(unread, CausalMask) and unread.kv_len is not None)
 
 
 @pytest.mark.parametrize("case", [case for case, (_, kind) in CASES.items() if kind is CausalMask])

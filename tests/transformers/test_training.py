@@ -10,7 +10,6 @@ from tiny_models import observed
 from tiny_models import padded
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tilegym.errors import FallbackWarning
 from tilegym.transformers import attention
 from tilegym.transformers import monkey_patch
 
@@ -33,7 +32,7 @@ def assert_same_step(got, expected, backend="pytorch"):
 
 
 # cuTile's attention has no backward yet and hands training to PyTorch, saying so.
-@pytest.mark.filterwarnings(f"ignore::{FallbackWarning.__module__}.{FallbackWarning.__name__}")
+@pytest.mark.filterwarnings("ignore::tilegym.errors.FallbackWarning")
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @families
 @backends
