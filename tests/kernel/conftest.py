@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tilegym.backend import set_backend
 from tilegym.kernel import function_patches
 from tilegym.kernel import registry
 from tilegym.kernel import reports
@@ -27,7 +28,9 @@ def clean_registry():
     registry.clear()
     reports._warned.clear()
     calls.clear()
+    set_backend("pytorch")  # the models are on the CPU, also where a GPU makes cutile the default
     yield
+    set_backend(None)
     unkernelize_model(None)
     if function_patches._targets:  # claimed by models that the test has dropped
         gc.collect()

@@ -3,6 +3,7 @@ import time
 
 import pytest
 import torch
+from common import gpu
 from torch import nn
 
 from tilegym.backend import use_backend
@@ -295,3 +296,46 @@ def test_deepcopied_model_generates_alike():
     twin = copy.deepcopy(model)
     assert torch.equal(twin(ids).logits, model(ids).logits)
     assert twin.model.norm.forward.args[0] is twin.model.norm
+
+
+@pytest.mark.parametrize("first_undone", ["kernel", "monkey_patch"])
+def test_on_top_of_a_patched_model(first_undone):
+    """Each of the two ways to patch a model takes back its own, in either order."""
+    from tilegym.transformers import monkey_patch
+
+    bind_qwen2()
+    model = qwen2()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    expected = model(ids).logits
+    monkey_patch.apply_tilegym_kernel_to_qwen2(model=model, attn=False)
+    kernelize_model(model, use_fallback=False)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    undo = {"kernel": lambda: unkernelize_model(model), "monkey_patch": lambda: monkey_patch.revert(model)}
+    undo.pop(first_undone)()
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    next(iter(undo.values()))()
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+@gpu
+@pytest.mark.parametrize("mode", ["inference", "train", "compile", "train+compile"])
+def test_on_a_gpu(mode):
+    """The cuTile kernels, verified layer by layer on a model in bfloat16, and compiled where the mode says so."""
+    bind_qwen2()
+    model = qwen2(hidden_size=256, intermediate_size=512, use_cache=False).to("cuda", torch.bfloat16)
+    with use_backend("cutile"):
+        kernelize_model(model, mode, use_fallback=False, verify=True)
+        assert report(model).device == "cuda" and len(report(model).replaced) == 2 + 5 + 2
+        run = torch.compile(model, fullgraph=True) if "compile" in mode else model
+        got = run(ids.cuda(), labels=ids.cuda())
+        if mode.startswith("train"):
+            got.loss.backward()
+            gradients = [p.grad.clone() for p in model.parameters()]
+    unkernelize_model(model)
+    model.zero_grad()
+    exact = model.float()(ids.cuda(), labels=ids.cuda())
+    assert (got.logits.float() - exact.logits).abs().max() < 0.05 * exact.logits.abs().max()
+    if mode.startswith("train"):
+        exact.loss.backward()
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            assert (gradient.float() - parameter.grad).norm() < 0.1 * parameter.grad.norm() + 1e-6
