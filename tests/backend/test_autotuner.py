@@ -207,8 +207,10 @@ def test_two_shapes_in_turns_keep_their_own_winners(cache):
     bench = BySize()
     add = make_add(cache, bench)
     for _ in range(3):
-        assert add(*inputs(30)).TILE == 32
-        assert add(*inputs(128)).TILE == 128
+        for n, tile in ((30, 32), (128, 128)):
+            x, y, out = inputs(n)
+            assert add(x, y, out).TILE == tile
+            assert torch.equal(out, x + 1), "launched with the arguments of another configuration"
     assert len(bench.compiled) == 2
 
 
