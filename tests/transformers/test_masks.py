@@ -169,7 +169,7 @@ def test_any_mask_is_that_of_transformers(data):
     kv_length = past + q_length - kv_offset + room
     mask = None
     if data.draw(st.booleans(), "padded"):
-        length = data.draw(st.integers(past + q_length, past + q_length + room + 2), "length of the mask")
+        length = data.draw(st.integers(1, past + q_length + room + 2), "length of the mask")
         mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=2 * length, max_size=2 * length))).view(
             2, length
         )
