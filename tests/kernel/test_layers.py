@@ -106,7 +106,8 @@ def test_classes_prepared_for_kernels():
 
     kernels.replace_kernel_forward_from_hub(Conditional, "Kernel", condition=lambda layer: bool(layer.factor > 5))
     model = nn.Sequential(Prepared(), Heir(), Changed(), Conditional(2.0), Conditional(6.0))
-    assert kernelize_model(model) is model and not report(model).replaced and not report(model).skipped
+    with pytest.warns(KernelWarning, match="replaced nothing"):
+        assert kernelize_model(model) is model
 
     register_layer_kernel("Kernel", layer_class=ScaleKernel, device="cpu")
     with pytest.warns(KernelWarning):
@@ -296,6 +297,12 @@ def test_without_fallback_everything_missing_is_listed(scale_kernel):
     with pytest.raises(KernelError, match="no layer of the model is bound to a kernel and no function has one"):
         kernelize_model(nn.Sequential(nn.Tanh()), use_fallback=False)
     assert report(kernelize_model(scales(), use_fallback=False)).replaced
+
+
+def test_nothing_to_replace():
+    with pytest.warns(KernelWarning, match="kernelize_model replaced nothing: no layer of the model is bound"):
+        model = kernelize_model(scales())
+    assert "register_external_layer" in str(report(model))
 
 
 def test_failed_call_leaves_an_earlier_one_in_force(scale_kernel):

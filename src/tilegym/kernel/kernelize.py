@@ -101,6 +101,9 @@ def apply(
             owner = function_patches.PROCESS if model is None else report
             function_patches.claim(owner, functions_planned, model, report.patches)
         _leave(model, report)
+    if not report.replaced and not report.skipped:
+        report.note = reports.NOTHING
+        reports.warn_once(f"kernelize_model replaced nothing: {reports.NOTHING}", stacklevel=4)
     for entry in report.skipped:
         if entry.original != reports.FUNCTION:
             reports.warn_once(f"{entry.original} was not replaced: {entry.why}", stacklevel=4)

@@ -154,7 +154,7 @@ def apply_layer_kernel(
     verify: bool = False,
     sample_inputs: Any = None,
 ) -> nn.Module:
-    """The layer half of :func:`tilegym.kernel.kernelize_model`: functions are left as they are."""
+    """The layer half of :func:`tilegym.kernel.kernelize_model`: no function is replaced for the model."""
     return kernelize.apply(
         model, mode, device, use_fallback, verify=verify, sample_inputs=sample_inputs, functions=False
     )

@@ -14,6 +14,10 @@ from tilegym.transformers.patching import PatchSet
 
 logger = logging.getLogger("tilegym.kernel")
 
+NOTHING = (
+    "no layer of the model is bound to a kernel and no function has one: see register_external_layer and "
+    "register_function_kernel"
+)
 FUNCTION = "function"  # what a report gives as the original of a function
 
 
@@ -77,10 +81,7 @@ class Report:
             listed = "".join(f"\n  {e.name} ({e.original}): {e.why}" for e in self.skipped)
             raise KernelError(f"use_fallback=False, and these have no kernel; nothing was changed:{listed}")
         if not self.replaced:
-            raise KernelError(
-                "use_fallback=False, and no layer of the model is bound to a kernel and no function has one: see "
-                "register_external_layer and register_function_kernel"
-            )
+            raise KernelError(f"use_fallback=False, and {NOTHING}")
 
 
 def _rows(entries: list[Replacement], status: str) -> list[tuple[str, ...]]:
