@@ -282,6 +282,16 @@ def test_a_class_whose_math_has_changed_is_skipped(monkeypatch):
             assert_close(logits(model), expected)
 
 
+def test_an_attention_that_rotates_otherwise_is_skipped(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    model = make_model("llama")
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", lambda self, hidden_states, **kwargs: hidden_states)
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        (why,) = {e.why for e in report.skipped if e.compute == "rope"}
+        assert why.endswith("does not use the global apply_rotary_pos_emb; nothing to replace in it")
+
+
 @pytest.mark.parametrize("of_instance", [True, False])
 def test_an_exception_half_way_leaves_nothing_patched(of_instance, monkeypatch):
     model, table = make_model("llama"), "_MODEL_PATCHERS" if of_instance else "_CLASS_PATCHERS"

@@ -13,6 +13,7 @@ from torch import nn
 from tilegym.backend import assert_backend_available
 from tilegym.backend import get_current_backend
 from tilegym.errors import ModelError
+from tilegym.errors import PatchError
 from tilegym.transformers import layers
 from tilegym.transformers.family import Family
 from tilegym.transformers.forwards import describe
@@ -118,57 +119,91 @@ def _entry(where: str, compute: str, backend: str | None) -> Entry:
     return Entry(where, compute, backend or get_current_backend())
 
 
-# One model. Each patcher takes the modules that stand where the family has this computation, or are of its class.
+_CHANGED = "in this transformers it computes something else"
 
 
-def _candidates(patches: PatchSet, model: nn.Module, names: tuple[str, ...], cls: type, entry: Callable):
-    """The (path, module) pairs that run ``cls.forward``; others that stand at one of ``names`` are skipped."""
+# One model.
+
+
+def _replace_forwards(
+    patches: PatchSet,
+    model: nn.Module,
+    cls: type,
+    names: tuple[str, ...],
+    forward: Callable | None,
+    entry_at: Callable[[str], Entry],
+    refuse: Callable[[nn.Module], str],
+) -> None:
+    """Gives ``forward`` to the modules that run ``cls.forward``.
+
+    Skipped are those that ``refuse`` has a reason against, and others that stand under one of ``names``.
+    """
     found = False
     for path, module in model.named_modules():
-        if isinstance(module, cls) and type(module).forward is cls.forward:
-            found = True
-            yield path, module
-        elif path.rpartition(".")[2] in names:
-            found = True
-            patches.skip(entry(path), f"it is a {describe(type(module))}, not a {cls.__name__}")
+        fits = isinstance(module, cls) and type(module).forward is cls.forward
+        if not fits and path.rpartition(".")[2] not in names:
+            continue
+        found = True
+        why = refuse(module) if fits else f"it is a {describe(type(module))}, not a {cls.__name__}"
+        if why:
+            patches.skip(entry_at(path), why)
+        else:
+            patches.replace_forward(module, forward, entry_at(path))
     if not found:
-        patches.skip(entry(type(model).__name__), f"there is no {cls.__name__} in it")
+        patches.skip(entry_at(type(model).__name__), f"there is no {cls.__name__} in it")
 
 
 def _rms_norm_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
-    cls, forward = family.class_of("RMSNorm"), layers.rms_norm_forward(backend)
-    fits = _is_ours(cls.forward) or layers.computes_rms_norm(cls.forward)
-    for path, module in _candidates(patches, model, family.norms, cls, lambda p: _entry(p, "rms_norm", backend)):
-        entry = _entry(path, "rms_norm", backend)
-        if not fits:
-            patches.skip(entry, f"{cls.__name__} of this transformers computes something else")
-        else:
-            patches.replace_forward(module, forward, entry)
+    cls = family.class_of("RMSNorm")
+    changed = "" if _is_ours(cls.forward) or layers.computes_rms_norm(cls.forward) else _CHANGED
+    _replace_forwards(
+        patches,
+        model,
+        cls,
+        family.norms,
+        layers.rms_norm_forward(backend),
+        lambda path: _entry(path, "rms_norm", backend),
+        lambda norm: changed,
+    )
 
 
 def _swiglu_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
-    cls, forward = family.class_of("MLP"), layers.swiglu_forward(backend)
-    fits = _is_ours(cls.forward) or layers.computes_gated_mlp(cls.forward)
-    for path, module in _candidates(patches, model, (family.mlp,), cls, lambda p: _entry(p, "swiglu", backend)):
-        entry = _entry(path, "swiglu", backend)
-        if not fits:
-            patches.skip(entry, f"{cls.__name__} of this transformers computes something else")
-        elif not layers.is_silu(module.act_fn):
-            patches.skip(entry, f"its activation is {type(module.act_fn).__name__}, not SiLU")
-        else:
-            patches.replace_forward(module, forward, entry)
+    cls = family.class_of("MLP")
+    changed = "" if _is_ours(cls.forward) or layers.computes_gated_mlp(cls.forward) else _CHANGED
+
+    def refuse(mlp: nn.Module) -> str:
+        if changed or layers.is_silu(mlp.act_fn):
+            return changed
+        return f"its activation is {type(mlp.act_fn).__name__}, not SiLU"
+
+    _replace_forwards(
+        patches,
+        model,
+        cls,
+        (family.mlp,),
+        layers.swiglu_forward(backend),
+        lambda path: _entry(path, "swiglu", backend),
+        refuse,
+    )
 
 
 def _rope_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
     cls, rotate = family.class_of("Attention"), getattr(family.modeling, family.rope)
-    fits = _is_ours(rotate) or layers.computes_rope(rotate)
-    for path, module in _candidates(patches, model, (family.attention,), cls, lambda p: _entry(p, "rope", backend)):
-        entry = _entry(path, "rope", backend)
-        if not fits:
-            patches.skip(entry, f"{family.rope} of this transformers computes something else")
-        else:
-            forward = with_globals(cls.forward, ((family.rope, layers.rope_function(backend)),))
-            patches.replace_forward(module, forward, entry)
+    forward, why = None, _CHANGED
+    if _is_ours(rotate) or layers.computes_rope(rotate):
+        try:
+            forward, why = with_globals(cls.forward, ((family.rope, layers.rope_function(backend)),)), ""
+        except PatchError as error:
+            why = str(error)
+    _replace_forwards(
+        patches,
+        model,
+        cls,
+        (family.attention,),
+        forward,
+        lambda path: _entry(path, "rope", backend),
+        lambda attention: why,
+    )
 
 
 def _attn_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
@@ -188,7 +223,7 @@ def _rms_norm_in_class(patches: PatchSet, family: Family, backend: str | None, _
     cls = family.class_of("RMSNorm")
     entry = _entry(describe(cls), "rms_norm", backend)
     if not _is_ours(cls.forward) and not layers.computes_rms_norm(cls.forward):
-        patches.skip(entry, "in this transformers it computes something else")
+        patches.skip(entry, _CHANGED)
     else:
         patches.replace_method(cls, "forward", layers.rms_norm_forward(backend), entry)
 
@@ -198,7 +233,7 @@ def _swiglu_in_class(patches: PatchSet, family: Family, backend: str | None, _: 
     entry = _entry(describe(cls), "swiglu", backend)
     original = cls.forward.recipe[1][0] if _is_ours(cls.forward) else cls.forward
     if not layers.computes_gated_mlp(original):
-        patches.skip(entry, "in this transformers it computes something else")
+        patches.skip(entry, _CHANGED)
     else:
         patches.replace_method(cls, "forward", layers.swiglu_forward_if_silu(original, backend), entry)
 
@@ -207,7 +242,7 @@ def _rope_in_class(patches: PatchSet, family: Family, backend: str | None, _: No
     rotate = getattr(family.modeling, family.rope)
     entry = _entry(f"{family.modeling.__name__}.{family.rope}", "rope", backend)
     if not _is_ours(rotate) and not layers.computes_rope(rotate):
-        patches.skip(entry, "in this transformers it computes something else")
+        patches.skip(entry, _CHANGED)
     else:
         patches.replace_function(family.modeling, family.rope, layers.rope_function(backend), entry)
 

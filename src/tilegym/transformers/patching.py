@@ -169,8 +169,8 @@ class PatchSet:
         """Makes ``function(module, ...)`` the forward of one instance; its class and its siblings stay as they are.
 
         Hooks, state_dict, isinstance and printing are not affected; a deepcopy or an unpickled module has the same
-        forward, bound to itself. Under accelerate's hooks what the hook calls is replaced. A forward that another
-        library has put on the instance is left alone, and reported as skipped.
+        forward, bound to itself (not so the replicas of ``nn.DataParallel``). Under accelerate's hooks what the hook
+        calls is replaced. A forward that another library has put on the instance is left alone and reported as skipped.
         """
         own = vars(module)
         name = "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
