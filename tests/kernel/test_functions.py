@@ -264,6 +264,18 @@ def test_a_module_that_is_imported_anew(math_ops, package):
     assert again.add(1, 2) == 3
 
 
+def test_the_same_kernel_for_another_model_changes_nothing(math_ops):
+    register(implementation=lambda left, right: left * 100 + right)
+    first = kernelize_model(nn.Linear(2, 2))
+    in_force = math_ops.add
+    second = kernelize_model(nn.Linear(2, 2))
+    assert math_ops.add is in_force
+    unkernelize_model(first)
+    assert math_ops.add is in_force
+    unkernelize_model(second)
+    assert math_ops.add(1, 2) == 3
+
+
 def test_a_copy_has_no_claim(math_ops):
     register()
     model = kernelize_model(nn.Linear(2, 2))

@@ -55,6 +55,20 @@ def test_registering_loses_nothing():
     assert len(registry.list_function_kernels()) == THREADS * 40
 
 
+def test_a_batch_is_seen_whole():
+    def work(i):
+        for j in range(60):
+            if i % 2:
+                names = [f"f{i}_{j}_{k}" for k in range(10)]
+                functions = {n: {"target_module": "pkg.mod", "func_impl": torch.relu} for n in names}
+                register_kernels({"functions": functions})
+            else:
+                assert len(registry.list_function_kernels()) % 10 == 0
+
+    in_threads(work)
+    assert len(registry.list_function_kernels()) == THREADS // 2 * 600
+
+
 def test_kernelizing_many_models(math_ops, local_repo):
     """Layers, a package that all threads want to import first, and one function that all of them claim."""
     layers = local_repo / "my_kernels/layers.py"
