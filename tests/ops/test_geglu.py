@@ -120,7 +120,7 @@ class Test_GEGLU(PyTestCase):
     @approximations
     def test_compiled(self, approximate):
         def call(a, b):
-            return geglu(a * 2, b, approximate, backend="cutile").sin()
+            return geglu(a * 0.5, b, approximate, backend="cutile").sin()  # inductor flushes what is subnormal to 0
 
         self.assertCompiledEqualsEager(call, *tensors(10, 48))
 
