@@ -64,7 +64,7 @@ def package(tmp_path, monkeypatch):
 
 @pytest.fixture
 def math_ops(package):
-    """The seed's target module: ``add`` and ``mul``."""
+    """The target module of Twinkle's examples: ``add`` and ``mul``."""
     return package("my_pkg.math_ops", "def add(x, y):\n    return x + y\n\n\ndef mul(x, y):\n    return x * y * 1\n")
 
 
