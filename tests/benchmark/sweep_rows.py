@@ -188,7 +188,7 @@ def softmax_group(m: int, n: int, backward: bool) -> Group:
     kernel, wide = soft.softmax_kernel, soft.softmax_wide_kernel
     if backward:
         kernel, wide = soft.softmax_backward_kernel, soft.softmax_backward_wide_kernel
-    if next_power_of_2(n) <= (soft.MAX_CACHED_BACKWARD if backward else soft.MAX_CACHED):
+    if next_power_of_2(n) <= soft.MAX_CACHED:
         for tile in tiles_of((2048, 4096, 8192, 16384), n):
             for hint in hints():
                 variants.append(Variant(f"rows {tile}", hint, (ct.cdiv(m, tile[0]),), kernel, (*arrays, *tile)))

@@ -77,7 +77,9 @@ def plan(
     batch: int, q_heads: int, k_heads: int, tokens: int, half: int, heads_inside: bool
 ) -> tuple[tuple[int], int, tuple[int, int, int, int]]:
     """(grid, blocks for q, tile constants). heads_inside: neighbouring heads are closer in memory than tokens."""
-    rows = max(1, 2048 // next_power_of_2(half))
+    # A decoding step has too few rows to fill a GPU with large tiles.
+    elements = 2048 if batch * tokens * (q_heads + k_heads) * half > 2**18 else 512
+    rows = max(1, elements // next_power_of_2(half))
     q_tile, k_tile = _tile(q_heads, tokens, rows, heads_inside), _tile(k_heads, tokens, rows, heads_inside)
     q_blocks = batch * ct.cdiv(q_heads, q_tile[0]) * ct.cdiv(tokens, q_tile[1])
     k_blocks = batch * ct.cdiv(k_heads, k_tile[0]) * ct.cdiv(tokens, k_tile[1])

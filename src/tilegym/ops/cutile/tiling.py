@@ -8,6 +8,7 @@ import torch
 
 Int = ct.Constant[int]
 Bool = ct.Constant[bool]
+Float = ct.Constant[float]
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 INT32_MAX = 2**31 - 1
 
