@@ -1,12 +1,25 @@
 """TileGym kernelizes Hugging Face models with CUDA Tile kernels that are verified on the model's own tensors."""
 
+import importlib
+from typing import Any
+
 from tilegym import env
 from tilegym import ops
 from tilegym.backend import set_backend
 from tilegym.backend import use_backend
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "ops", "set_backend", "use_backend"]
+__all__ = ["__version__", "apply", "kernelize_model", "ops", "revert", "set_backend", "use_backend"]
+
+# Who needs the ops alone does not wait for these.
+_LAZY = {"apply": "tilegym.transformers", "revert": "tilegym.transformers", "kernelize_model": "tilegym.kernel"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tilegym' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
 
 if env.interpret():
     from tilegym import interpreter
