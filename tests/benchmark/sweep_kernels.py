@@ -27,17 +27,6 @@ def gemm_experiment(a, b, c, TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP_M: Int
     ct.store(c, (m, n), acc.astype(c.dtype))
 
 
-@ct.kernel
-def gemv_experiment(x, weight, out, TILE_N: Int, TILE_K: Int, LATENCY: Int):
-    n = ct.bid(0)
-    acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
-    for k in range(ct.cdiv(x.shape[1], TILE_K)):
-        w_tile = ct.load(weight, (n, k), (TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY if LATENCY > 0 else None)
-        x_tile = ct.load(x, (0, k), (1, TILE_K), padding_mode=ZERO)
-        acc = acc + w_tile.astype(ct.float32) * x_tile.astype(ct.float32)
-    ct.store(out, (0, n), ct.sum(acc, axis=1).reshape((1, TILE_N)).astype(out.dtype))
-
-
 def attention_step(
     q_low,
     q_high,
@@ -94,7 +83,7 @@ def attention_step(
         columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
         s = ct.where(columns <= positions, s, -math.inf)
     one = ct.ones((TILE_M, 1), dtype=ct.float32)
-    p, row_max, row_sum, shrink = update_softmax(s, row_max, row_sum, one, unit, False)
+    p, row_max, row_sum, shrink = update_softmax(s, row_max, row_sum, one, unit, 1, False)
     if EARLY_V:
         vt = early
     else:
@@ -257,7 +246,7 @@ def decode_experiment(
             s = ct.mma(q_tile, k_tile.reshape((D, TILE_N)), ct.zeros((TILE_M, TILE_N), dtype=ct.float32))
             if (j + 1) * TILE_N > keys:
                 s = ct.where(j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :] < keys, s, -math.inf)
-            p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, scaling, False)
+            p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, scaling, 1, False)
             v_tile = ct.load(
                 v,
                 (batch, kv_head, j, 0),

@@ -1,3 +1,4 @@
+import inspect
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from common import randn
 from common import recorded_launches
 from common import sanitized
 
+from tilegym import interpreter
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.errors import UnsupportedError
@@ -283,6 +285,34 @@ class Test_FMHA(PyTestCase):
         kwargs = {name: view(t) for name, t in tensors(1, 4, 4, 40, 40, 16, 16).items()}
         self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"})
 
+    @pytest.mark.parametrize("name", ["scaling", "window", "padding mask", "mask of heads", "all masked", "sinks"])
+    def test_one_loop_or_two(self, name):
+        kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
+        qkv = {k: v.cpu() for k, v in tensors(*SHAPES[1]).items()}
+        with recorded_launches() as launches:
+            fmha(**qkv, **kwargs, backend="cutile")
+        [(kernel, args)] = launches
+        which = list(inspect.signature(kernel._pyfunc).parameters).index("TWO_LOOPS")
+        grid, out, results = (8 * -(-17 // args[10]),), args[3], []
+        for two_loops in (True, False):
+            with interpreter.sanitize():
+                interpreter.launch(grid, kernel, (*args[:which], two_loops, *args[which + 1 :]))
+            results.append(out.clone())
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(results[0], reference(**qkv, **kwargs))
+
+    @pytest.mark.parametrize("low", [0, 20, 33])
+    @pytest.mark.parametrize("high", [34, 50])
+    @pytest.mark.parametrize("hole", [None, 33])
+    def test_padding_at_either_end(self, low, high, hole):
+        mask = torch.zeros(2, 1, 1, 50, dtype=torch.bool, device=device())
+        mask[0, ..., low:high] = True
+        mask[1, ..., 3:48] = True
+        if hole is not None:
+            mask[..., hole] = False
+        kwargs = tensors(*SHAPES[1]) | {"attention_mask": mask, "is_causal": False}
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"})
+
     def test_tiles_that_no_query_sees_are_not_read(self):
         """NaN in the values of keys outside the window and above the diagonal would spread to the output."""
         kwargs = tensors(1, 1, 1, 64, 256, 16, 16) | {"window_size": 16}
@@ -324,9 +354,9 @@ class Test_FMHA(PyTestCase):
         k, v, out = (torch.empty(1, n, 512, head_dim, dtype=torch.bfloat16) for n in (2, 2, 8))
         config = _configs(arch, head_dim)[0]
         tile = (config.TILE_M, config.TILE_N, head_dim, head_dim)
-        flags = (True, False, False, 0, 1, False, False, False, True, False)
+        flags = (True, False, False, 0, 1, False, False, False, True, config.TWO_LOOPS, False)
         kernel = attention_kernel.replace_hints(**config.hints)
-        assert_compiles(kernel, (q, k, v, out, q, q, q, 0.1, 1.0, 0, *tile, *flags), (arch,))
+        assert_compiles(kernel, (q, k, v, out, 0, 0, 0, 0.1, 1.0, 0, *tile, *flags), (arch,))
 
     def test_everything_compiles(self):
         q, k, v = (t.half().cpu() for t in tensors(*SHAPES[1]).values())
@@ -359,7 +389,8 @@ class Test_Configs:
     def test_something_suits_every_length(self, arch, tile_d):
         for queries in (1, 16, 100, 8192):
             q = torch.empty(1, 1, queries, 0)
-            assert any(_suits(q, config) for config in _configs(arch, tile_d))
+            for is_causal in (True, False):
+                assert any(_suits(q, q, is_causal, config) for config in _configs(arch, tile_d))
 
 
 class Test_Interface(PyTestCase):

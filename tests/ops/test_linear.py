@@ -85,8 +85,8 @@ class Test_Linear(PyTestCase):
     def test_compiles_for_every_architecture(self):
         x, weight = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096, dtype=torch.bfloat16)
         y = torch.empty(1, 1024, dtype=torch.bfloat16)
-        assert_compiles(gemv_kernel, (x, weight, y[0], y, 4, 1024, True))
-        assert_compiles(few_rows_kernel, (x, weight, y[0], y, 16, 128, 128, True, False))
+        assert_compiles(gemv_kernel, (x, weight, y[0], y, 4, 512, True))
+        assert_compiles(few_rows_kernel, (x, weight, y[0], y, 16, 64, 256, True, False))
 
     @gpu
     @pytest.mark.parametrize("rows", [1, 4, 100])

@@ -22,7 +22,6 @@ from tilegym.ops.cutile.matmul import _configs
 from tilegym.ops.cutile.matmul import _suits
 from tilegym.ops.cutile.matmul import matmul_forward
 from tilegym.ops.cutile.matmul import matmul_kernel
-from tilegym.ops.cutile.matmul import matmul_persistent_kernel
 from tilegym.ops.pytorch.matmul import matmul as reference
 
 # M, N, K: one, several and no whole number of tiles of each.
@@ -161,13 +160,13 @@ class Test_Matmul(PyTestCase):
         torch.library.opcheck(matmul_forward.operator, (a.t().contiguous(), b, True, True, True, False))
 
     @pytest.mark.parametrize("arch", ARCHITECTURES)
-    @pytest.mark.parametrize("kernel", [matmul_kernel, matmul_persistent_kernel], ids=["", "persistent"])
-    def test_compiles(self, arch, kernel):
+    @pytest.mark.parametrize("persistent", [False, True])
+    def test_compiles(self, arch, persistent):
         a, bias = torch.empty(512, 512, dtype=torch.bfloat16), torch.empty(512, dtype=torch.bfloat16)
         config = _configs(arch)[0]
         tile = (config.TILE_M, config.TILE_N, config.BYTES_K // 2, 8)
-        args = (a, torch.empty_like(a), bias, torch.empty_like(a), *tile, False, True, True, False, True)
-        assert_compiles(kernel.replace_hints(**config.hints), args, (arch,))
+        args = (a, torch.empty_like(a), bias, torch.empty_like(a), *tile, False, True, True, False, True, persistent)
+        assert_compiles(matmul_kernel.replace_hints(**config.hints), args, (arch,))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
     def test_other_dtypes_compile(self, dtype):
@@ -175,7 +174,7 @@ class Test_Matmul(PyTestCase):
         for arch in ARCHITECTURES[1:]:  # Ampere has no fp8
             config = _configs(arch)[-1]
             tile = (config.TILE_M, config.TILE_N, config.BYTES_K // dtype.itemsize, 8)
-            args = (a, torch.empty_like(a), c, c, *tile, True, False, False, False, True)
+            args = (a, torch.empty_like(a), 0, c, *tile, True, False, False, False, True, False)
             assert_compiles(matmul_kernel, args, (arch,))
 
     @gpu

@@ -28,6 +28,8 @@ from tilegym.ops.pytorch.attention import check_arguments
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
+KEY_MASK = 3  # boolean, and the same for all queries: padding
+KEY_MASK_CHUNK = 4096
 LOG2E = math.log2(math.e)
 
 
@@ -43,12 +45,12 @@ def load_mask(mask, batch, head, i, j, TILE_R: Int, TILE_C: Int):
     return tile.reshape((TILE_R, TILE_C))
 
 
-def update_softmax(s, row_max, row_sum, acc, unit, EXACT: Bool):
-    """Takes a tile of scores, in multiples of ``unit``, into the online softmax.
+def update_softmax(s, row_max, row_sum, acc, unit, AXIS: Int, EXACT: Bool):
+    """Takes a tile of scores, in multiples of ``unit`` and with the keys along ``AXIS``, into the online softmax.
 
     Returns the probabilities (relative to the new maximum) and the updated row_max, row_sum and acc.
     """
-    new_max = ct.maximum(row_max, ct.max(s, axis=1, keepdims=True))
+    new_max = ct.maximum(row_max, ct.max(s, axis=AXIS, keepdims=True))
     # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is not a number.
     base = ct.where(new_max == -math.inf, 0.0, new_max)
     if EXACT:
@@ -59,7 +61,87 @@ def update_softmax(s, row_max, row_sum, acc, unit, EXACT: Bool):
         unit = unit * LOG2E
         p = ct.exp2(s * unit - base * unit, flush_to_zero=True)
         shrink = ct.exp2((row_max - base) * unit, flush_to_zero=True)
-    return p, new_max, row_sum * shrink + ct.sum(p, axis=1, keepdims=True), acc * shrink
+    return p, new_max, row_sum * shrink + ct.sum(p, axis=AXIS, keepdims=True), acc * shrink
+
+
+def visible_range(mask, batch, head, keys, CHUNK: Int):
+    """The first visible key of a row of KEY_MASK, the one after the last, and how many there are."""
+    low, high, count = keys, 0, 0
+    for c in range(ct.cdiv(keys, CHUNK)):
+        columns = c * CHUNK + ct.arange(CHUNK, dtype=ct.int32)
+        seen = load_mask(mask, batch, head, 0, c, 1, CHUNK).reshape((CHUNK,)) & (columns < keys)
+        low = min(low, ct.min(ct.where(seen, columns, keys)).item())
+        high = max(high, ct.max(ct.where(seen, columns + 1, 0)).item())
+        count = count + ct.sum(seen.astype(ct.int32)).item()
+    return low, high, count
+
+
+def attend(
+    q_tile,
+    k,
+    v,
+    mask,
+    place,
+    j,
+    partial,
+    limits,
+    state,
+    scaling,
+    soft_cap,
+    TILE_N: Int,
+    TILE_D: Int,
+    TILE_DV: Int,
+    CAUSAL: Bool,
+    WINDOW: Bool,
+    SOFT_CAP: Bool,
+    MASK: Int,
+    MASK_ROWS: Int,
+    KV_LEN: Bool,
+    EXACT: Bool,
+    TF32: Bool,
+):
+    """Takes tile ``j`` of the keys and values into ``state``; ``partial``: some query must not see some key of it."""
+    batch, head, kv_head, i = place
+    positions, keys, window = limits
+    row_max, row_sum, acc = state
+    zero = ct.PaddingMode.ZERO
+    k_tile = ct.load(k, (batch, kv_head, 0, j), (1, 1, TILE_D, TILE_N), order=(0, 1, 3, 2), padding_mode=zero)
+    k_tile = k_tile.reshape((TILE_D, TILE_N))
+    if TF32:
+        k_tile = k_tile.astype(ct.tfloat32)
+    s = ct.mma(q_tile, k_tile, ct.zeros((q_tile.shape[0], TILE_N), dtype=ct.float32))
+    if SOFT_CAP:
+        s = cap_scores(s * scaling, soft_cap)
+    if MASK == BOOLEAN_MASK:
+        s = ct.where(load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N), s, -math.inf)
+    if MASK == ADDITIVE_MASK:
+        if not SOFT_CAP:
+            s = s * scaling
+        s = s + load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N).astype(ct.float32)
+    if partial:
+        columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
+        visible = columns < keys
+        if CAUSAL:
+            visible = visible & (columns <= positions)
+        if WINDOW:
+            visible = visible & (positions - columns < window)
+        if MASK == KEY_MASK:
+            visible = visible & load_mask(mask, batch, head, 0, j, 1, TILE_N)
+        s = ct.where(visible, s, -math.inf)
+    # Scores are still q k^T where nothing but a factor follows, which then costs no operation of its own.
+    unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
+    p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, 1, EXACT)
+    v_tile = ct.load(v, (batch, kv_head, j, 0), (1, 1, TILE_N, TILE_DV), padding_mode=zero)
+    v_tile = v_tile.reshape((TILE_N, TILE_DV))
+    if KV_LEN and partial:
+        # What a cache holds behind its last key may be NaN, which times zero would be NaN.
+        rows = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
+        v_tile = ct.where(rows < keys, v_tile, ct.zeros((TILE_N, TILE_DV), dtype=v_tile.dtype))
+    if TF32:
+        acc = ct.mma(p.astype(ct.tfloat32), v_tile.astype(ct.tfloat32), acc)
+    else:
+        acc = ct.mma(p.astype(v_tile.dtype), v_tile, acc)
+    return row_max, row_sum, acc
 
 
 @ct.kernel
@@ -68,9 +150,9 @@ def attention_kernel(
     k,  # [B, Hkv, Skv, D]
     v,  # [B, Hkv, Skv, Dv]
     out,  # [B, Hq, Sq, Dv]
-    mask,  # [B or 1, Hq or 1, Sq or 1, Skv] if MASK, of booleans or numbers
-    sinks,  # [Hq] if SINKS
-    kv_len,  # [B] if KV_LEN
+    mask,  # [B or 1, Hq or 1, Sq or 1, Skv] if MASK, of booleans or numbers; else 0
+    sinks,  # [Hq] if SINKS, else 0
+    kv_len,  # [B] if KV_LEN, else 0
     scaling: float,
     soft_cap: float,
     window: int,
@@ -87,9 +169,9 @@ def attention_kernel(
     KV_LEN: Bool,
     EXACT: Bool,
     BOUNDED: Bool,  # whether some tile of keys has a key that some query must not see
+    TWO_LOOPS: Bool,  # one over the tiles that are seen as a whole, one over the others; else one with a branch
     TF32: Bool,
 ):
-    zero = ct.PaddingMode.ZERO
     # Neighbouring blocks share a head, whose keys stay in the L2 cache. The last queries see the most keys: they go
     # first, so that no long block is left over at the end.
     q_tiles = ct.cdiv(q.shape[2], TILE_M)
@@ -99,9 +181,6 @@ def attention_kernel(
     keys = k.shape[2]
     if KV_LEN:
         keys = min(max(ct.load(kv_len, (batch,), (1,)).astype(ct.int32).item(), 0), keys)
-        # What lies behind the last key may be NaN: make it read as zero.
-        k = k.slice(2, 0, keys)
-        v = v.slice(2, 0, keys)
 
     # Positions of the queries among the keys, and the tiles of keys that they see: [first, full_first) and
     # [full_last, last) in part, [full_first, full_last) as a whole.
@@ -115,92 +194,107 @@ def attention_kernel(
     if WINDOW:
         first = max(start - window + 1, 0) // TILE_N
         full_first = ct.cdiv(max(start + TILE_M - window, 0), TILE_N)
+    if MASK == KEY_MASK:
+        # Padding is at one end or the other: between its ends nothing need be looked up.
+        low, high, count = visible_range(mask, batch, head, keys, KEY_MASK_CHUNK)
+        first, full_first = max(first, low // TILE_N), max(full_first, ct.cdiv(low, TILE_N))
+        last, full_last = min(last, ct.cdiv(high, TILE_N)), min(full_last, high // TILE_N)
+        if count < high - low:
+            full_last = 0
+    full_first = min(max(full_first, first), last)
+    full_last = min(max(full_last, full_first), last)
 
-    q_tile = ct.load(q, (batch, head, i, 0), (1, 1, TILE_M, TILE_D), padding_mode=zero).reshape((TILE_M, TILE_D))
+    q_tile = ct.load(q, (batch, head, i, 0), (1, 1, TILE_M, TILE_D), padding_mode=ct.PaddingMode.ZERO)
+    q_tile = q_tile.reshape((TILE_M, TILE_D))
     if TF32:
         q_tile = q_tile.astype(ct.tfloat32)
-    # Scores are kept as q k^T where nothing but a factor follows, which then costs no operation of its own.
-    unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
-    acc = ct.zeros((TILE_M, TILE_DV), dtype=ct.float32)
+    row_max = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
+    row_sum = ct.zeros((TILE_M, 1), dtype=ct.float32)
     if SINKS:
         # A sink is one more key, with a score of its own and the value zero.
         sink = ct.load(sinks, (head,), (1,)).astype(ct.float32).item()
-        row_max = ct.full((TILE_M, 1), sink / unit, dtype=ct.float32)
+        row_max = ct.full((TILE_M, 1), sink if SOFT_CAP or MASK == ADDITIVE_MASK else sink / scaling, dtype=ct.float32)
         row_sum = ct.ones((TILE_M, 1), dtype=ct.float32)
-    else:
-        row_max = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
-        row_sum = ct.zeros((TILE_M, 1), dtype=ct.float32)
-    for j in range(first, last):
-        k_tile = ct.load(k, (batch, kv_head, 0, j), (1, 1, TILE_D, TILE_N), order=(0, 1, 3, 2), padding_mode=zero)
-        k_tile = k_tile.reshape((TILE_D, TILE_N))
-        if TF32:
-            k_tile = k_tile.astype(ct.tfloat32)
-        s = ct.mma(q_tile, k_tile, ct.zeros((TILE_M, TILE_N), dtype=ct.float32))
-        if SOFT_CAP:
-            s = cap_scores(s * scaling, soft_cap)
-        if MASK == BOOLEAN_MASK:
-            s = ct.where(load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N), s, -math.inf)
-        if MASK == ADDITIVE_MASK:
-            if not SOFT_CAP:
-                s = s * scaling
-            s = s + load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N).astype(ct.float32)
-        if BOUNDED:
-            if j < full_first or j >= full_last:
-                columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
-                visible = columns < keys
-                if CAUSAL:
-                    visible = visible & (columns <= positions)
-                if WINDOW:
-                    visible = visible & (positions - columns < window)
-                s = ct.where(visible, s, -math.inf)
-        p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, EXACT)
-        v_tile = ct.load(v, (batch, kv_head, j, 0), (1, 1, TILE_N, TILE_DV), padding_mode=zero)
-        v_tile = v_tile.reshape((TILE_N, TILE_DV))
-        if TF32:
-            acc = ct.mma(p.astype(ct.tfloat32), v_tile.astype(ct.tfloat32), acc)
-        else:
-            acc = ct.mma(p.astype(v_tile.dtype), v_tile, acc)
+    state = (row_max, row_sum, ct.zeros((TILE_M, TILE_DV), dtype=ct.float32))
 
+    place, limits = (batch, head, kv_head, i), (positions, keys, window)
+    options = (TILE_N, TILE_D, TILE_DV, CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT, TF32)
+    if not BOUNDED:
+        for j in range(first, last):
+            state = attend(q_tile, k, v, mask, place, j, False, limits, state, scaling, soft_cap, *options)
+    elif TWO_LOOPS:
+        for j in range(full_first, full_last):
+            state = attend(q_tile, k, v, mask, place, j, False, limits, state, scaling, soft_cap, *options)
+        for n in range(full_first - first + last - full_last):
+            j = first + n if first + n < full_first else full_last + n - (full_first - first)
+            state = attend(q_tile, k, v, mask, place, j, True, limits, state, scaling, soft_cap, *options)
+    else:
+        for j in range(first, last):
+            partial = j < full_first or j >= full_last
+            state = attend(q_tile, k, v, mask, place, j, partial, limits, state, scaling, soft_cap, *options)
+
+    row_max, row_sum, acc = state
     acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
     ct.store(out, (batch, head, i, 0), acc.reshape((1, 1, TILE_M, TILE_DV)).astype(out.dtype))
 
 
 def _configs(arch: str, tile_d: int) -> list[Config]:
-    """Tiles and hints for head dimensions padded to ``tile_d``, the best for most sizes first.
+    """Tiles, loops and hints for head dimensions padded to ``tile_d``, the best for most sizes first.
 
-    Those for sm_90 were measured on an H200 at 4096 tokens: 128 x 128 with 8 warps reaches 562 TFLOP/s, causal, D 128
-    (with 4 warps the accumulators spill, and it reaches 210), 64 x 128 with two blocks a multiprocessor 538.
+    Those for sm_90 were measured on an H200 at 4096 tokens, causal and full (cuDNN in the same run): D 64 433 and 481
+    TFLOP/s (438, 486), D 128 571 and 616 (603, 668), D 256 567 and 681 (603, 717). With 4 warps a 128 x 128 tile
+    reaches a third of that: its accumulators spill.
     """
     if arch == "cpu":
-        return [Config(TILE_M=32, TILE_N=16)]
+        return [Config(TILE_M=32, TILE_N=16, TWO_LOOPS=True)]
     if arch.startswith("sm_9"):
         if tile_d > 128:
-            return [Config(TILE_M=128, TILE_N=64, num_worker_warps=8), Config(TILE_M=64, TILE_N=64)]
+            return [
+                Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
+                Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False),
+            ]
+        if tile_d > 64:
+            return [
+                Config(TILE_M=128, TILE_N=256, TWO_LOOPS=False, num_worker_warps=8),
+                Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, occupancy=2),
+                Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
+            ]
         return [
-            Config(TILE_M=128, TILE_N=128, num_worker_warps=8),
-            Config(TILE_M=64, TILE_N=128, occupancy=2),
-            Config(TILE_M=64, TILE_N=64),
+            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, occupancy=4),
+            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, occupancy=2),
         ]
-    if arch.startswith("sm_10"):
-        if tile_d > 128:
-            return [Config(TILE_M=128, TILE_N=64), Config(TILE_M=64, TILE_N=64)]
-        return [Config(TILE_M=128, TILE_N=128), Config(TILE_M=128, TILE_N=64), Config(TILE_M=64, TILE_N=64)]
+    if arch.startswith("sm_10") and tile_d <= 128:
+        return [
+            Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False),
+            Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False),
+            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, occupancy=2),
+        ]
     if tile_d > 128:
-        return [Config(TILE_M=64, TILE_N=32), Config(TILE_M=64, TILE_N=64, num_worker_warps=8)]
-    return [Config(TILE_M=128, TILE_N=64, num_worker_warps=8), Config(TILE_M=64, TILE_N=64)]
+        return [
+            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+            Config(TILE_M=64, TILE_N=32, TWO_LOOPS=False),
+        ]
+    return [
+        Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+        Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, occupancy=2),
+    ]
 
 
 def _configs_fp32(arch: str, tile_d: int) -> list[Config]:
     """The same for fp32, whose tiles take twice the registers."""
     if arch == "cpu":
         return _configs(arch, tile_d)
-    tall = [Config(TILE_M=64, TILE_N=32)] if tile_d <= 128 else []
-    return [*tall, Config(TILE_M=32, TILE_N=32)]
+    tall = [Config(TILE_M=64, TILE_N=32, TWO_LOOPS=False)] if tile_d <= 128 else []
+    return [*tall, Config(TILE_M=32, TILE_N=32, TWO_LOOPS=False)]
 
 
-def _suits(q: torch.Tensor, cfg: Config) -> bool:
-    """Few queries (their number rounded as for the keys of the tuning results) do not need tall tiles."""
-    return cfg.TILE_M <= max(64, bucket(q.shape[2]))
+def _suits(q: torch.Tensor, k: torch.Tensor, CAUSAL: bool, cfg: Config) -> bool:
+    """Few queries do not need tall tiles; wide ones pay where half of the scores are never computed.
+
+    Sizes are rounded as for the keys of the tuning results, so that one token more does not tune again.
+    """
+    wide = cfg.TILE_N > 128 and not (CAUSAL and bucket(k.shape[2]) >= 2048)
+    return cfg.TILE_M <= max(64, bucket(q.shape[2])) and not wide
 
 
 @functools.cache
@@ -237,10 +331,14 @@ def attention_forward(
     batch, heads, queries, head_dim = q.shape
     keys = k.shape[2]
     tile_d, tile_dv = tile_of(head_dim), tile_of(v.shape[3])
-    mask_kind, mask = prepare_mask(attention_mask, q, keys)
+    mask_kind, mask = prepare_mask(attention_mask, keys)
+    mask_shape = None if mask_kind == NO_MASK else mask.shape
+    one_row = mask_shape is None or mask_shape[2] == 1
+    if one_row and mask_kind == BOOLEAN_MASK:
+        mask_kind = KEY_MASK
     options = (is_causal, window_size is not None, soft_cap is not None, mask_kind)
     extras = (sinks is not None, kv_len is not None)
-    bounded = is_causal or window_size is not None or kv_len is not None
+    bounded = is_causal or window_size is not None or kv_len is not None or mask_kind == KEY_MASK
     tf32 = uses_tf32(q.dtype)
 
     def grid(args, cfg: Config) -> tuple[int]:
@@ -253,8 +351,8 @@ def attention_forward(
             v,
             out,
             mask,
-            q if sinks is None else sinks,
-            q if kv_len is None else kv_len,
+            0 if sinks is None else sinks,
+            0 if kv_len is None else kv_len,
             scaling,
             1.0 if soft_cap is None else soft_cap,
             0 if window_size is None else window_size,
@@ -263,10 +361,11 @@ def attention_forward(
             tile_d,
             tile_dv,
             *options,
-            cfg.TILE_M if mask.shape[2] > 1 else 1,
+            1 if one_row else cfg.TILE_M,
             *extras,
             needs_exact(q, mask_kind),
             bounded or keys % cfg.TILE_N != 0,
+            cfg.TWO_LOOPS or kv_len is not None,
             tf32,
         )
 
@@ -275,7 +374,7 @@ def attention_forward(
         grid_fn=grid,
         kernel=attention_kernel,
         args_fn=arguments,
-        key=(q.shape, k.shape, mask.shape, q.dtype, q.get_device(), tile_dv, options, extras, tf32),
+        key=(q.shape, k.shape, mask_shape, q.dtype, q.get_device(), tile_dv, options, extras, tf32),
     )
     return out
 
@@ -300,13 +399,13 @@ def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if strides[3] == 1 and 0 not in strides else x.contiguous()
 
 
-def prepare_mask(mask: torch.Tensor | None, q: torch.Tensor, keys: int) -> tuple[int, torch.Tensor]:
+def prepare_mask(mask: torch.Tensor | None, keys: int) -> tuple[int, torch.Tensor | int]:
     """The kind of a mask, and the mask with four dimensions, those that are broadcast having size one.
 
-    For no mask: ``q``, so that the kernel has an argument there.
+    For no mask it is 0: something to pass.
     """
     if mask is None:
-        return NO_MASK, q
+        return NO_MASK, 0
     if mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
     if mask.shape[3] != keys:

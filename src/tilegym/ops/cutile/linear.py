@@ -20,6 +20,7 @@ from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.linear import check_operands
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,7 +29,8 @@ MAX_GEMV_ROWS = 16  # what the smallest tile of ct.mma holds
 
 @ct.kernel(occupancy=4)
 def gemv_kernel(x, weight, bias, out, TILE_N: Int, TILE_K: Int, BIAS: Bool):
-    # x [1, K], weight [N, K], bias [N] if BIAS, out [1, N]. One row would leave tensor cores idle: multiply and add up.
+    # x [1, K], weight [N, K], bias [N] if BIAS (else 0), out [1, N]. One row leaves most of a tensor core idle: the
+    # products are added up instead.
     n = ct.bid(0)
     zero = ct.PaddingMode.ZERO
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
@@ -62,19 +64,19 @@ def few_rows_kernel(x, weight, bias, out, TILE_M: Int, TILE_N: Int, TILE_K: Int,
 
 
 @functools.lru_cache(maxsize=1024)
-def _gemv_tile(k: int, bits: int, interpreted: bool) -> tuple[int, int]:
-    # Measured on an H200 with bf16: 128256x4096 at 4.3 TB/s, 4096x4096 at 2.1; larger tiles spill, smaller ones have
-    # too little memory traffic under way.
-    if interpreted:
-        return 4, 64
-    return 4, min(16384 // bits, max(64, next_power_of_2(k)))
+def choose_tile(m: int, n: int, k: int, bits: int, device_index: int) -> tuple[bool, int, int]:
+    """Whether ``gemv_kernel`` is the one to take, and the tile of the weight, as measured on an H200 with bf16.
 
-
-def _few_rows_tile(bits: int, interpreted: bool) -> tuple[int, int]:
-    # Measured on an H200 with bf16 and 16 columns: 14336x4096 at 3.0 TB/s, 6144x4096 at 2.3.
-    if interpreted:
-        return 32, 32
-    return (128, 128) if bits == 16 else (64, 64)
+    In GB/s, cuBLAS in brackets: 14336x4096 2992 (2861), 6144x4096 2366 (2222), 4096x4096 1884 (1877), 128256x4096 4269
+    (4083), for up to 16 rows alike. A long K with few blocks suits gemv_kernel better: 4096x14336 2923 (2850), where
+    few_rows_kernel reaches 2818. Larger tiles spill, smaller ones have too little memory traffic under way.
+    """
+    if device_index < 0:
+        return m == 1, 32, 64
+    many_blocks = n > 64 * sm_count(device_index)
+    if m == 1 and k >= 8192 and not many_blocks:
+        return True, 4, 8192 // bits
+    return False, 64, min((4096 if many_blocks else 2048) // bits, max(32, next_power_of_2(k)))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -101,13 +103,12 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         rows = rows.contiguous()
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    bits, interpreted, has_bias = x.dtype.itemsize * 8, not x.is_cuda, bias is not None
-    arrays = (rows, weight, bias if has_bias else rows, y)
-    if m == 1:
-        tile_n, tile_k = _gemv_tile(k, bits, interpreted)
+    has_bias = bias is not None
+    is_gemv, tile_n, tile_k = choose_tile(m, n, k, x.dtype.itemsize * 8, x.get_device())
+    arrays = (rows, weight, bias if has_bias else 0, y)
+    if is_gemv:
         launch(out, (-(-n // tile_n),), gemv_kernel, (*arrays, tile_n, tile_k, has_bias))
     else:
-        tile_n, tile_k = _few_rows_tile(bits, interpreted)
         args = (*arrays, MAX_GEMV_ROWS, tile_n, tile_k, has_bias, uses_tf32(x.dtype))
         launch(out, (-(-n // tile_n),), few_rows_kernel, args)
     return out

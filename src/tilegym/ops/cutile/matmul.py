@@ -62,32 +62,8 @@ def load_bias(bias, n, TILE_N: Int):
     return tile.astype(ct.float32).reshape((1, TILE_N))
 
 
-@ct.kernel
-def matmul_kernel(
-    a,  # [M, K], or [K, M] if TRANS_A
-    b,  # [K, N], or [N, K] if TRANS_B
-    bias,  # [N] if BIAS
-    c,  # [M, N]
-    TILE_M: Int,
-    TILE_N: Int,
-    TILE_K: Int,
-    GROUP_M: Int,
-    TRANS_A: Bool,
-    TRANS_B: Bool,
-    BIAS: Bool,
-    TF32: Bool,
-    USE_TMA: Bool,
-):
-    m, n = tile_of_block(ct.bid(0), ct.cdiv(c.shape[0], TILE_M), ct.cdiv(c.shape[1], TILE_N), GROUP_M)
-    k_tiles = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
-    acc = multiply_tiles(a, b, m, n, k_tiles, TILE_M, TILE_N, TILE_K, TRANS_A, TRANS_B, TF32, USE_TMA)
-    if BIAS:
-        acc = acc + load_bias(bias, n, TILE_N)
-    ct.store(c, (m, n), acc.astype(c.dtype))
-
-
-@ct.kernel
-def matmul_persistent_kernel(
+def output_tile(
+    block,
     a,
     b,
     bias,
@@ -102,15 +78,40 @@ def matmul_persistent_kernel(
     TF32: Bool,
     USE_TMA: Bool,
 ):
-    """The same for a grid that has no more blocks than run at once: each takes every num_blocks-th tile."""
-    m_tiles, n_tiles = ct.cdiv(c.shape[0], TILE_M), ct.cdiv(c.shape[1], TILE_N)
+    """Computes and stores one tile of C."""
+    m, n = tile_of_block(block, ct.cdiv(c.shape[0], TILE_M), ct.cdiv(c.shape[1], TILE_N), GROUP_M)
     k_tiles = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
-    for block in range(ct.bid(0), m_tiles * n_tiles, ct.num_blocks(0)):
-        m, n = tile_of_block(block, m_tiles, n_tiles, GROUP_M)
-        acc = multiply_tiles(a, b, m, n, k_tiles, TILE_M, TILE_N, TILE_K, TRANS_A, TRANS_B, TF32, USE_TMA)
-        if BIAS:
-            acc = acc + load_bias(bias, n, TILE_N)
-        ct.store(c, (m, n), acc.astype(c.dtype))
+    acc = multiply_tiles(a, b, m, n, k_tiles, TILE_M, TILE_N, TILE_K, TRANS_A, TRANS_B, TF32, USE_TMA)
+    if BIAS:
+        acc = acc + load_bias(bias, n, TILE_N)
+    ct.store(c, (m, n), acc.astype(c.dtype))
+
+
+@ct.kernel
+def matmul_kernel(
+    a,  # [M, K], or [K, M] if TRANS_A
+    b,  # [K, N], or [N, K] if TRANS_B
+    bias,  # [N] if BIAS, else 0
+    c,  # [M, N]
+    TILE_M: Int,
+    TILE_N: Int,
+    TILE_K: Int,
+    GROUP_M: Int,
+    TRANS_A: Bool,
+    TRANS_B: Bool,
+    BIAS: Bool,
+    TF32: Bool,
+    USE_TMA: Bool,
+    PERSISTENT: Bool,
+):
+    tile = (TILE_M, TILE_N, TILE_K, GROUP_M, TRANS_A, TRANS_B, BIAS, TF32, USE_TMA)
+    if PERSISTENT:
+        # No more blocks than run at once: each takes every num_blocks-th tile, and stores one while it loads the next.
+        tiles = ct.cdiv(c.shape[0], TILE_M) * ct.cdiv(c.shape[1], TILE_N)
+        for block in range(ct.bid(0), tiles, ct.num_blocks(0)):
+            output_tile(block, a, b, bias, c, *tile)
+    else:
+        output_tile(ct.bid(0), a, b, bias, c, *tile)
 
 
 GROUP_M = 8  # rows of tiles that blocks running at the same time share
@@ -119,43 +120,55 @@ GROUP_M = 8  # rows of tiles that blocks running at the same time share
 def _configs(arch: str) -> list[Config]:
     """Tiles of C, the step along K in bytes (128 are a row of shared memory), and hints; the best for most sizes first.
 
-    Those for sm_90 were measured on an H200: with 8 warps 128 x 256 reaches 753 TFLOP/s in bf16 at 8192^3 (with 4 its
-    accumulators spill, and it reaches 45), 128 x 128 reaches 699. The others follow from the sizes of the registers.
+    Those for sm_90 were measured on an H200 in bf16, in TFLOP/s (cuBLAS in the same run): 4096^3 749, persistent (780),
+    8192^3 750, not persistent (783), 512x14336x4096 514 (549), 128x4096x14336 with 64 x 64 343 (327). 128 x 256 needs 8
+    warps: with 4 its accumulators spill, and it reaches 45. The others follow from the sizes of the registers.
     """
     if arch == "cpu":
-        return [Config(TILE_M=32, TILE_N=32, BYTES_K=64)]
+        return [Config(TILE_M=32, TILE_N=32, BYTES_K=64, PERSISTENT=False)]
     small = [
-        Config(TILE_M=128, TILE_N=128, BYTES_K=128),
-        Config(TILE_M=64, TILE_N=128, BYTES_K=128),
-        Config(TILE_M=64, TILE_N=64, BYTES_K=128),
+        Config(TILE_M=128, TILE_N=128, BYTES_K=128, PERSISTENT=True),
+        Config(TILE_M=128, TILE_N=128, BYTES_K=128, PERSISTENT=False),
+        Config(TILE_M=64, TILE_N=128, BYTES_K=128, PERSISTENT=False),
+        Config(TILE_M=64, TILE_N=64, BYTES_K=256, PERSISTENT=False),
     ]
     if arch.startswith("sm_9"):
         return [
-            Config(TILE_M=128, TILE_N=256, BYTES_K=128, num_worker_warps=8),
-            Config(TILE_M=256, TILE_N=128, BYTES_K=128, num_worker_warps=8),
+            Config(TILE_M=128, TILE_N=256, BYTES_K=128, PERSISTENT=True, num_worker_warps=8),
+            Config(TILE_M=128, TILE_N=256, BYTES_K=128, PERSISTENT=False, num_worker_warps=8),
             *small,
         ]
     if arch.startswith("sm_10"):
-        return [Config(TILE_M=256, TILE_N=256, BYTES_K=128, num_ctas=2, occupancy=1), *small]
+        return [
+            Config(TILE_M=256, TILE_N=256, BYTES_K=128, PERSISTENT=True, num_ctas=2, occupancy=1),
+            Config(TILE_M=256, TILE_N=256, BYTES_K=128, PERSISTENT=False, num_ctas=2, occupancy=1),
+            *small,
+        ]
     return small
 
 
 def _suits(a: torch.Tensor, c: torch.Tensor, cfg: Config, arch: str) -> bool:
-    """Whether a configuration can be among the fastest: larger tiles are faster, unless they leave the GPU idle.
+    """Whether a configuration can be among the fastest.
 
-    Sizes are rounded as for the keys of the tuning results, so that one row more does not tune again.
+    Larger tiles are faster, unless they leave the GPU idle; persistent blocks hide their stores, but with many tiles
+    each they fall out of step, and share less in the L2 cache. Sizes are rounded as for the keys of the tuning results,
+    so that one row more does not tune again.
     """
     if arch == "cpu":
         return True
     m, n = bucket(c.shape[0]), bucket(c.shape[1])
     multiprocessors = sm_count(c.get_device())
 
+    def waves(config: Config) -> int:
+        return -(-(-(-m // config.TILE_M) * -(-n // config.TILE_N)) // multiprocessors)
+
     def time(config: Config) -> float:
         area = config.TILE_M * config.TILE_N
-        waves = -(-(-(-m // config.TILE_M) * -(-n // config.TILE_N)) // multiprocessors)
         # Relative speeds measured on an H200 follow this power of the operations for each byte that is loaded.
-        return waves * area / (area / (config.TILE_M + config.TILE_N)) ** 0.3
+        return waves(config) * area / (area / (config.TILE_M + config.TILE_N)) ** 0.3
 
+    if cfg.PERSISTENT and not 1 < waves(cfg) <= 8:
+        return False
     # Without tensor cores (fp32) large accumulators only spill.
     candidates = [other for other in _configs(arch) if a.dtype != torch.float32 or other.TILE_M * other.TILE_N <= 16384]
     return cfg in candidates and time(cfg) <= 1.2 * min(map(time, candidates))
@@ -179,24 +192,26 @@ def gemm(
     trans_a, trans_b = trans_a != a_flipped, trans_b != b_flipped
     m, n = c.shape
     k = a.shape[0 if trans_a else 1]
-    device = c.get_device()
+    device, itemsize = c.get_device(), a.dtype.itemsize
     flags = (trans_a, trans_b, bias is not None, uses_tf32(a.dtype), use_tma is not False)
+
+    def persistent(cfg: Config) -> bool:
+        return cfg.PERSISTENT if static_persistent is None else static_persistent
 
     def grid(args, cfg: Config) -> tuple[int]:
         tiles = -(-m // cfg.TILE_M) * -(-n // cfg.TILE_N)
-        return (min(tiles, sm_count(device) // cfg.hints.get("num_ctas", 1)) if static_persistent else tiles,)
+        return (min(tiles, sm_count(device) // cfg.hints.get("num_ctas", 1)) if persistent(cfg) else tiles,)
 
     def arguments(cfg: Config) -> tuple:
-        tile = (cfg.TILE_M, cfg.TILE_N, cfg.BYTES_K // a.dtype.itemsize, GROUP_M)
-        return (a, b, c if bias is None else bias, c, *tile, *flags)
+        tile = (cfg.TILE_M, cfg.TILE_N, cfg.BYTES_K // itemsize, GROUP_M)
+        return (a, b, 0 if bias is None else bias, c, *tile, *flags, persistent(cfg))
 
     autotuner(
         None,
         grid_fn=grid,
-        # On an H200 a block for each tile is as fast as a persistent kernel or faster at every size that was tried.
-        kernel=matmul_persistent_kernel if static_persistent else matmul_kernel,
+        kernel=matmul_kernel,
         args_fn=arguments,
-        key=(m, n, k, a.dtype, device, flags),
+        key=(m, n, k, a.dtype, device, flags, static_persistent),
     )
 
 

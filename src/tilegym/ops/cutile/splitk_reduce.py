@@ -20,8 +20,8 @@ TILE_S = 16  # splits whose outputs are in registers at a time
 
 @ct.kernel
 def splitk_reduce_kernel(partial, lse, sinks, out, TILE_S: Int, TILE_D: Int, SPLITS: Int, SINKS: Bool):
-    # partial [B, Hq, splits, Dv], lse [B, Hq, splits], sinks [Hq] if SINKS, out [B, Hq, 1, Dv]; SPLITS >= splits.
-    # One block a row of the output.
+    # partial [B, Hq, splits, Dv], lse [B, Hq, splits], sinks [Hq] if SINKS (else 0), out [B, Hq, 1, Dv]; SPLITS is at
+    # least the number of splits. One block a row of the output.
     nothing = ct.PaddingMode.NEG_INF
     batch, head = ct.bid(0) // partial.shape[1], ct.bid(0) % partial.shape[1]
     logits = ct.load(lse, (batch, head, 0), (1, 1, SPLITS), padding_mode=nothing).reshape((1, SPLITS))
@@ -59,7 +59,7 @@ def splitk_reduce_forward(
     if splits == 0:
         return out.zero_()
     tiles = (TILE_S, tile_of(head_dim), tile_of(splits))
-    args = (partial, lse, lse if sinks is None else sinks, out, *tiles, sinks is not None)
+    args = (partial, lse, 0 if sinks is None else sinks, out, *tiles, sinks is not None)
     launch(out, (batch * heads,), splitk_reduce_kernel, args)
     return out
 
