@@ -304,11 +304,10 @@ def _autotuner(tile_d: int, fp32: bool) -> Autotuner:
 
 
 def _fake(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len):
-    # [B, Sq, Hq, Dv] in memory: what follows in a model joins a token's heads, which then takes no copy.
-    batch, heads, queries, _ = q.shape
-    v_dim = v.shape[3]
-    strides = (queries * heads * v_dim, v_dim, heads * v_dim, 1)
-    return q.new_empty_strided((batch, heads, queries, v_dim), strides)
+    # Laid out as q. From a model that is [B, Sq, Hq, D] in memory, and to join a token's heads then takes no copy.
+    if v.shape[3] == q.shape[3]:
+        return torch.empty_like(q)
+    return torch.empty_like(q[..., :1].expand(*q.shape[:3], v.shape[3]))
 
 
 @compilable(_fake)

@@ -172,15 +172,14 @@ def decode_forward(
     batch, heads, _, head_dim = q.shape
     _, kv_heads, keys, _ = k.shape
     v_dim = v.shape[3]
-    out = q.new_empty((batch, heads, 1, v_dim))
     if keys == 0:
-        return out.zero_()
+        return q.new_zeros((batch, heads, 1, v_dim))
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     device_index = q.get_device()
     splits = choose_splits(batch * kv_heads, keys, kv_len_per_split, device_index)
     final = splits == 1
     if final:
-        partial, lse = out, 0
+        partial, lse = q.new_empty((batch, heads, 1, v_dim)), 0
     else:
         partial = q.new_empty((batch, heads, splits, v_dim), dtype=torch.float32)
         lse = q.new_empty((batch, heads, splits), dtype=torch.float32)
@@ -188,7 +187,7 @@ def decode_forward(
     tile_m = tile_of(heads // kv_heads)
     has_sinks = sinks is not None and final  # else they join when the splits are merged
     launch(
-        out,
+        partial,
         (batch * kv_heads, splits),
         _kernel,
         (
@@ -217,7 +216,7 @@ def decode_forward(
             final,
         ),
     )
-    return out if final else splitk_reduce_forward(partial, lse, q.dtype, sinks)
+    return partial if final else splitk_reduce_forward(partial, lse, q.dtype, sinks)
 
 
 @register_impl("fmha_decode", "cutile")
