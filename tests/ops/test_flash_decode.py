@@ -19,8 +19,10 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
 from tilegym.ops import splitk_reduce
+from tilegym.ops.cutile.flash_decode import TILE_BYTES
 from tilegym.ops.cutile.flash_decode import choose_splits
 from tilegym.ops.cutile.flash_decode import decode_forward
+from tilegym.ops.cutile.flash_decode import decode_kernel
 from tilegym.ops.cutile.splitk_reduce import splitk_reduce_forward
 from tilegym.ops.pytorch.flash_decode import fmha_decode as reference
 from tilegym.ops.pytorch.splitk_reduce import splitk_reduce as splitk_reference
@@ -147,6 +149,7 @@ class Test_FlashDecode(PyTestCase):
         assert choose_splits(8, 64, None, 0) == 1
         assert choose_splits(8, 8192, None, 0) * 8 >= 128
         assert choose_splits(10**6, 8192, None, 0) == 1
+        assert choose_splits(0, 8192, None, 0) >= 1
         assert choose_splits(1, 10**7, None, 0) <= 256
         assert choose_splits(1, 1000, 100, 0) == 10
         choose_splits.cache_clear()
@@ -200,6 +203,16 @@ class Test_FlashDecode(PyTestCase):
         assert [kernel._pyfunc.__name__ for kernel, _ in launches] == ["decode_kernel", "splitk_reduce_kernel"]
         for kernel, args in launches:
             assert_compiles(kernel, args, ("sm_80", "sm_90", "sm_100", "sm_120") if name == "lengths" else ("sm_90",))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    @pytest.mark.parametrize("head_dim", [128, 256])
+    def test_real_tiles_compile(self, dtype, head_dim):
+        q, k, v = (torch.empty(2, n, s, head_dim, dtype=dtype) for n, s in ((32, 1), (8, 4096), (8, 4096)))
+        partial, lse, kv_len = torch.empty(2, 32, 8, head_dim), torch.empty(2, 32, 8), torch.empty(2, dtype=torch.int32)
+        tile_n = TILE_BYTES // (head_dim * dtype.itemsize)
+        sizes = (16, tile_n, head_dim, head_dim)
+        flags = (False, False, 0, 1, False, True, dtype == torch.float32, False)
+        assert_compiles(decode_kernel, (q, k, v, partial, lse, 0, 0, kv_len, 0.1, 1.0, 0, *sizes, *flags), ("sm_90",))
 
     @gpu
     def test_more_than_2_to_the_31_elements(self):

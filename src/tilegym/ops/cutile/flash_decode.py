@@ -31,7 +31,7 @@ from tilegym.ops.pytorch.attention import check_arguments
 from tilegym.ops.pytorch.flash_decode import check_query
 
 
-@ct.kernel
+@ct.kernel(occupancy=2)
 def decode_kernel(
     q,  # [B, Hq, 1, D]
     k,  # [B, Hkv, Skv, D]
@@ -126,11 +126,11 @@ def load_mask(mask, batch, head, next_head, j, HEADS: Int, TILE_N: Int):
     return ct.transpose(tile.reshape((HEADS, TILE_N)))
 
 
-# Measured on an H200: with 128 keys a step and two blocks a multiprocessor B8 Hq32 Hkv8 T8192 takes 85 us (64 keys: 87;
-# by default one block: 93; cuDNN 80).
-TILE_N = 128
+# Measured on an H200, D 128 in bf16, B8 Hq32 Hkv8 T8192: with tiles of 128 keys (32 KB) and two blocks a multiprocessor
+# it takes 85 us (64 keys: 87; one block: 93; cuDNN 80). Wider rows get fewer keys.
+TILE_BYTES = 32768
+MAX_TILE_N = 128
 MAX_SPLITS = 256
-_kernel = decode_kernel.replace_hints(occupancy=2)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -147,7 +147,8 @@ def choose_splits(kv_heads: int, keys: int, keys_per_split: int | None, device_i
         splits = -(-keys // 32)
     else:
         multiprocessors = sm_count(device_index)
-        splits = min(-(-keys // TILE_N), 2 * multiprocessors // kv_heads, max(16, multiprocessors // kv_heads))
+        kv_heads = max(1, kv_heads)
+        splits = min(-(-keys // MAX_TILE_N), 2 * multiprocessors // kv_heads, max(16, multiprocessors // kv_heads))
     return max(1, min(splits, MAX_SPLITS))
 
 
@@ -184,12 +185,12 @@ def decode_forward(
         partial = q.new_empty((batch, heads, splits, v_dim), dtype=torch.float32)
         lse = q.new_empty((batch, heads, splits), dtype=torch.float32)
     mask_kind, mask = prepare_mask(attention_mask, keys)
-    tile_m = tile_of(heads // kv_heads)
+    tile_m, tile_d, tile_dv = tile_of(heads // kv_heads), tile_of(head_dim), tile_of(v_dim)
     has_sinks = sinks is not None and final  # else they join when the splits are merged
     launch(
         partial,
         (batch * kv_heads, splits),
-        _kernel,
+        decode_kernel,
         (
             q,
             k,
@@ -203,9 +204,9 @@ def decode_forward(
             1.0 if soft_cap is None else soft_cap,
             0 if window_size is None else window_size,
             tile_m,
-            TILE_N if device_index >= 0 else 16,
-            tile_of(head_dim),
-            tile_of(v_dim),
+            min(MAX_TILE_N, TILE_BYTES // (max(tile_d, tile_dv) * q.dtype.itemsize)) if q.is_cuda else 16,
+            tile_d,
+            tile_dv,
             window_size is not None,
             soft_cap is not None,
             mask_kind,
