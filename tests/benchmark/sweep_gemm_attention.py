@@ -24,8 +24,8 @@ from sweep_kernels import attention_experiment
 from sweep_kernels import decode_experiment
 from sweep_kernels import gemm_experiment
 
-from tilegym.ops.cutile.attention import KEY_MASK
 from tilegym.ops.cutile.attention import attention_kernel
+from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.flash_decode import decode_kernel
 from tilegym.ops.cutile.linear import few_rows_kernel
 from tilegym.ops.cutile.linear import gemv_kernel

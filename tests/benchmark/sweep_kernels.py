@@ -4,8 +4,8 @@ import math
 
 import cuda.tile as ct
 
-from tilegym.ops.cutile.attention import LOG2E
-from tilegym.ops.cutile.attention import update_softmax
+from tilegym.ops.cutile.attention_common import LOG2E
+from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.matmul import tile_of_block
 
 Bool = ct.Constant[bool]

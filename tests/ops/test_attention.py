@@ -20,13 +20,11 @@ from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.errors import UnsupportedError
 from tilegym.ops import fmha
-from tilegym.ops.attn_interface import fmha_interface
-from tilegym.ops.attn_interface import get_fmha_interface
 from tilegym.ops.cutile.attention import _configs
 from tilegym.ops.cutile.attention import _suits
 from tilegym.ops.cutile.attention import attention_forward
 from tilegym.ops.cutile.attention import attention_kernel
-from tilegym.ops.cutile.attention import check_supported
+from tilegym.ops.cutile.attention_common import check_supported
 from tilegym.ops.pytorch.attention import fmha as reference
 
 # B, Hq, Hkv, Sq, Skv, D, Dv: grouped heads, more keys than queries and fewer, no power of two anywhere.
@@ -391,27 +389,3 @@ class Test_Configs:
             q = torch.empty(1, 1, queries, 0)
             for is_causal in (True, False):
                 assert any(_suits(q, q, is_causal, config) for config in _configs(arch, tile_d))
-
-
-class Test_Interface(PyTestCase):
-    @backends("fmha")
-    @pytest.mark.parametrize("queries", [1, 17], ids=["decoding", "prefill"])
-    @pytest.mark.parametrize("name", ["full", "scaling", "window", "soft cap", "sinks", "padding mask", "all"])
-    def test_op(self, backend, queries, name):
-        kwargs = tensors(2, 4, 2, queries, 50, 32, 32) | OPTIONS[name]
-        expected = reference(**kwargs)
-        torch.testing.assert_close(get_fmha_interface(backend)(**kwargs), expected)
-        torch.testing.assert_close(get_fmha_interface()(**kwargs, backend=backend), expected)
-
-    @pytest.mark.parametrize("options", [{}, {"soft_cap": 1.5}, {"window_size": 30}], ids=str)
-    def test_dropout(self, options):
-        kwargs = tensors(1, 2, 1, 64, 64, 16, 16) | options
-        ones = kwargs | {"v": torch.ones_like(kwargs["v"])}
-        with use_backend("cutile"):
-            out = fmha_interface(**ones, dropout=0.5)
-            assert torch.equal(fmha_interface(**kwargs, dropout=0.0), fmha(**kwargs))
-        # Rows of weights sum to one; half of them are dropped, and the others doubled.
-        assert not torch.allclose(out, torch.ones_like(out))
-        assert abs(out.mean() - 1) < 0.2
-        everything = fmha_interface(**kwargs, dropout=1.0)
-        assert not everything.any()

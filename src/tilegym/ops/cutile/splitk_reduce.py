@@ -9,7 +9,7 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.attention import tile_of
+from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.pytorch.splitk_reduce import check_arguments

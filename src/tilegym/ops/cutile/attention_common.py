@@ -1,0 +1,105 @@
+"""What the attention kernels share: the online softmax of a tile of scores, and what the launches prepare and check."""
+
+import functools
+import math
+
+import cuda.tile as ct
+import torch
+
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.tiling import INT32_MAX
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import next_power_of_2
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
+KEY_MASK = 3  # boolean, and the same for all queries: padding
+LOG2E = math.log2(math.e)
+
+
+def cap_scores(s, soft_cap):
+    """``soft_cap * tanh(s / soft_cap)``, by tanh(x) = 1 - 2 / (1 + exp(2x)), which is exact to fp32."""
+    return soft_cap - 2 * soft_cap / (1 + ct.exp2(s * (2 * LOG2E / soft_cap)))
+
+
+def update_softmax(s, row_max, row_sum, acc, unit, AXIS: Int, EXACT: Bool):
+    """Takes a tile of scores, in multiples of ``unit`` and with the keys along ``AXIS``, into the online softmax.
+
+    Returns the probabilities (relative to the new maximum) and the updated row_max, row_sum and acc.
+    """
+    new_max = ct.maximum(row_max, ct.max(s, axis=AXIS, keepdims=True))
+    # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is not a number.
+    base = ct.where(new_max == -math.inf, 0.0, new_max)
+    if EXACT:
+        p = ct.exp((s - base) * unit)
+        shrink = ct.exp((row_max - base) * unit)
+    else:
+        # One fused operation and a power of two for each score.
+        unit = unit * LOG2E
+        p = ct.exp2(s * unit - base * unit, flush_to_zero=True)
+        shrink = ct.exp2((row_max - base) * unit, flush_to_zero=True)
+    return p, new_max, row_sum * shrink + ct.sum(p, axis=AXIS, keepdims=True), acc * shrink
+
+
+def needs_exact(q: torch.Tensor, mask_kind: int) -> bool:
+    """Whether the scores must be subtracted before they are multiplied: for fp32's sake, or that of a mask.
+
+    An additive mask may hold the lowest number there is, whose multiple would be -inf.
+    """
+    return mask_kind == ADDITIVE_MASK or q.dtype == torch.float32
+
+
+@functools.cache
+def tile_of(head_dim: int) -> int:
+    """The width of a tile that holds ``head_dim``: a power of two, and 16 or more for ``ct.mma``."""
+    return max(16, next_power_of_2(head_dim))
+
+
+def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a copy if its last dimension is strided or another is expanded."""
+    strides = x.stride()
+    return x if strides[3] == 1 and 0 not in strides else x.contiguous()
+
+
+def prepare_mask(mask: torch.Tensor | None, keys: int) -> tuple[int, torch.Tensor | int]:
+    """The kind of a mask, and the mask with four dimensions, those that are broadcast having size one.
+
+    For no mask it is 0: something to pass.
+    """
+    if mask is None:
+        return NO_MASK, 0
+    if mask.dim() < 4:
+        mask = mask[(None,) * (4 - mask.dim())]
+    if mask.shape[3] != keys:
+        mask = mask.expand(*mask.shape[:3], keys)
+    return (BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK), mask
+
+
+def check_supported(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    sinks: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+) -> None:
+    """Raises UnsupportedError for what the attention kernels do not serve."""
+    if q.dtype not in DTYPES:
+        raise UnsupportedError(f"it does not take {q.dtype}")
+    if q.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
+        raise UnsupportedError(f"it takes head dimensions up to {MAX_HEAD_DIM}")
+    for x in (q, k, v) if attention_mask is None else (q, k, v, attention_mask):
+        if x.numel() > INT32_MAX and max(x.stride()) > INT32_MAX:
+            raise UnsupportedError("it takes strides below 2^31")
+    if not scaling > 0:
+        raise UnsupportedError("it takes positive scalings only")  # the largest score would become the smallest
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+        or (attention_mask is not None and attention_mask.requires_grad)
+    ):
+        raise UnsupportedError("it has no backward kernel yet")
