@@ -89,8 +89,8 @@ def main() -> None:
     step(
         "What the interpreter finds",
         """
-        Too small a grid leaves elements unwritten, and too large a one has blocks whose tile lies outside the array. The
-        hardware says nothing. The interpreter's sanitizer does (on any machine: give it CPU tensors):
+        Too small a grid leaves elements unwritten, and too large a one has blocks whose tile lies outside the array.
+        The hardware says nothing. The interpreter's sanitizer does (on any machine: give it CPU tensors):
         """,
     )
     try:

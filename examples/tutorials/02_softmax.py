@@ -98,8 +98,8 @@ def main() -> None:
     step(
         "Padding that nobody chose",
         """
-        Without a padding_mode the padding of a load is undetermined: zeros today, leftovers tomorrow. With zeros each of
-        the 243 adds exp(0 - max) to its row's sum, so the result is wrong, quietly. The interpreter's sanitizer puts
+        Without a padding_mode the padding of a load is undetermined: zeros today, leftovers tomorrow. With zeros each
+        of the 243 adds exp(0 - max) to its row's sum, so the result is wrong, quietly. The interpreter's sanitizer puts
         different garbage into the padding, and reports that it reaches the output:
         """,
     )

@@ -1,5 +1,6 @@
 """What the tutorials share: where to run, how to talk, how to check a result, how to measure."""
 
+import functools
 import sys
 import textwrap
 from collections.abc import Callable
@@ -27,8 +28,8 @@ def step(name: str, text: str) -> None:
 
 def explain(text: str) -> None:
     """Prints a paragraph; lines that are indented in it stay as they are."""
-    for block in textwrap.dedent(text).strip().split("\n\n"):
-        print(block if block.startswith("    ") else textwrap.fill(" ".join(block.split()), 96))
+    for block in textwrap.dedent(text).strip("\n").split("\n\n"):
+        print(f"\n{block}\n" if block.startswith("    ") else textwrap.fill(" ".join(block.split()), 96))
 
 
 def end(text: str) -> None:
@@ -64,7 +65,7 @@ def measure(unit: str, work: float, **calls: Callable[[], object]) -> None:
     real model's kernel come from memory, not from the previous repetition. The median is what counts.
     """
     if not ON_GPU:
-        print("(No speeds here: how long the interpreter takes says nothing about a GPU.)")
+        _say_why_not()
         return
     from tilegym.bench.timing import CudaTimer
     from tilegym.bench.timing import Timing
@@ -78,3 +79,8 @@ def measure(unit: str, work: float, **calls: Callable[[], object]) -> None:
     for name, trial in trials.items():
         time = Timing.of(trial.samples)
         print(f"{name.replace('_', ' '):24} {work / time.median / scale:8.1f} {unit}  ({time.median * 1e6:.1f} us)")
+
+
+@functools.cache  # once is enough
+def _say_why_not() -> None:
+    print("(No speeds here: how long the interpreter takes says nothing about a GPU.)")
