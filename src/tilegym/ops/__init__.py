@@ -10,6 +10,7 @@ from tilegym.ops.modules import get_swiglu_module
 from tilegym.ops.ops import apply_rope_base
 from tilegym.ops.ops import fmha
 from tilegym.ops.ops import fmha_decode
+from tilegym.ops.ops import fused_add_rms_norm
 from tilegym.ops.ops import geglu
 from tilegym.ops.ops import linear
 from tilegym.ops.ops import matmul

@@ -45,6 +45,26 @@ def rms_norm(
     """
 
 
+@dispatch("fused_add_rms_norm")
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, casting: str = "llama"
+) -> tuple[Tensor, Tensor]:
+    """The residual addition of a decoder layer and the :func:`rms_norm` behind it.
+
+    ``total = x + residual``, rounded to the dtype; ``y = rms_norm(total)``, as two separate ops give them.
+
+    Args:
+        x, residual: [..., N], the same shape and dtype (fp32, fp16 or bf16), any strides.
+        weight: [N], or None for ones.
+        eps: added to the mean square.
+        offset: added to the weight (Gemma: 1.0).
+        casting: "llama" or "gemma", as in :func:`rms_norm`.
+
+    Returns:
+        (y, total), in the shape and dtype of x. Differentiable in x, residual and weight, through both.
+    """
+
+
 @dispatch("silu_and_mul")
 def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(x[..., :H]) * x[..., H:]``: the gate of a SwiGLU MLP on one packed tensor (arXiv:2002.05202).
