@@ -57,7 +57,7 @@ def grouped_kernel(a, b, c, TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP: Int):
 
 @ct.kernel
 def persistent_kernel(a, b, c, TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP: Int):
-    """Only as many blocks as run at once. Each takes every num_blocks-th tile, and can store one as it loads the next."""
+    """Only as many blocks as run at once, each of which takes every num_blocks-th tile."""
     m_tiles, n_tiles = ct.cdiv(c.shape[0], TILE_M), ct.cdiv(c.shape[1], TILE_N)
     for tile in range(ct.bid(0), m_tiles * n_tiles, ct.num_blocks(0)):
         m, n = grouped(tile, m_tiles, n_tiles, GROUP)
@@ -116,8 +116,8 @@ def main() -> None:
     step(
         "The kernel",
         f"""
-        C[200, 150] = A[200, 100] B[100, 150] in fp16 with tiles of {TILE[0]} x {TILE[1]}, {TILE[2]} along K. None of the
-        sizes is a multiple of its tile.
+        C[200, 150] = A[200, 100] B[100, 150] in fp16 with tiles of {TILE[0]} x {TILE[1]}, {TILE[2]} along K. None of
+        the sizes is a multiple of its tile.
         """,
     )
     a, b = randn(200, 100, dtype=torch.float16), randn(100, 150, dtype=torch.float16, seed=1)
@@ -142,8 +142,8 @@ def main() -> None:
         "Persistent blocks",
         """
         A block has a prologue (the first loads, with nothing to compute yet) and an epilogue (the store, with nothing
-        left to compute). Where each block computes many tiles, these overlap with work. It pays for a few tiles a block;
-        with many, blocks fall out of step and share less in the cache. Measure.
+        left to compute). Where each block computes many tiles, these overlap with work. It pays for a few tiles a
+        block; with many, blocks fall out of step and share less in the cache. Measure.
         """,
     )
     check("persistent", matmul(a, b, persistent_kernel), reference, exact)
@@ -152,11 +152,10 @@ def main() -> None:
         "Warps",
         """
         A larger tile loads less, as above, until it no longer fits into the registers. Twice the warps have twice the
-        registers. It is a hint, so the result cannot change:
+        registers. It is a hint: it changes how the result is computed, not what is.
         """,
     )
     check("wide tile, 8 warps", matmul(a, b, wide_kernel, WIDE), reference, exact)
-    assert torch.equal(matmul(a, b, wide_kernel, WIDE), matmul(a, b, grouped_kernel, WIDE))
 
     step(
         "How fast?",
