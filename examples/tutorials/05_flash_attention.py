@@ -10,7 +10,6 @@ import torch
 from lesson import ON_GPU
 from lesson import check
 from lesson import end
-from lesson import explain
 from lesson import measure
 from lesson import randn
 from lesson import step
@@ -123,25 +122,22 @@ def online_softmax_by_hand() -> None:
 def main() -> None:
     title("Flash attention: two products and an online softmax")
 
+    scores, rest = 32 * 8192**2 * 2, 4 * 32 * 8192 * 128 * 2
     step(
         "The trouble with attention",
-        """
-        The textbook computes all scores q k^T, their softmax, and its product with v, three kernels with a matrix of
-        Sq x Skv for each head between them. For 32 heads and 8192 tokens in fp16 that matrix is
+        f"""
+        The textbook computes all scores q k^T, their softmax, and its product with v: three kernels, with a matrix of
+        Sq x Skv for each head between them. For 32 heads of dimension 128 and 8192 tokens in fp16, the scores take
+        {scores / 1e9:.1f} GB, and so do the weights, each written and read once, where q, k, v and the output together
+        are {rest / 1e9:.2f} GB. A tile of scores would fit on the chip: if only softmax could do with tiles.
         """,
-    )
-    explain(
-        f"    {32 * 8192**2 * 2 / 1e9:.1f} GB, where q, k, v and the output together are {4 * 32 * 8192 * 128 * 2 / 1e9:.2f} GB"
-    )
-    explain(
-        "and it is written and read twice. A tile of scores at a time stays on the chip, if softmax can do with tiles."
     )
 
     step(
         "Softmax a tile at a time",
         """
-        A softmax needs the maximum and the sum of the whole row, it seems. But sums relative to the maximum so far can be
-        corrected: when the maximum grows from a to b, everything summed so far shrinks by exp(a - b).
+        A softmax needs the maximum and the sum of the whole row, it seems. But sums relative to the maximum so far can
+        be corrected: when the maximum grows from a to b, everything summed so far shrinks by exp(a - b).
         """,
     )
     online_softmax_by_hand()
@@ -154,11 +150,8 @@ def main() -> None:
         """,
     )
     q = randn(2, 4, 70, 48, dtype=torch.float16)
-    for what, keys, causal in (
-        ("full", 70, False),
-        ("causal", 70, True),
-        ("causal, with 30 keys in a cache", 100, True),
-    ):
+    cases = (("full", 70, False), ("causal", 70, True), ("causal, with 30 keys in a cache", 100, True))
+    for what, keys, causal in cases:
         k, v = (randn(2, 2, keys, 48, dtype=torch.float16, seed=seed) for seed in (1, 2))
         exact = torch_attention(q.double(), k.double(), v.double(), causal)
         check(what, attention(q, k, v, causal), torch_attention(q, k, v, causal), exact)
@@ -172,16 +165,12 @@ def main() -> None:
     )
     heads, tokens, d = (32, 4096, 128) if ON_GPU else (1, 32, 16)
     q, k, v = (randn(1, heads, tokens, d, dtype=torch.bfloat16, seed=seed) for seed in range(3))
-    for causal in (False, True):
-        work = 4 * heads * tokens**2 * d * (0.5 if causal else 1)
-        measure(
-            "TFLOP/s",
-            work,
-            **{
-                f"torch_{'causal' if causal else 'full'}": lambda causal=causal: torch_attention(q, k, v, causal),
-                f"ours_{'causal' if causal else 'full'}": lambda causal=causal: attention(q, k, v, causal),
-            },
-        )
+    for causal, what in ((False, "full"), (True, "causal")):
+        calls = {
+            f"torch_{what}": lambda causal=causal: torch_attention(q, k, v, causal),
+            f"ours_{what}": lambda causal=causal: attention(q, k, v, causal),
+        }
+        measure("TFLOP/s", 4 * heads * tokens**2 * d * (0.5 if causal else 1), **calls)
     end(
         """
         src/tilegym/ops/cutile/attention.py goes on from here: no mask where a tile is seen whole, windows, sinks, key
