@@ -12,8 +12,10 @@ from tilegym.ops.ops import fmha
 from tilegym.ops.ops import fmha_decode
 from tilegym.ops.ops import fused_add_rms_norm
 from tilegym.ops.ops import geglu
+from tilegym.ops.ops import gelu
 from tilegym.ops.ops import linear
 from tilegym.ops.ops import matmul
+from tilegym.ops.ops import relu
 from tilegym.ops.ops import rms_norm
 from tilegym.ops.ops import silu_and_mul
 from tilegym.ops.ops import softmax

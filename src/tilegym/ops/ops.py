@@ -108,6 +108,31 @@ def geglu(a: Tensor, b: Tensor, approximate: str = "tanh") -> Tensor:
     """
 
 
+@dispatch("gelu")
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """``x * Phi(x)`` elementwise, with Phi the normal distribution function, or its tanh form (arXiv:1606.08415).
+
+    Args:
+        x: any shape, fp32, fp16 or bf16.
+        approximate: "none" or "tanh", as in :func:`geglu`; the default is torch's.
+
+    Returns:
+        x's shape and dtype. Differentiable.
+    """
+
+
+@dispatch("relu")
+def relu(x: Tensor) -> Tensor:
+    """``max(x, 0)`` elementwise; NaN stays NaN.
+
+    Args:
+        x: any shape, fp32, fp16 or bf16.
+
+    Returns:
+        x's shape and dtype. Differentiable, with gradient 0 at 0.
+    """
+
+
 @dispatch("apply_rope_base")
 def apply_rope_base(
     q: Tensor,

@@ -1,5 +1,6 @@
 """The cuTile implementations: one file an op with its kernels, launch, autograd and registration."""
 
+from tilegym.ops.cutile import activations
 from tilegym.ops.cutile import attention
 from tilegym.ops.cutile import flash_decode
 from tilegym.ops.cutile import fused_add_rms_norm

@@ -1,5 +1,6 @@
 """The reference implementations in plain PyTorch, which are also the fallback."""
 
+from tilegym.ops.pytorch import activations
 from tilegym.ops.pytorch import attention
 from tilegym.ops.pytorch import flash_decode
 from tilegym.ops.pytorch import fused_add_rms_norm

@@ -1,0 +1,133 @@
+"""``gelu`` and ``relu``: elementwise functions of one tensor, and their gradients.
+
+``gelu(x) = x * p(x)`` with p as in ``geglu.py``; backward ``dx = dy * (p + x * dp/dx)``. ``relu(x) = max(x, 0)``; its
+gradient is read off the output. NaN stays NaN.
+"""
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.geglu import _gate
+from tilegym.ops.cutile.pointwise import flat
+from tilegym.ops.cutile.pointwise import indices
+from tilegym.ops.cutile.pointwise import plan
+from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.pytorch.activations import check_gelu
+
+
+@ct.kernel
+def gelu_kernel(x, y, TILE_M: Int, TILE_N: Int, TANH: Bool):
+    """x, y: [M, N]; one block a tile, neighbours along a row."""
+    at = indices(y, TILE_M, TILE_N)
+    value = ct.gather(x, at)
+    wide = value.astype(ct.float32)
+    p, _ = _gate(wide, value.dtype, TANH)
+    ct.scatter(y, at, (wide * p).astype(y.dtype))
+
+
+@ct.kernel
+def gelu_backward_kernel(dy, x, dx, TILE_M: Int, TILE_N: Int, TANH: Bool):
+    at = indices(dx, TILE_M, TILE_N)
+    value, up = ct.gather(x, at), ct.gather(dy, at)
+    wide = value.astype(ct.float32)
+    p, slope = _gate(wide, value.dtype, TANH)
+    ct.scatter(dx, at, (up.astype(ct.float32) * (p + wide * slope)).astype(dx.dtype))
+
+
+@ct.kernel
+def relu_kernel(x, y, TILE_M: Int, TILE_N: Int):
+    at = indices(y, TILE_M, TILE_N)
+    value = ct.gather(x, at)
+    # A comparison with NaN is false; ct.maximum would turn NaN into 0.
+    ct.scatter(y, at, ct.where(value <= 0, ct.zeros((1, 1), value.dtype), value))
+
+
+@ct.kernel
+def relu_backward_kernel(dy, y, dx, TILE_M: Int, TILE_N: Int):
+    at = indices(dx, TILE_M, TILE_N)
+    out, up = ct.gather(y, at), ct.gather(dy, at)
+    ct.scatter(dx, at, ct.where(out <= 0, ct.zeros((1, 1), up.dtype), up))
+
+
+def _like(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def _launch(kernel: ct.kernel, inputs: tuple[torch.Tensor, ...], *options: bool) -> torch.Tensor:
+    """The result of an elementwise kernel, in the first input's dtype and shape."""
+    out = _like(inputs[0])
+    rows = flat(*inputs, out)
+    grid, tile_m, tile_n = plan(*rows[0].shape, out.get_device())
+    launch(out, grid, kernel, (*rows, tile_m, tile_n, *options))
+    return out
+
+
+@compilable(fake=lambda x, tanh: _like(x))
+def gelu_forward(x: torch.Tensor, tanh: bool) -> torch.Tensor:
+    return _launch(gelu_kernel, (x,), tanh)
+
+
+@compilable(fake=lambda dy, x, tanh: _like(dy))
+def gelu_backward(dy: torch.Tensor, x: torch.Tensor, tanh: bool) -> torch.Tensor:
+    return _launch(gelu_backward_kernel, (dy, x), tanh)
+
+
+@compilable(fake=lambda x: _like(x))
+def relu_forward(x: torch.Tensor) -> torch.Tensor:
+    return _launch(relu_kernel, (x,))
+
+
+@compilable(fake=lambda dy, y: _like(dy))
+def relu_backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _launch(relu_backward_kernel, (dy, y))
+
+
+class GELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, tanh):
+        ctx.save_for_backward(x)
+        ctx.tanh = tanh
+        return gelu_forward(x, tanh)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return gelu_backward(dy, *ctx.saved_tensors, ctx.tanh), None
+
+
+class ReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = relu_forward(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return relu_backward(dy, *ctx.saved_tensors)
+
+
+@register_impl("gelu", "cutile")
+def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    check_gelu(approximate)
+    if x.dtype not in FLOATS:
+        raise UnsupportedError("x is not fp32, fp16 or bf16")
+    if torch.is_grad_enabled() and x.requires_grad:
+        return GELU.apply(x, approximate == "tanh")
+    return gelu_forward(x, approximate == "tanh")
+
+
+@register_impl("relu", "cutile")
+def relu(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype not in FLOATS:
+        raise UnsupportedError("x is not fp32, fp16 or bf16")
+    if torch.is_grad_enabled() and x.requires_grad:
+        return ReLU.apply(x)
+    return relu_forward(x)

@@ -1,0 +1,66 @@
+"""GELU and ReLU over the intermediate size of an MLP."""
+
+import torch.nn.functional as F
+
+from tilegym import ops
+from tilegym.bench.spec import BACKWARD
+from tilegym.bench.spec import FORWARD
+from tilegym.bench.spec import Benchmark
+from tilegym.bench.spec import Provider
+from tilegym.bench.spec import Work
+from tilegym.bench.spec import shape
+from tilegym.bench.spec import sweep
+from tilegym.bench_cli import main
+
+
+def inputs(make, tokens, intermediate):
+    return {"x": make(tokens, intermediate)}
+
+
+def ours_gelu(x):
+    return ops.gelu(x)
+
+
+def ours_relu(x):
+    return ops.relu(x)
+
+
+def formula_gelu(x):
+    return F.gelu(x)
+
+
+def formula_relu(x):
+    return F.relu(x)
+
+
+def forward(itemsize, tokens, intermediate):
+    return Work(read=itemsize * tokens * intermediate, written=itemsize * tokens * intermediate)
+
+
+def backward(itemsize, tokens, intermediate):
+    """Reads x (relu: y) and dy, writes dx."""
+    return Work(read=2 * itemsize * tokens * intermediate, written=itemsize * tokens * intermediate)
+
+
+def benchmark(op, ours, formula):
+    return Benchmark(
+        op=op,
+        inputs=inputs,
+        ours=ours,
+        oracle=formula,
+        peers={"torch": Provider(formula), "torch.compile": Provider(formula, compile=True)},
+        differentiable=("x",),
+        forward=forward,
+        backward=backward,
+        quick_modes=(FORWARD, BACKWARD),
+        host={"tokens": 1, "intermediate": 1024},
+        shapes=sweep(lambda model, tokens: {"tokens": tokens, "intermediate": model.intermediate}),
+        quick=(shape(tokens=8192, intermediate=14336),),
+        small=(shape(tokens=64, intermediate=1024), shape(tokens=7, intermediate=1000)),
+    )
+
+
+BENCHMARKS = [benchmark("gelu", ours_gelu, formula_gelu), benchmark("relu", ours_relu, formula_relu)]
+
+if __name__ == "__main__":
+    main(BENCHMARKS)
