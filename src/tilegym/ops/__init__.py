@@ -13,6 +13,7 @@ from tilegym.ops.ops import fmha_decode
 from tilegym.ops.ops import fused_add_rms_norm
 from tilegym.ops.ops import geglu
 from tilegym.ops.ops import gelu
+from tilegym.ops.ops import layer_norm
 from tilegym.ops.ops import linear
 from tilegym.ops.ops import matmul
 from tilegym.ops.ops import relu

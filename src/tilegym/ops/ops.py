@@ -65,6 +65,30 @@ def fused_add_rms_norm(
     """
 
 
+@dispatch("layer_norm")
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | tuple[int, ...],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Layer normalisation (Ba, Kiros and Hinton 2016, arXiv:1607.06450).
+
+    ``y = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias``, with the mean and the biased variance over the
+    dimensions of ``normalized_shape``, in fp32, rounded once.
+
+    Args:
+        input: [..., *normalized_shape], fp32, fp16 or bf16, any strides.
+        normalized_shape: the last dimensions of input, one or several.
+        weight, bias: of normalized_shape, or None.
+        eps: added to the variance.
+
+    Returns:
+        input's shape and dtype. Differentiable in input, weight and bias.
+    """
+
+
 @dispatch("silu_and_mul")
 def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(x[..., :H]) * x[..., H:]``: the gate of a SwiGLU MLP on one packed tensor (arXiv:2002.05202).

@@ -5,6 +5,7 @@ from tilegym.ops.cutile import attention
 from tilegym.ops.cutile import flash_decode
 from tilegym.ops.cutile import fused_add_rms_norm
 from tilegym.ops.cutile import geglu
+from tilegym.ops.cutile import layer_norm
 from tilegym.ops.cutile import linear
 from tilegym.ops.cutile import matmul
 from tilegym.ops.cutile import rms_norm

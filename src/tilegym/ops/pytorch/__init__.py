@@ -5,6 +5,7 @@ from tilegym.ops.pytorch import attention
 from tilegym.ops.pytorch import flash_decode
 from tilegym.ops.pytorch import fused_add_rms_norm
 from tilegym.ops.pytorch import geglu
+from tilegym.ops.pytorch import layer_norm
 from tilegym.ops.pytorch import linear
 from tilegym.ops.pytorch import matmul
 from tilegym.ops.pytorch import rms_norm
