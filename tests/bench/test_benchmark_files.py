@@ -25,7 +25,7 @@ OPS = (
     "fmha",
     "fmha_decode",
 )
-each = pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=BENCHMARKS)
+each = pytest.mark.parametrize("declared", BENCHMARKS.values(), ids=BENCHMARKS)
 
 
 def test_every_op_has_a_benchmark():
@@ -37,21 +37,21 @@ def meta(*sizes, dtype=torch.bfloat16):
 
 
 @each
-def test_work_is_the_bytes_of_inputs_and_outputs(benchmark):
-    assert hasattr(ops, benchmark.op)
-    host = spec.Shape("host", benchmark.host)
-    labels = [shape.label for shape in benchmark.shapes]
+def test_work_is_the_bytes_of_inputs_and_outputs(declared):
+    assert hasattr(ops, declared.op)
+    host = spec.Shape("host", declared.host)
+    labels = [shape.label for shape in declared.shapes]
     assert len(set(labels)) == len(labels), "two shapes of one label would hide each other in the tables"
-    for shape in (*benchmark.shapes, *benchmark.quick, *benchmark.small, host):
-        inputs = benchmark.inputs(meta, **shape.dims)
-        outputs = tensors(benchmark.peers[benchmark.baseline].call(**inputs))
-        work = benchmark.work(spec.FORWARD, 2, shape.dims)
+    for shape in (*declared.shapes, *declared.quick, *declared.small, host):
+        inputs = declared.inputs(meta, **shape.dims)
+        outputs = tensors(declared.peers[declared.baseline].call(**inputs))
+        work = declared.work(spec.FORWARD, 2, shape.dims)
         assert work.read == sum(v.nbytes for v in inputs.values() if isinstance(v, torch.Tensor)), shape
         assert work.written == sum(output.nbytes for output in outputs), shape
-        if benchmark.differentiable:
-            backward = benchmark.work(spec.BACKWARD, 2, shape.dims)
-            assert backward.written == sum(inputs[name].nbytes for name in benchmark.differentiable), shape
-            assert benchmark.work(spec.BOTH, 2, shape.dims) == work + backward
+        if declared.differentiable:
+            backward = declared.work(spec.BACKWARD, 2, shape.dims)
+            assert backward.written == sum(inputs[name].nbytes for name in declared.differentiable), shape
+            assert declared.work(spec.BOTH, 2, shape.dims) == work + backward
 
 
 def test_attention_counts_half_the_operations_where_it_is_causal():
@@ -62,26 +62,26 @@ def test_attention_counts_half_the_operations_where_it_is_causal():
 
 
 @each
-def test_providers_are_right_and_measured(benchmark):
-    only = (spec.OURS, benchmark.baseline, runner.COPY)
-    for shape in benchmark.small:
-        results = list(runner.measure_shape(benchmark, shape, spec.MODES, session(FakeTimer(), only=only)))
-        assert {(r.provider, r.mode) for r in results} >= {(p, m) for p in only[:2] for m in benchmark.modes}
+def test_providers_are_right_and_measured(declared):
+    only = (spec.OURS, declared.baseline, runner.COPY)
+    for shape in declared.small:
+        results = list(runner.measure_shape(declared, shape, spec.MODES, session(FakeTimer(), only=only)))
+        assert {(r.provider, r.mode) for r in results} >= {(p, m) for p in only[:2] for m in declared.modes}
         for result in results:
             assert result.status == "ok", result
             assert result.seconds > 0 and result.roofline_share > 0
 
 
 @each
-def test_liger_is_called_the_way_it_is_installed(benchmark):
-    if "liger" not in benchmark.peers:
+def test_liger_is_called_the_way_it_is_installed(declared):
+    if "liger" not in declared.peers:
         pytest.skip("Liger has no such op")
     pytest.importorskip("triton")
-    if benchmark.peers["liger"].missing() or not torch.cuda.is_available():
+    if declared.peers["liger"].missing() or not torch.cuda.is_available():
         pytest.skip("needs liger-kernel and a GPU")
-    for shape in benchmark.small:
-        results = runner.measure_shape(benchmark, shape, spec.MODES, session(FakeTimer("cuda"), only=("liger",)))
-        assert [result.status for result in results] == ["ok"] * len(benchmark.modes)
+    for shape in declared.small:
+        results = runner.measure_shape(declared, shape, spec.MODES, session(FakeTimer("cuda"), only=("liger",)))
+        assert [result.status for result in results] == ["ok"] * len(declared.modes)
 
 
 def test_a_file_runs_by_itself(tmp_path):
