@@ -4,15 +4,8 @@ Run it with ``python examples/tutorials/01_vector_add.py``, with or without a GP
 """
 
 import cuda.tile as ct
+import lesson
 import torch
-from lesson import DEVICE
-from lesson import ON_GPU
-from lesson import check
-from lesson import end
-from lesson import measure
-from lesson import randn
-from lesson import step
-from lesson import title
 
 from tilegym import interpreter
 from tilegym.backend.cutile.launch import launch
@@ -57,36 +50,36 @@ def add_gather_kernel(x, y, out, TILE: ct.Constant[int]):
 
 
 def main() -> None:
-    title("Vector addition: blocks, tiles, launch")
+    lesson.title("Vector addition: blocks, tiles, launch")
 
-    step(
+    lesson.step(
         "A grid of blocks",
         """
         10 elements in tiles of 4 take 3 blocks. Each block here writes its own number into its tile; the last tile
         hangs over the end, and what hangs over is not stored:
         """,
     )
-    numbers = torch.full((10,), -1, dtype=torch.int32, device=DEVICE)
+    numbers = torch.full((10,), -1, dtype=torch.int32, device=lesson.DEVICE)
     launch(numbers, (3,), where_am_i_kernel, (numbers, 4))
     print(numbers.tolist())
     assert numbers.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
 
-    step(
+    lesson.step(
         "The kernel against torch",
         """
         5000 elements in tiles of 1024: five blocks, the last of which has 120 elements too many. (Load -> compute ->
         store: every tile kernel is that, perhaps in a loop.)
         """,
     )
-    x, y = randn(5000), randn(5000, seed=1)
-    check("load and store, fp32", add(x, y), x + y, x.double() + y.double())
+    x, y = lesson.randn(5000), lesson.randn(5000, seed=1)
+    lesson.check("load and store, fp32", add(x, y), x + y, x.double() + y.double())
     half_x, half_y = x.half(), y.half()  # another dtype: the kernel is compiled once more, nothing is rewritten
-    check("load and store, fp16", add(half_x, half_y), half_x + half_y, half_x.double() + half_y.double())
+    lesson.check("load and store, fp16", add(half_x, half_y), half_x + half_y, half_x.double() + half_y.double())
     out = torch.empty_like(x)
     launch(x, (5,), add_gather_kernel, (x, y, out, 1024))
-    check("gather and scatter", out, x + y, x.double() + y.double())
+    lesson.check("gather and scatter", out, x + y, x.double() + y.double())
 
-    step(
+    lesson.step(
         "What the interpreter finds",
         """
         Too small a grid leaves elements unwritten, and too large a one has blocks whose tile lies outside the array.
@@ -100,18 +93,20 @@ def main() -> None:
     else:
         raise AssertionError("the sixth block was not noticed")
 
-    step(
+    lesson.step(
         "How fast?",
         """
-        An addition does one operation for 12 bytes that it moves: memory is what limits it, so bytes per second are its
-        measure, and the GPU's memory bandwidth is the ceiling. Time with GPU events, after a warm-up (the first launch
-        compiles), with a cold cache, and next to a baseline in the same run:
+        An addition does one operation for 12 bytes that it moves: memory is what limits it, so bytes per second are
+        its measure, and the GPU's memory bandwidth is the ceiling. Time with GPU events, after a warm-up (the first
+        launch compiles), with a cold cache, and next to a baseline in the same run:
         """,
     )
-    n = 1 << 26 if ON_GPU else 1 << 12
-    x, y = randn(n), randn(n, seed=1)
-    measure("GB/s", 3 * x.nbytes, torch=lambda: x + y, tile_1024=lambda: add(x, y), tile_4096=lambda: add(x, y, 4096))
-    end("Next: 02_softmax.py, where the elements of a tile have to talk to each other.")
+    n = 1 << 26 if lesson.ON_GPU else 1 << 12
+    x, y = lesson.randn(n), lesson.randn(n, seed=1)
+    lesson.measure(
+        "GB/s", 3 * x.nbytes, torch=lambda: x + y, tile_1024=lambda: add(x, y), tile_4096=lambda: add(x, y, 4096)
+    )
+    lesson.end("Next: 02_softmax.py, where the elements of a tile have to talk to each other.")
 
 
 if __name__ == "__main__":

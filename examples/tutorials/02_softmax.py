@@ -6,14 +6,8 @@ Run it with ``python examples/tutorials/02_softmax.py``, with or without a GPU.
 import math
 
 import cuda.tile as ct
+import lesson
 import torch
-from lesson import ON_GPU
-from lesson import check
-from lesson import end
-from lesson import measure
-from lesson import randn
-from lesson import step
-from lesson import title
 
 from tilegym import interpreter
 from tilegym.backend.cutile.launch import launch
@@ -82,25 +76,25 @@ def unfused_softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    title("Softmax: reductions and padding")
+    lesson.title("Softmax: reductions and padding")
 
-    step(
+    lesson.step(
         "One block, one row",
         "37 rows of 781 columns, in tiles of (1, 1024): 243 elements of every tile are padding.",
     )
-    x = randn(37, 781)
-    check("fp32", softmax(x), torch.softmax(x, 1), torch.softmax(x.double(), 1))
+    x = lesson.randn(37, 781)
+    lesson.check("fp32", softmax(x), torch.softmax(x, 1), torch.softmax(x.double(), 1))
     half = (10 * x).to(torch.bfloat16)
-    check("bf16", softmax(half), torch.softmax(half, 1), torch.softmax(half.double(), 1))
+    lesson.check("bf16", softmax(half), torch.softmax(half, 1), torch.softmax(half.double(), 1))
     huge = x * 10000
-    check("values whose exp overflows", softmax(huge), torch.softmax(huge, 1), torch.softmax(huge.double(), 1))
+    lesson.check("values whose exp overflows", softmax(huge), torch.softmax(huge, 1), torch.softmax(huge.double(), 1))
 
-    step(
+    lesson.step(
         "Padding that nobody chose",
         """
         Without a padding_mode the padding of a load is undetermined: zeros today, leftovers tomorrow. With zeros each
-        of the 243 adds exp(0 - max) to its row's sum, so the result is wrong, quietly. The interpreter's sanitizer puts
-        different garbage into the padding, and reports that it reaches the output:
+        of the 243 adds exp(0 - max) to its row's sum, so the result is wrong, quietly. The interpreter's sanitizer
+        puts different garbage into the padding, and reports that it reaches the output:
         """,
     )
     small = x[:1].cpu()
@@ -111,19 +105,19 @@ def main() -> None:
     else:
         raise AssertionError("the careless kernel was not noticed")
 
-    step(
+    lesson.step(
         "Rows longer than a tile",
         """
         A row of 100,000 does not fit into the registers of one block. So it is walked along in tiles, twice: once for
         the maximum and the sum together, once for the result.
         """,
     )
-    wide = randn(3, 100_000 if ON_GPU else 5000)
-    check("long rows", long_softmax(wide, 1024), torch.softmax(wide, 1), torch.softmax(wide.double(), 1))
+    wide = lesson.randn(3, 100_000 if lesson.ON_GPU else 5000)
+    lesson.check("long rows", long_softmax(wide, 1024), torch.softmax(wide, 1), torch.softmax(wide.double(), 1))
 
-    m, n = (16384, 4096) if ON_GPU else (32, 512)
-    x = randn(m, n)
-    step(
+    m, n = (16384, 4096) if lesson.ON_GPU else (32, 512)
+    x = lesson.randn(m, n)
+    lesson.step(
         "Why one kernel",
         f"""
         Softmax is limited by memory. For {m} x {n} in fp32, one kernel reads and writes {2 * x.nbytes:,} bytes. Five
@@ -131,9 +125,9 @@ def main() -> None:
         back in between. Rates below count the bytes of the fused kernel, for all alike:
         """,
     )
-    measure("GB/s", 2 * x.nbytes, torch_unfused=lambda: unfused_softmax(x), torch=lambda: torch.softmax(x, 1),
+    lesson.measure("GB/s", 2 * x.nbytes, torch_unfused=lambda: unfused_softmax(x), torch=lambda: torch.softmax(x, 1),
             one_tile_a_row=lambda: softmax(x), two_passes=lambda: long_softmax(x, 1024))  # fmt: skip
-    end("Next: 03_rms_norm.py, with a backward pass.")
+    lesson.end("Next: 03_rms_norm.py, with a backward pass.")
 
 
 if __name__ == "__main__":

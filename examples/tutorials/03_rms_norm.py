@@ -4,15 +4,8 @@ Run it with ``python examples/tutorials/03_rms_norm.py``, with or without a GPU.
 """
 
 import cuda.tile as ct
+import lesson
 import torch
-from lesson import ON_GPU
-from lesson import check
-from lesson import end
-from lesson import explain
-from lesson import measure
-from lesson import randn
-from lesson import step
-from lesson import title
 from torch.nn import functional as F
 
 from tilegym import interpreter
@@ -62,7 +55,7 @@ def racing_dweight_kernel(dy, x, rstd, dweight, TILE: Int):
     ct.store(dweight, (0,), so_far + (up * xhat).reshape((TILE,)))
 
 
-BLOCKS = 256 if ON_GPU else 4  # of the backward pass; about two for each multiprocessor
+BLOCKS = 256 if lesson.ON_GPU else 4  # of the backward pass; about two for each multiprocessor
 
 
 class RMSNorm(torch.autograd.Function):
@@ -99,7 +92,7 @@ def with_gradients(norm, x, weight, dy):
 
 
 def main() -> None:
-    title("RMSNorm: forward and backward")
+    lesson.title("RMSNorm: forward and backward")
 
     def ours(x, weight):
         return RMSNorm.apply(x, weight, 1e-6)
@@ -107,7 +100,7 @@ def main() -> None:
     def torchs(x, weight):
         return F.rms_norm(x, weight.shape, weight, 1e-6)
 
-    step(
+    lesson.step(
         "The formulas",
         """
         Forward: xhat = x * rstd, y = xhat * weight. Backward, with dy the gradient that comes in and g = dy * weight:
@@ -120,9 +113,9 @@ def main() -> None:
     )
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, dy = (
-            randn(37, 100, dtype=dtype),
-            randn(100, dtype=dtype, seed=1),
-            randn(37, 100, dtype=dtype, seed=2),
+            lesson.randn(37, 100, dtype=dtype),
+            lesson.randn(100, dtype=dtype, seed=1),
+            lesson.randn(37, 100, dtype=dtype, seed=2),
         )
         exact = with_gradients(torchs, x.double(), weight.double(), dy.double())
         for name, got, reference, truth in zip(
@@ -132,16 +125,16 @@ def main() -> None:
             exact,
             strict=True,
         ):
-            check(f"{name:7} {str(dtype).removeprefix('torch.'):8}", got, reference, truth)
+            lesson.check(f"{name:7} {str(dtype).removeprefix('torch.'):8}", got, reference, truth)
 
-    step(
+    lesson.step(
         "The race, and the way around it",
         """
-        Blocks run in no order and at the same time, and may not write what another one writes. The tempting kernel, in
-        which all add to one dweight, even passes a test that runs block after block. The sanitizer objects:
+        Blocks run in no order and at the same time, and may not write what another one writes. The tempting kernel,
+        in which all add to one dweight, even passes a test that runs block after block. The sanitizer objects:
         """,
     )
-    x, dy = randn(4, 100).cpu(), randn(4, 100, seed=1).cpu()
+    x, dy = lesson.randn(4, 100).cpu(), lesson.randn(4, 100, seed=1).cpu()
     try:
         args = (dy, x, torch.ones(4), torch.zeros(100), 128)
         interpreter.launch((4,), racing_dweight_kernel, args, sanitize=True)
@@ -149,35 +142,35 @@ def main() -> None:
         print(f"WriteConflictError: {error}")
     else:
         raise AssertionError("the race was not noticed")
-    explain(
+    lesson.explain(
         """
         ct.atomic_add would make it right, but the order of the additions, and with it the rounding, would differ from
         run to run. One partial sum for each block, added up afterwards, gives the same bits every time:
         """
     )
-    x, weight, dy = randn(64, 256), randn(256, seed=1), randn(64, 256, seed=2)
+    x, weight, dy = lesson.randn(64, 256), lesson.randn(256, seed=1), lesson.randn(64, 256, seed=2)
     runs = [with_gradients(ours, x, weight, dy)[2] for _ in range(3)]
     assert all(torch.equal(run, runs[0]) for run in runs)
     print("ok    three backward passes, bit for bit the same dweight")
 
-    step(
+    lesson.step(
         "How fast?", "Memory again: the forward pass reads x and writes y, the backward pass reads dy and x, writes dx."
     )
-    m, n = (8192, 4096) if ON_GPU else (16, 128)
-    x, weight, dy = (randn(*s, dtype=torch.bfloat16) for s in ((m, n), (n,), (m, n)))
-    measure("GB/s", 2 * x.nbytes, forward_torch=lambda: torchs(x, weight), forward_ours=lambda: ours(x, weight))
+    m, n = (8192, 4096) if lesson.ON_GPU else (16, 128)
+    x, weight, dy = (lesson.randn(*s, dtype=torch.bfloat16) for s in ((m, n), (n,), (m, n)))
+    lesson.measure("GB/s", 2 * x.nbytes, forward_torch=lambda: torchs(x, weight), forward_ours=lambda: ours(x, weight))
     a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
     y_torch, y_ours = torchs(a, b), ours(a, b)
-    measure(
+    lesson.measure(
         "GB/s",
         3 * x.nbytes,
         backward_torch=lambda: torch.autograd.grad(y_torch, (a, b), dy, retain_graph=True),
         backward_ours=lambda: torch.autograd.grad(y_ours, (a, b), dy, retain_graph=True),
     )
-    end(
+    lesson.end(
         """
-        tilegym.ops.rms_norm (src/tilegym/ops/cutile/rms_norm.py) is this kernel with what production adds: several rows
-        a block, rows of any length, strides, biases, torch.compile. Next: 04_matmul.py.
+        tilegym.ops.rms_norm (src/tilegym/ops/cutile/rms_norm.py) is this kernel with what production adds: several
+        rows a block, rows of any length, strides, biases, torch.compile. Next: 04_matmul.py.
         """
     )
 

@@ -4,14 +4,8 @@ Run it with ``python examples/tutorials/04_matmul.py``, with or without a GPU.
 """
 
 import cuda.tile as ct
+import lesson
 import torch
-from lesson import ON_GPU
-from lesson import check
-from lesson import end
-from lesson import measure
-from lesson import randn
-from lesson import step
-from lesson import title
 
 from tilegym.backend.cutile.launch import launch
 
@@ -80,8 +74,8 @@ def order_kernel(order, m_tiles, n_tiles, GROUP: Int):
 wide_kernel = grouped_kernel.replace_hints(num_worker_warps=8)
 
 GROUP = 8
-TILE = (128, 128, 64) if ON_GPU else (32, 32, 32)
-WIDE = (128, 256, 64) if ON_GPU else (32, 64, 32)
+TILE = (128, 128, 64) if lesson.ON_GPU else (32, 32, 32)
+WIDE = (128, 256, 64) if lesson.ON_GPU else (32, 64, 32)
 
 
 def matmul(a, b, kernel=matmul_kernel, tile=TILE):
@@ -92,39 +86,39 @@ def matmul(a, b, kernel=matmul_kernel, tile=TILE):
     else:
         blocks = m_tiles * n_tiles
         if kernel is persistent_kernel:
-            at_once = torch.cuda.get_device_properties(c.device).multi_processor_count if ON_GPU else 3
+            at_once = torch.cuda.get_device_properties(c.device).multi_processor_count if lesson.ON_GPU else 3
             blocks = min(blocks, at_once)
         launch(c, (blocks,), kernel, (a, b, c, *tile, GROUP))
     return c
 
 
 def main() -> None:
-    title("Matrix products: tiles, order, persistence, warps")
+    lesson.title("Matrix products: tiles, order, persistence, warps")
 
-    step(
+    lesson.step(
         "Why tiles",
         """
         An element of C is a row of A times a column of B. To compute one element at a time reads 2 K values for K
-        multiplications. A tile of T x T elements reads 2 T K values for T x T x K of them: T times fewer for each. For
-        4096 x 4096 x 4096 in fp16 all blocks together load:
+        multiplications. A tile of T x T elements reads 2 T K values for T x T x K of them: T times fewer for each.
+        For 4096 x 4096 x 4096 in fp16 all blocks together load:
         """,
     )
     for tile in (1, 32, 128, 256):
         loaded = 2 * 4096**3 / tile * 2
         print(f"    tiles of {tile:3} x {tile:3}: {loaded / 1e9:8.2f} GB")
 
-    step(
+    lesson.step(
         "The kernel",
         f"""
         C[200, 150] = A[200, 100] B[100, 150] in fp16 with tiles of {TILE[0]} x {TILE[1]}, {TILE[2]} along K. None of
         the sizes is a multiple of its tile.
         """,
     )
-    a, b = randn(200, 100, dtype=torch.float16), randn(100, 150, dtype=torch.float16, seed=1)
+    a, b = lesson.randn(200, 100, dtype=torch.float16), lesson.randn(100, 150, dtype=torch.float16, seed=1)
     reference, exact = a @ b, a.double() @ b.double()
-    check("one block a tile", matmul(a, b), reference, exact)
+    lesson.check("one block a tile", matmul(a, b), reference, exact)
 
-    step(
+    lesson.step(
         "The order of blocks",
         """
         Which block computes which tile of a C of 6 x 5 tiles, with groups of 3 rows. Blocks 0 to 8, a patch of 3 x 3,
@@ -136,9 +130,9 @@ def main() -> None:
     for row in order.tolist():
         print("    " + " ".join(f"{block:2}" for block in row))
     assert sorted(order.flatten().tolist()) == list(range(30)), "every tile exactly once"
-    check("in groups", matmul(a, b, grouped_kernel), reference, exact)
+    lesson.check("in groups", matmul(a, b, grouped_kernel), reference, exact)
 
-    step(
+    lesson.step(
         "Persistent blocks",
         """
         A block has a prologue (the first loads, with nothing to compute yet) and an epilogue (the store, with nothing
@@ -146,27 +140,27 @@ def main() -> None:
         block; with many, blocks fall out of step and share less in the cache. Measure.
         """,
     )
-    check("persistent", matmul(a, b, persistent_kernel), reference, exact)
+    lesson.check("persistent", matmul(a, b, persistent_kernel), reference, exact)
 
-    step(
+    lesson.step(
         "Warps",
         """
         A larger tile loads less, as above, until it no longer fits into the registers. Twice the warps have twice the
         registers. It is a hint: it changes how the result is computed, not what is.
         """,
     )
-    check("wide tile, 8 warps", matmul(a, b, wide_kernel, WIDE), reference, exact)
+    lesson.check("wide tile, 8 warps", matmul(a, b, wide_kernel, WIDE), reference, exact)
 
-    step(
+    lesson.step(
         "How fast?",
         """
         A product of n x n matrices moves 3 n^2 numbers for 2 n^3 operations, so arithmetic is the limit, and TFLOP/s
         the measure. The baseline is cuBLAS, which torch calls.
         """,
     )
-    n = 4096 if ON_GPU else 64
-    a, b = randn(n, n, dtype=torch.bfloat16), randn(n, n, dtype=torch.bfloat16, seed=1)
-    measure(
+    n = 4096 if lesson.ON_GPU else 64
+    a, b = lesson.randn(n, n, dtype=torch.bfloat16), lesson.randn(n, n, dtype=torch.bfloat16, seed=1)
+    lesson.measure(
         "TFLOP/s",
         2 * n**3,
         torch=lambda: a @ b,
@@ -176,7 +170,7 @@ def main() -> None:
         wide_tile_4_warps=lambda: matmul(a, b, grouped_kernel, WIDE),
         wide_tile_8_warps=lambda: matmul(a, b, wide_kernel, WIDE),
     )
-    end(
+    lesson.end(
         """
         Which of these is best depends on sizes and GPU: 06_autotuning.py lets the machine decide. Next:
         05_flash_attention.py, two products with a softmax between them.

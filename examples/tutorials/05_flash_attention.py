@@ -6,14 +6,8 @@ Run it with ``python examples/tutorials/05_flash_attention.py``, with or without
 import math
 
 import cuda.tile as ct
+import lesson
 import torch
-from lesson import ON_GPU
-from lesson import check
-from lesson import end
-from lesson import measure
-from lesson import randn
-from lesson import step
-from lesson import title
 from torch.nn import functional as F
 
 from tilegym.backend.cutile.launch import launch
@@ -79,7 +73,7 @@ def attention_kernel(
 
 
 # 64 x 64 fits the registers of 4 warps on every GPU from Ampere on.
-TILES = (64, 64) if ON_GPU else (32, 32)
+TILES = (64, 64) if lesson.ON_GPU else (32, 32)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -120,58 +114,58 @@ def online_softmax_by_hand() -> None:
 
 
 def main() -> None:
-    title("Flash attention: two products and an online softmax")
+    lesson.title("Flash attention: two products and an online softmax")
 
     scores, rest = 32 * 8192**2 * 2, 4 * 32 * 8192 * 128 * 2
-    step(
+    lesson.step(
         "The trouble with attention",
         f"""
         The textbook computes all scores q k^T, their softmax, and its product with v: three kernels, with a matrix of
         Sq x Skv for each head between them. For 32 heads of dimension 128 and 8192 tokens in fp16, the scores take
-        {scores / 1e9:.1f} GB, and so do the weights, each written and read once, where q, k, v and the output together
-        are {rest / 1e9:.2f} GB. A tile of scores would fit on the chip: if only softmax could do with tiles.
+        {scores / 1e9:.1f} GB, and so do the weights, each written and read once, where q, k, v and the output
+        together are {rest / 1e9:.2f} GB. A tile of scores would fit on the chip: if only softmax could do with tiles.
         """,
     )
 
-    step(
+    lesson.step(
         "Softmax a tile at a time",
         """
-        A softmax needs the maximum and the sum of the whole row, it seems. But sums relative to the maximum so far can
-        be corrected: when the maximum grows from a to b, everything summed so far shrinks by exp(a - b).
+        A softmax needs the maximum and the sum of the whole row, it seems. But sums relative to the maximum so far
+        can be corrected: when the maximum grows from a to b, everything summed so far shrinks by exp(a - b).
         """,
     )
     online_softmax_by_hand()
 
-    step(
+    lesson.step(
         "The kernel",
         """
-        Batch 2, 4 heads of queries that share 2 of keys and values, head dimension 48 (a tile of 64), 70 queries. Each
-        block loads its queries once and all keys and values that they see; scores never leave the block.
+        Batch 2, 4 heads of queries that share 2 of keys and values, head dimension 48 (a tile of 64), 70 queries.
+        Each block loads its queries once and all keys and values that they see; scores never leave the block.
         """,
     )
-    q = randn(2, 4, 70, 48, dtype=torch.float16)
+    q = lesson.randn(2, 4, 70, 48, dtype=torch.float16)
     cases = (("full", 70, False), ("causal", 70, True), ("causal, with 30 keys in a cache", 100, True))
     for what, keys, causal in cases:
-        k, v = (randn(2, 2, keys, 48, dtype=torch.float16, seed=seed) for seed in (1, 2))
+        k, v = (lesson.randn(2, 2, keys, 48, dtype=torch.float16, seed=seed) for seed in (1, 2))
         exact = torch_attention(q.double(), k.double(), v.double(), causal)
-        check(what, attention(q, k, v, causal), torch_attention(q, k, v, causal), exact)
+        lesson.check(what, attention(q, k, v, causal), torch_attention(q, k, v, causal), exact)
 
-    step(
+    lesson.step(
         "How fast?",
         """
-        Two products of 2 Sq Skv D operations for each head, half of them with a causal mask: thousands of operations a
-        byte, so TFLOP/s. The baseline is torch's scaled_dot_product_attention.
+        Two products of 2 Sq Skv D operations for each head, half of them with a causal mask: thousands of operations
+        a byte, so TFLOP/s. The baseline is torch's scaled_dot_product_attention.
         """,
     )
-    heads, tokens, d = (32, 4096, 128) if ON_GPU else (1, 32, 16)
-    q, k, v = (randn(1, heads, tokens, d, dtype=torch.bfloat16, seed=seed) for seed in range(3))
+    heads, tokens, d = (32, 4096, 128) if lesson.ON_GPU else (1, 32, 16)
+    q, k, v = (lesson.randn(1, heads, tokens, d, dtype=torch.bfloat16, seed=seed) for seed in range(3))
     for causal, what in ((False, "full"), (True, "causal")):
         calls = {
             f"torch_{what}": lambda causal=causal: torch_attention(q, k, v, causal),
             f"ours_{what}": lambda causal=causal: attention(q, k, v, causal),
         }
-        measure("TFLOP/s", 4 * heads * tokens**2 * d * (0.5 if causal else 1), **calls)
-    end(
+        lesson.measure("TFLOP/s", 4 * heads * tokens**2 * d * (0.5 if causal else 1), **calls)
+    lesson.end(
         """
         src/tilegym/ops/cutile/attention.py goes on from here: no mask where a tile is seen whole, windows, sinks, key
         lengths, and tiles and warps for each GPU, which is what the next tutorial is about: 06_autotuning.py.

@@ -9,16 +9,8 @@ import tempfile
 from pathlib import Path
 
 import cuda.tile as ct
+import lesson
 import torch
-from lesson import DEVICE
-from lesson import ON_GPU
-from lesson import check
-from lesson import end
-from lesson import explain
-from lesson import measure
-from lesson import randn
-from lesson import step
-from lesson import title
 
 from tilegym.backend.cutile.autotuner import Config
 from tilegym.backend.cutile.autotuner import SearchSpace
@@ -107,9 +99,9 @@ class ByteCounter:
 
 
 def main() -> None:
-    title("Autotuning: which tile, and who decides")
-    bench = None if ON_GPU else ByteCounter()
-    if ON_GPU:
+    lesson.title("Autotuning: which tile, and who decides")
+    bench = None if lesson.ON_GPU else ByteCounter()
+    if lesson.ON_GPU:
         logging.getLogger("tilegym.autotuner").setLevel(logging.INFO)
         logging.basicConfig(stream=sys.stdout, format="    %(message)s")
     with tempfile.TemporaryDirectory() as folder:
@@ -118,10 +110,10 @@ def main() -> None:
 
 def tutorial(bench, cache: TuningCache) -> None:
     matmul = tuned_matmul(bench, cache)
-    n = 4096 if ON_GPU else 160
-    a, b = randn(n, n, dtype=torch.float16), randn(n, n, dtype=torch.float16, seed=1)
+    n = 4096 if lesson.ON_GPU else 160
+    a, b = lesson.randn(n, n, dtype=torch.float16), lesson.randn(n, n, dtype=torch.float16, seed=1)
 
-    step(
+    lesson.step(
         "The first call measures",
         f"""
         {n} x {n} x {n}. All configurations that suit the arguments are compiled. Each runs once on copies of the
@@ -129,31 +121,31 @@ def tutorial(bench, cache: TuningCache) -> None:
         samples each and then more for the best ones, always with a cold L2 cache.
         """,
     )
-    if not ON_GPU:
-        explain("There is no GPU here: a stand-in counts bytes instead of measuring time.")
+    if not lesson.ON_GPU:
+        lesson.explain("There is no GPU here: a stand-in counts bytes instead of measuring time.")
     c, config = matmul(a, b)
     print(f"chosen: {config}")
-    check("the product", c, a @ b, a.double() @ b.double())
+    lesson.check("the product", c, a @ b, a.double() @ b.double())
 
-    step(
-        "The second call knows", "Nothing is compiled or measured; that a launch costs a dictionary lookup more is all:"
+    lesson.step(
+        "The second call knows", "Nothing is compiled or measured any more; a launch costs one look-up in a table."
     )
     assert matmul(a, b)[1] == config
     print(f"known:  {config}")
 
-    step(
+    lesson.step(
         "So does the next process",
         """
-        The result is in a file (by default ~/.cache/tilegym/tuning.sqlite; `tilegym tune` lists, clears and exports it).
-        A new autotuner, as in a new process, finds it under the kernel's source, the GPU, the dtypes, strides and sizes.
-        Change the kernel, and it is measured again.
+        The result is in a file (by default ~/.cache/tilegym/tuning.sqlite; `tilegym tune` lists, clears and exports
+        it). A new autotuner, as in a new process, finds it under the kernel's source, the GPU, the dtypes and the
+        sizes. Change the kernel, and it is measured again.
         """,
     )
     assert tuned_matmul(bench, cache)(a, b)[1] == config
     for result in cache.all():
         print(f"    {result.key.kernel} on {result.key.gpu}, {result.key.shape}: {result.config}")
 
-    step(
+    lesson.step(
         "Other sizes",
         """
         Sizes are rounded to powers of two in the key, so that one token more does not tune again. 24 rows are another
@@ -163,29 +155,29 @@ def tutorial(bench, cache: TuningCache) -> None:
     small = a[:24]
     c, config = matmul(small, b)
     print(f"chosen: {config}")
-    check("the product", c, small @ b, small.double() @ b.double())
+    lesson.check("the product", c, small @ b, small.double() @ b.double())
 
-    step(
+    lesson.step(
         "Where nothing can be measured",
         """
-        In the interpreter, while a CUDA graph is captured, and with TILEGYM_DISABLE_AUTOTUNE=1 the first configuration is
-        taken. In the interpreter:
+        In the interpreter, while a CUDA graph is captured, and with TILEGYM_DISABLE_AUTOTUNE=1 the first
+        configuration is taken. In the interpreter:
         """,
     )
     c, config = tuned_matmul(None, cache)(a[:64].cpu(), b.cpu())
     print(f"taken:  {config}")
 
-    step("How fast?", "Every configuration by itself, and what torch takes:")
+    lesson.step("How fast?", "Every configuration by itself, and what torch takes:")
     calls = {"torch": lambda: a @ b, "tuned": lambda: matmul(a, b)}
     for cfg in configs("sm_90"):
-        c = torch.empty(n, n, dtype=a.dtype, device=DEVICE)
+        c = torch.empty(n, n, dtype=a.dtype, device=lesson.DEVICE)
         kernel = matmul_kernel.replace_hints(**cfg.hints)
         args = (a, b, c, cfg.TILE_M, cfg.TILE_N, cfg.TILE_K)
         grid = (ct.cdiv(n, cfg.TILE_M), ct.cdiv(n, cfg.TILE_N))
         name = f"{cfg.TILE_M}_x_{cfg.TILE_N}"
         calls[name] = lambda grid=grid, kernel=kernel, args=args: launch(args[0], grid, kernel, args)
-    measure("TFLOP/s", 2 * n**3, **calls)
-    end(
+    lesson.measure("TFLOP/s", 2 * n**3, **calls)
+    lesson.end(
         """
         The product's own search space (src/tilegym/ops/cutile/matmul.py) adds persistent blocks and what suits each
         architecture, measured beforehand. Last: 07_kernel_to_model.py.

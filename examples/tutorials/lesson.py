@@ -1,13 +1,17 @@
 """What the tutorials share: where to run, how to talk, how to check a result, how to measure."""
 
+import collections
+import contextlib
 import functools
 import sys
 import textwrap
 from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 
 from tilegym import interpreter
+from tilegym.backend import observe_calls
 from tilegym.backend.selector import default_backend
 
 ON_GPU = default_backend()[0] == "cutile" and not interpreter.is_installed()
@@ -58,8 +62,21 @@ def check(what: str, got: torch.Tensor, torchs: torch.Tensor, exact: torch.Tenso
         sys.exit(f"{what} is wrong")
 
 
+@contextlib.contextmanager
+def counted_calls() -> Iterator[collections.Counter]:
+    """Counts the calls of TileGym's ops within the block, by op and backend."""
+    counts = collections.Counter()
+
+    def observe(op: str, backend: str) -> contextlib.AbstractContextManager:
+        counts[op, backend] += 1
+        return contextlib.nullcontext()
+
+    with observe_calls(observe):
+        yield counts
+
+
 def measure(unit: str, work: float, **calls: Callable[[], object]) -> None:
-    """Prints the rate of each call: ``work`` (bytes or operations) a second, in GB/s or TFLOP/s. Only on a GPU.
+    """Prints the rate of each call: ``work`` (bytes, operations, tokens) a second. Only on a GPU.
 
     The calls take turns, so that all meet the same clocks. Before each one the L2 cache is emptied: the inputs of a
     real model's kernel come from memory, not from the previous repetition. The median is what counts.
@@ -75,7 +92,7 @@ def measure(unit: str, work: float, **calls: Callable[[], object]) -> None:
     for _ in range(timer.rounds):
         for trial in trials.values():
             timer.round(trial)
-    scale = {"GB/s": 1e9, "TFLOP/s": 1e12}[unit]
+    scale = {"GB/s": 1e9, "TFLOP/s": 1e12, "tokens/s": 1.0}[unit]
     for name, trial in trials.items():
         time = Timing.of(trial.samples)
         print(f"{name.replace('_', ' '):24} {work / time.median / scale:8.1f} {unit}  ({time.median * 1e6:.1f} us)")
