@@ -10,6 +10,7 @@ from cuda import tile as ct
 from cuda.tile import RoundingMode
 
 from . import _cutile
+from . import exact
 from ._cutile import arithmetic_ops as A
 from ._cutile import core_ops as C
 from .dtypes import as_numpy
@@ -24,6 +25,7 @@ from .rounding import NEAREST
 from .rounding import is_midpoint
 from .rounding import narrow
 from .rounding import round_sum
+from .rounding import round_to_odd
 from .rounding import two_product
 from .rounding import two_sum
 from .values import cast
@@ -194,10 +196,13 @@ def float_function(name: str, dtype, mode=None, flush_to_zero=False, propagate_n
     elif mode in NEAREST:
         function = _FLOAT_FUNCTIONS[name]
     else:
-        exact = _exact_sum("truediv" if name == "floordiv" else name)
+        rounded = "truediv" if name == "floordiv" else name
+        sum_of, of_fractions = _exact_sum(rounded), getattr(operator, rounded)
 
         def function(x, y):
-            result = round_sum(*exact(x, y), x.dtype, dtype.name, mode)
+            result = round_sum(*sum_of(x, y), x.dtype, dtype.name, mode)
+            if x.dtype == torch.float64:
+                result = exact.repair(result, (x, y), lambda a, b: exact.round_fraction(of_fractions(a, b), mode))
             return torch.floor(result) if name == "floordiv" else result
 
     return flushing(function) if flush_to_zero else function
@@ -217,6 +222,17 @@ def power_of_integer(op):
     return lambda base, exponent: narrow(torch.pow(base.to(torch.float64), exponent.to(torch.float64)), base.dtype)
 
 
+def _fused_float64(x, y, z, mode):
+    product, lost = two_product(x, y)
+    low, lower = two_sum(z, lost)
+    high, middle = two_sum(product, low)
+    total, error = two_sum(high, round_to_odd(*two_sum(lower, middle)))
+    plain = torch.where(x.isfinite() & y.isfinite() & ~z.isfinite(), z, x * y + z)
+    trivial = ~(x.isfinite() & y.isfinite() & z.isfinite()) | (x == 0) | (y == 0)
+    result = torch.where(trivial, plain, round_sum(total, error, x.dtype, "float64", mode))
+    return exact.repair(result, (x, y, z), lambda a, b, c: exact.round_fraction(a * b + c, mode))
+
+
 @evaluates(_cutile.ops.FusedMulAddOperation)
 def fused_multiply_add(op):
     dtype = result_dtype(op)
@@ -225,9 +241,7 @@ def fused_multiply_add(op):
     def compute(x, y, z):
         wide = x.to(torch.float64), y.to(torch.float64), z.to(torch.float64)
         if x.dtype == torch.float64:
-            product, lost = two_product(*wide[:2])
-            total, error = two_sum(product, wide[2])
-            return round_sum(*two_sum(total, error + lost), x.dtype, name, mode)
+            return _fused_float64(x, y, z, mode)
         product = wide[0] * wide[1]  # exact: twice the precision of the operands fits
         total = product + wide[2]
         if mode in NEAREST and not is_midpoint(total, x.dtype, name):
@@ -252,7 +266,10 @@ def _square_root(dtype, mode):
         root = _correct_root(x.to(torch.float64))
         product, error = two_product(root, root)
         remainder = (x.to(torch.float64) - product) - error
-        return round_sum(root, torch.sign(remainder), x.dtype, dtype.name, mode)
+        result = round_sum(root, torch.sign(remainder), x.dtype, dtype.name, mode)
+        if x.dtype != torch.float64:
+            return result
+        return exact.repair(result, (x.clamp(min=0),), lambda a: exact.root(a, mode))
 
     return compute
 

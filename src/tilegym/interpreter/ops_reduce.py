@@ -1,8 +1,8 @@
 """Reductions and scans, with the combining function given as IR.
 
-The function is evaluated on whole slices at once: a reduction halves its operands along the axis until one slice is
-left, a scan doubles the span of each prefix. Both apply the function to the same operands that an associative
-combination may pair, in log2(n) rounds.
+The function is evaluated on whole slices at once, in log2(n) rounds. A reduction halves its operands along the axis
+until one slice is left: first within runs of four, which a GPU's thread holds, then across the runs. A scan doubles
+the span of each prefix. cuTile leaves the order open: a function for which it matters may differ on a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from ._cutile import control_flow_ops as F
 from ._cutile import ops as O
 from .program import builds_step
 from .program import dtype_of
+
+_RUN = 4
 
 
 def _combiner(builder, op):
@@ -77,6 +79,15 @@ def reduce(builder, op):
     axis, combine, fast = op.axis, _combiner(builder, op), _fast_reduction(op)
     out = [builder.define(var) for var in op.result_vars]
 
+    def halve(r, values, axis):
+        size = values[0].shape[axis]
+        while size > 1:
+            size //= 2
+            left = [value.narrow(axis, 0, size) for value in values]
+            right = [value.narrow(axis, size, size) for value in values]
+            values = combine(r, left, right)
+        return [value.squeeze(axis) for value in values]
+
     def step(r):
         values = [r[slot] for slot in operands]
         if fast is not None:
@@ -85,13 +96,10 @@ def reduce(builder, op):
                 r[out[0]] = result
                 return
         size = values[0].shape[axis]
-        while size > 1:
-            size //= 2
-            left = [value.narrow(axis, 0, size) for value in values]
-            right = [value.narrow(axis, size, size) for value in values]
-            values = combine(r, left, right)
-        for slot, value in zip(out, values, strict=True):
-            r[slot] = value.squeeze(axis)
+        if size > _RUN:
+            values = halve(r, [value.unflatten(axis, (size // _RUN, _RUN)) for value in values], axis + 1)
+        for slot, value in zip(out, halve(r, values, axis), strict=True):
+            r[slot] = value
 
     for var in op.result_vars:
         step = builder.numbered(step, var)

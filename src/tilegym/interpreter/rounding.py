@@ -109,6 +109,14 @@ def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where((lost != 0) & even & single.isfinite(), torch.nextafter(single, toward), single).to(dtype)
 
 
+def round_to_odd(s: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+    """The exact ``s + e`` as float64: ``s``, or where that is even and inexact its neighbour toward the exact sum."""
+    inexact = (e != 0) & e.isfinite() & s.isfinite()
+    even = (s.view(torch.int64) & 1) == 0
+    toward = torch.where(e > 0, math.inf, -math.inf).to(torch.float64)
+    return torch.where(inexact & even, torch.nextafter(s, toward), s)
+
+
 def round_sum(s: torch.Tensor, e: torch.Tensor, dtype: torch.dtype, name: str, mode=None) -> torch.Tensor:
     """The exact ``s + e`` (float64, ``|e|`` below an ulp of ``s``) rounded once to ``dtype`` in ``mode``."""
     inexact = (e != 0) & e.isfinite() & s.isfinite()
@@ -121,9 +129,7 @@ def round_sum(s: torch.Tensor, e: torch.Tensor, dtype: torch.dtype, name: str, m
         infinity = torch.full_like(s, math.inf)
         s = torch.where(up, torch.nextafter(s, infinity), s)
         return torch.where(down, torch.nextafter(s, -infinity), s)
-    even = (s.view(torch.int64) & 1) == 0
-    toward = torch.where(e > 0, math.inf, -math.inf).to(torch.float64)
-    odd = torch.where(inexact & even, torch.nextafter(s, toward), s)
+    odd = round_to_odd(s, e)
     return narrow(odd, dtype) if mode in NEAREST else quantize(odd, FORMATS[name], mode).to(dtype)
 
 
