@@ -19,7 +19,11 @@ from tilegym.backend.selector import MIN_COMPUTE_CAPABILITY
 
 RATIO = 2.0
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
-HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_COMPUTE_CAPABILITY
+HAS_GPU = (
+    not interpreter.is_installed()  # whose imaginary GPU has no memory of its own
+    and torch.cuda.is_available()
+    and torch.cuda.get_device_capability() >= MIN_COMPUTE_CAPABILITY
+)
 
 
 def device() -> str:

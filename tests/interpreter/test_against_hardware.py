@@ -1,7 +1,7 @@
 """Every small kernel run in the interpreter and by the real compiler on a GPU: bit for bit where the operation is
 exact, within a stated number of units in the last place where platforms round in their own way."""
 
-import os
+import dataclasses
 
 import cuda.tile as ct
 import pytest
@@ -14,11 +14,7 @@ from interpreter import programs
 from interpreter.comparison import describe_difference
 from tilegym import interpreter
 
-HAS_GPU = (
-    torch.cuda.is_available()
-    and torch.cuda.get_device_capability() >= (8, 0)
-    and os.environ.get("TILEGYM_INTERPRET") != "1"
-)
+HAS_GPU = not interpreter.is_installed() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 IS_BLACKWELL = HAS_GPU and torch.cuda.get_device_capability() >= (10, 0)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU that cuTile supports")]
@@ -84,13 +80,32 @@ def test_kernel(case):
     assert not found, f"the interpreter differs from the GPU in {len(found)} ways:\n" + "\n".join(found)
 
 
+def fields(name: str, constraint) -> dict:
+    """The fields of a constraint, nested ones and parameters of a tuple by their path."""
+    if isinstance(constraint, (list, tuple)) and not all(isinstance(item, (int, type(None))) for item in constraint):
+        pairs = [(f"{name}[{i}]", item) for i, item in enumerate(constraint)]
+    elif dataclasses.is_dataclass(constraint):
+        pairs = [(f"{name}.{f.name}", getattr(constraint, f.name)) for f in dataclasses.fields(constraint)]
+    else:
+        return {name: constraint}
+    return {path: value for pair in pairs for path, value in fields(*pair).items()}
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_signature(case):
     args = case.make_args()
     real = KernelSignature.from_kernel_args(
         case.kernel, tuple(moved(args, "cuda")), CallingConvention.cutile_python_v2()
     )
-    assert interpreter.kernel_signature(case.kernel, args).parameters == real.parameters
+    ours = interpreter.kernel_signature(case.kernel, args)
+    left, right = fields("parameter", ours.parameters), fields("parameter", real.parameters)
+    found = [
+        f"{path}: {left.get(path)!r} instead of {right.get(path)!r}"
+        for path in {**left, **right}
+        if left.get(path) != right.get(path)
+    ]
+    assert not found, "the signature differs from the compiler's:\n" + "\n".join(found)
+    assert ours.parameters == real.parameters
 
 
 @pytest.mark.skipif(not IS_BLACKWELL, reason="block-scaled products need Blackwell")

@@ -163,4 +163,4 @@ def _list_constraint(arrays: list, annotation) -> ListConstraint:
         shape_divisible_by=common("shape_divisible_by", 1),
         base_addr_divisible_by=min(item.base_addr_divisible_by for item in items),
     )
-    return ListConstraint(merged, alias_groups=(), elements_may_alias=False)
+    return ListConstraint(merged, alias_groups=(), elements_may_alias=True)
