@@ -110,6 +110,9 @@ def test_cuda_devices_are_the_cpu():
             torch.nn.Linear(2, 2, device="cuda").weight,
             torch.nn.Linear(2, 2).cuda().weight,
         ]
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        assert isinstance(generator, torch.Generator)
+        made.append(torch.randn(2, device="cuda", generator=generator))
         with torch.device("cuda"):
             made.append(torch.ones(2))
         assert {tensor.device.type for tensor in made} == {"cpu"}
@@ -166,3 +169,11 @@ def test_a_sanitized_test_suite(tmp_path):
 def test_the_plugin_is_inert_without_the_variable(tmp_path):
     done = run(tmp_path, "test_suite.py", TEST_FILE, *PLUGIN, interpret=False)
     assert "2 skipped" in done.stdout and "interpreter" not in done.stdout.lower(), done.stdout + done.stderr
+
+
+def test_the_plugin_imports_nothing_without_the_variable(tmp_path):
+    text = "import tilegym_pytest_plugin, sys; print({'torch', 'tilegym'} & set(sys.modules))"
+    assert run(tmp_path, "script.py", text, interpret=False).stdout == "set()\n"
+    suite = "def test(): import sys; assert 'torch' not in sys.modules and 'tilegym_pytest_plugin' in sys.modules"
+    done = run(tmp_path, "test_suite.py", suite, *PLUGIN, interpret=False)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr

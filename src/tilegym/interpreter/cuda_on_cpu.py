@@ -48,6 +48,20 @@ class _Redirection(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+class _GeneratorType(type):
+    """Of a stand-in for ``torch.Generator``, a type in C that asks no mode: its instances are the real ones."""
+
+    def __call__(cls, device="cpu"):
+        return cls.real(_on_cpu(device))
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, cls.real)
+
+
+class _Generator(metaclass=_GeneratorType):
+    real = torch.Generator
+
+
 class Stream:
     """A stream on which everything has already happened."""
 
@@ -150,9 +164,11 @@ def redirect():
     saved = {name: getattr(torch.cuda, name) for name in _CUDA_ANSWERS if hasattr(torch.cuda, name)}
     for name in saved:
         setattr(torch.cuda, name, _CUDA_ANSWERS[name])
+    torch.Generator = _Generator
     try:
         with _Redirection():
             yield
     finally:
+        torch.Generator = _Generator.real
         for name, value in saved.items():
             setattr(torch.cuda, name, value)
