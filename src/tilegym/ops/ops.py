@@ -314,3 +314,32 @@ def splitk_reduce(partial: Tensor, lse: Tensor, dtype: torch.dtype, sinks: Tenso
     Returns:
         [B, Hq, 1, Dv]; zeros where every split is -inf.
     """
+
+
+@dispatch("cross_entropy")
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross entropy over the last dimension, in fp32, for rows of any length; it never waits for the GPU.
+
+    ``(1 - s) * (lse - x[target]) + s * (lse - mean(x)) + z_loss * lse^2`` with ``lse = log(sum(exp(x)))``.
+
+    Args:
+        logits: [..., V], fp32, fp16 or bf16, any strides.
+        target: [...] of classes in [0, V) or ignore_index, int64 or int32. Any other value is an error in torch; the
+            cuTile kernels, which cannot raise, give that row NaN.
+        ignore_index: rows with this target count for nothing, in the gradient neither.
+        label_smoothing: s, how much of each target is spread over all classes (Szegedy et al. 2016, arXiv:1512.00567).
+        softcap: x is ``softcap * tanh(logits / softcap)`` (Gemma 2), or the logits themselves if None.
+        z_loss: weight of the penalty on lse (PaLM, arXiv:2204.02311).
+        reduction: "mean" over the rows that are not ignored (NaN if all are), "sum" or "none".
+
+    Returns:
+        A scalar, or [...] for "none", in fp32. Differentiable in logits.
+    """

@@ -2,6 +2,7 @@
 
 from tilegym.ops.pytorch import activations
 from tilegym.ops.pytorch import attention
+from tilegym.ops.pytorch import cross_entropy
 from tilegym.ops.pytorch import flash_decode
 from tilegym.ops.pytorch import fused_add_rms_norm
 from tilegym.ops.pytorch import geglu

@@ -1,0 +1,210 @@
+"""Cross entropy of rows of logits, of any length, with ``p = softmax(x)`` and ``lse = log(sum(exp(x)))``:
+
+``loss = (1 - s) * (lse - x[target]) + s * (lse - mean(x)) + z * lse^2``, s the label smoothing, z the weight of the
+z-loss, x capped to ``c * tanh(x / c)`` first where there is a soft cap c.
+
+The forward pass reads a row once: its maximum and sum are computed together, tile by tile (Milakov and Gimelshein 2018,
+arXiv:1805.02867). The backward pass is elementwise: ``dx = p * (1 + 2 * z * lse) - (1 - s) * onehot - s / V``, times
+the cap's slope ``1 - (x / c)^2``. A row whose target is ignored has the loss and the gradient 0, whatever its logits;
+one whose target is no class has NaN.
+"""
+
+import functools
+import math
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile import pointwise
+from tilegym.ops.cutile.pointwise import indices
+from tilegym.ops.cutile.softmax import _exp
+from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Float
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import hinted
+from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import rows_of
+from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.cutile.tiling import span
+from tilegym.ops.pytorch.cross_entropy import check_cross_entropy
+from tilegym.ops.pytorch.cross_entropy import reduced
+
+
+def _capped(x, SOFTCAP: Float):
+    return x if SOFTCAP == 0.0 else SOFTCAP * ct.tanh(x / SOFTCAP)
+
+
+@ct.kernel
+def cross_entropy_kernel(
+    x, target, losses, lses, ignore_index, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float, TILE_M: Int, TILE_N: Int
+):
+    """x: [M, V]; target, losses, lses: [M]. Each block takes TILE_M rows, in tiles of TILE_N columns."""
+    rows, classes = span(ct.bid(0), TILE_M)[:, None], x.shape[1]
+    label = ct.gather(target, rows)
+    tiles = ct.cdiv(classes, TILE_N)
+    if TILE_M == 1:
+        # A row that is ignored is not read.
+        tiles = ct.where(ct.gather(target, ct.bid(0)) == ignore_index, 0, tiles)
+    top = ct.full((TILE_M, 1), -math.inf, ct.float32)
+    sums = ct.zeros((TILE_M, TILE_N), ct.float32)
+    totals = ct.zeros((TILE_M, TILE_N), ct.float32)
+    for tile in range(tiles):
+        cols = span(tile, TILE_N)[None, :]
+        part = _capped(ct.gather(x, (rows, cols)).astype(ct.float32), SOFTCAP)
+        if SMOOTHING > 0.0:
+            totals = totals + ct.where(cols < classes, part, 0.0)
+        part = ct.where(cols < classes, part, -math.inf)
+        new_top = ct.maximum(top, ct.max(part, axis=1, keepdims=True))
+        # While all seen so far is -inf, differences to it would be NaN.
+        base = ct.where(new_top == -math.inf, 0.0, new_top)
+        sums = sums * _exp(top - base, x.dtype) + _exp(part - base, x.dtype)
+        top = new_top
+    base = ct.where(top == -math.inf, 0.0, top)
+    log_sum = ct.log(ct.sum(sums, axis=1, keepdims=True))
+    is_class = (label == ignore_index) | ((label >= 0) & (label < classes))
+    lse = ct.where(is_class, base + log_sum, math.nan)
+    chosen = _capped(ct.gather(x, (rows, label)).astype(ct.float32), SOFTCAP)
+    # Differences to the maximum first: lse - chosen would cancel.
+    loss = log_sum - (ct.where(is_class, chosen, math.nan) - base)
+    if SMOOTHING > 0.0:
+        mean = ct.sum(totals, axis=1, keepdims=True) / classes
+        loss = (1.0 - SMOOTHING) * loss + SMOOTHING * (log_sum - (mean - base))
+    if Z_LOSS > 0.0:
+        loss = loss + Z_LOSS * lse * lse
+    ct.scatter(losses, rows, ct.where(label == ignore_index, 0.0, loss))
+    ct.scatter(lses, rows, lse)
+
+
+@ct.kernel
+def cross_entropy_backward_kernel(
+    scale, x, target, lses, dx, ignore_index, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float, TILE_M: Int, TILE_N: Int,
+    INPLACE: Bool,
+):  # fmt: skip
+    """Writes ``scale`` [M] times the gradient into dx; INPLACE: over x itself, dx standing for nothing."""
+    rows, cols = indices(x, TILE_M, TILE_N)
+    value = _capped(ct.gather(x, (rows, cols)).astype(ct.float32), SOFTCAP)
+    label, lse = ct.gather(target, rows), ct.gather(lses, rows)
+    power = _exp(value - lse, x.dtype)
+    if Z_LOSS > 0.0:
+        power = power * (1.0 + 2.0 * Z_LOSS * lse)
+    grad = ct.where(cols == label, power - (1.0 - SMOOTHING), power)
+    if SMOOTHING > 0.0:
+        grad = grad - SMOOTHING / x.shape[1]
+    if SOFTCAP > 0.0:
+        ratio = value / SOFTCAP
+        grad = grad * (1.0 - ratio * ratio)
+    grad = ct.where(label == ignore_index, 0.0, grad * ct.gather(scale, rows)).astype(x.dtype)
+    if INPLACE:
+        ct.scatter(x, (rows, cols), grad)
+    else:
+        ct.scatter(dx, (rows, cols), grad)
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
+    """(kernel, grid, TILE_M, TILE_N) for logits [m, n] on CUDA device ``device`` (-1: CPU).
+
+    For wide rows those that were the fastest for softmax, which reads as much at a time, on an H200.
+    """
+    if n <= 4096:
+        tile_n, warps, occupancy = next_power_of_2(n), 4, 8
+        # Short rows share a block, as long as there are blocks for every multiprocessor.
+        tile_m = max(1, min(4096 // tile_n, next_power_of_2(m // (4 * sm_count(device)))))
+    else:
+        tile_m, (tile_n, warps, occupancy) = 1, (8192, 8, 1) if n < 65536 else (4096, 4, 2)
+    kernel = hinted(cross_entropy_kernel, num_worker_warps=warps, occupancy=occupancy)
+    return kernel, (ct.cdiv(m, tile_m),), tile_m, tile_n
+
+
+def _like_targets(logits, target, *_):
+    return tuple(torch.empty_like(target, dtype=torch.float32, memory_format=torch.contiguous_format) for _ in "12")
+
+
+@compilable(fake=_like_targets)
+def cross_entropy_forward(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, softcap: float, smoothing: float, z_loss: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of every row and its lse, in fp32; softcap 0: none."""
+    rows = rows_of(logits)
+    losses, lse = _like_targets(logits, target)
+    kernel, grid, tile_m, tile_n = forward_plan(*rows.shape, logits.get_device())
+    arrays = (rows, target.reshape(-1), losses.view(-1), lse.view(-1))
+    launch(logits, grid, kernel, (*arrays, ignore_index, softcap, smoothing, z_loss, tile_m, tile_n))
+    return losses, lse
+
+
+def launch_backward(scale, rows, target, lse, dx, ignore_index, softcap, smoothing, z_loss) -> None:
+    """Writes the gradient of logits ``rows`` [M, V] into dx, or over them if dx is None; the others are [M]."""
+    grid, tile_m, tile_n = pointwise.plan(*rows.shape, rows.get_device())
+    arrays = (scale, rows, target, lse, lse if dx is None else dx)
+    options = (ignore_index, softcap, smoothing, z_loss, tile_m, tile_n, dx is None)
+    launch(rows, grid, cross_entropy_backward_kernel, (*arrays, *options))
+
+
+def _like(scale, logits, *_):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@compilable(fake=_like)
+def cross_entropy_backward(
+    scale: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    lse: torch.Tensor,
+    ignore_index: int,
+    softcap: float,
+    smoothing: float,
+    z_loss: float,
+) -> torch.Tensor:
+    """The gradient of logits, from that of every row's loss: ``scale``, of the shape of target, in fp32."""
+    rows, dx = rows_of(logits), _like(scale, logits)
+    flat = (t.reshape(-1) for t in (target, lse))
+    # A scale that is the same for all rows has stride 0, and stays so.
+    scale = scale.flatten() if scale.dim() else scale.view(1)
+    launch_backward(scale, rows, *flat, dx.view(rows.shape), ignore_index, softcap, smoothing, z_loss)
+    return dx
+
+
+class CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, target, ignore_index, softcap, smoothing, z_loss, reduction):
+        options = (ignore_index, softcap, smoothing, z_loss)
+        losses, lse = cross_entropy_forward(logits, target, *options)
+        ctx.save_for_backward(logits, target, lse)
+        ctx.options, ctx.reduction = options, reduction
+        return reduced(losses, target, ignore_index, reduction)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss):
+        logits, target, lse = ctx.saved_tensors
+        if ctx.reduction == "mean":
+            dloss = dloss / (target != ctx.options[0]).sum()
+        dx = cross_entropy_backward(dloss.expand(target.shape), logits, target, lse, *ctx.options)
+        return dx, None, None, None, None, None, None
+
+
+@register_impl("cross_entropy", "cutile")
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    check_cross_entropy(logits, target, label_smoothing, softcap, reduction)
+    if logits.dtype not in FLOATS:
+        raise UnsupportedError("logits is not fp32, fp16 or bf16")
+    if z_loss < 0.0:
+        raise UnsupportedError("z_loss is negative")
+    options = (ignore_index, softcap or 0.0, label_smoothing, z_loss)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return CrossEntropy.apply(logits, target, *options, reduction)
+    return reduced(cross_entropy_forward(logits, target, *options)[0], target, ignore_index, reduction)
