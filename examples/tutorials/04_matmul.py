@@ -74,8 +74,8 @@ def order_kernel(order, m_tiles, n_tiles, GROUP: Int):
 wide_kernel = grouped_kernel.replace_hints(num_worker_warps=8)
 
 GROUP = 8
-TILE = (128, 128, 64) if lesson.ON_GPU else (32, 32, 32)
-WIDE = (128, 256, 64) if lesson.ON_GPU else (32, 64, 32)
+TILE = (128, 128, 64)
+WIDE = (128, 256, 64)
 
 
 def matmul(a, b, kernel=matmul_kernel, tile=TILE):
@@ -110,11 +110,11 @@ def main() -> None:
     lesson.step(
         "The kernel",
         f"""
-        C[200, 150] = A[200, 100] B[100, 150] in fp16 with tiles of {TILE[0]} x {TILE[1]}, {TILE[2]} along K. None of
+        C[500, 300] = A[500, 100] B[100, 300] in fp16 with tiles of {TILE[0]} x {TILE[1]}, {TILE[2]} along K. None of
         the sizes is a multiple of its tile.
         """,
     )
-    a, b = lesson.randn(200, 100, dtype=torch.float16), lesson.randn(100, 150, dtype=torch.float16, seed=1)
+    a, b = lesson.randn(500, 100, dtype=torch.float16), lesson.randn(100, 300, dtype=torch.float16, seed=1)
     reference, exact = a @ b, a.double() @ b.double()
     lesson.check("one block a tile", matmul(a, b), reference, exact)
 
@@ -158,7 +158,7 @@ def main() -> None:
         the measure. The baseline is cuBLAS, which torch calls.
         """,
     )
-    n = 4096 if lesson.ON_GPU else 64
+    n = 4096 if lesson.ON_GPU else 128
     a, b = lesson.randn(n, n, dtype=torch.bfloat16), lesson.randn(n, n, dtype=torch.bfloat16, seed=1)
     lesson.measure(
         "TFLOP/s",
