@@ -26,6 +26,7 @@ from sweep_kernels import gemm_experiment
 
 from tilegym.ops.cutile.attention import attention_kernel
 from tilegym.ops.cutile.attention_common import KEY_MASK
+from tilegym.ops.cutile.flash_decode import LSE_COLUMNS
 from tilegym.ops.cutile.flash_decode import decode_kernel
 from tilegym.ops.cutile.linear import few_rows_kernel
 from tilegym.ops.cutile.linear import gemv_kernel
@@ -336,7 +337,7 @@ def decode_group(b: int, hq: int, hkv: int, s: int, d: int = 128) -> str:
             "k": empty_or_random(dev, b, hkv, s, d),
             "v": empty_or_random(dev, b, hkv, s, d),
             "o": torch.empty(b, hq, 1, d, device=dev, dtype=BF16),
-            "partial": torch.empty(b * hq * 256 * d, device=dev),
+            "partial": torch.empty(b * hq * 256 * (d + LSE_COLUMNS), device=dev),
             "lse": torch.empty(b * hq * 256, device=dev),
             "kv_len": torch.full((b,), s, device=dev, dtype=torch.int32),
         }
@@ -353,16 +354,19 @@ def decode_group(b: int, hq: int, hkv: int, s: int, d: int = 128) -> str:
 
 def decode(group, b, hq, hkv, s, tile_n, splits, h, kv_len=True, experiment=None, d=128):
     def launches(t):
-        partial = t["partial"][: b * hq * splits * d].view(b, hq, splits, d)
+        packed = experiment is None
+        width = d + LSE_COLUMNS if packed else d
+        partial = t["partial"][: b * hq * splits * width].view(b, hq, splits, width)
         lse = t["lse"][: b * hq * splits].view(b, hq, splits)
-        numbers = (d**-0.5, 1.0, 0, 16, tile_n, d, d)
-        arrays = (t["q"], t["k"], t["v"], partial, lse)
-        if experiment is None:
+        numbers = (d**-0.5, 1.0, 0, 16, tile_n, d, d, d)
+        arrays = (t["q"], t["k"], t["v"], partial)
+        if packed:
             flags = (False, False, 0, 1, False, kv_len, False, False)
             first = (decode_kernel, (*arrays, 0, 0, t["kv_len"] if kv_len else 0, *numbers, *flags))
         else:
-            first = (decode_experiment, (*arrays, t["kv_len"], d**-0.5, 16, tile_n, d, *experiment[1]))
-        merge = (partial, lse, 0, t["o"], TILE_S, d, max(16, p2(splits)), False)
+            first = (decode_experiment, (*arrays, lse, t["kv_len"], d**-0.5, 16, tile_n, d, *experiment[1]))
+        lse = 0 if packed else lse.unsqueeze(3)
+        merge = (partial, lse, 0, t["o"], TILE_S, d, max(16, p2(splits)), d, False, packed)
         return [((b * hkv, splits), *first), ((b * hq,), splitk_reduce_kernel, merge)]
 
     label = f"keys{tile_n} splits{splits} {experiment[0] if experiment else ''}{'' if kv_len else ' no kv_len'}"

@@ -19,10 +19,12 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
 from tilegym.ops import splitk_reduce
+from tilegym.ops.cutile.flash_decode import LSE_COLUMNS
 from tilegym.ops.cutile.flash_decode import TILE_BYTES
 from tilegym.ops.cutile.flash_decode import choose_splits
 from tilegym.ops.cutile.flash_decode import decode_forward
 from tilegym.ops.cutile.flash_decode import decode_kernel
+from tilegym.ops.cutile.flash_decode import max_splits
 from tilegym.ops.cutile.splitk_reduce import splitk_reduce_forward
 from tilegym.ops.pytorch.flash_decode import fmha_decode as reference
 from tilegym.ops.pytorch.splitk_reduce import splitk_reduce as splitk_reference
@@ -145,14 +147,14 @@ class Test_FlashDecode(PyTestCase):
 
     def test_enough_blocks_for_the_gpu(self, monkeypatch):
         monkeypatch.setattr("tilegym.ops.cutile.flash_decode.sm_count", lambda index: 132)
-        choose_splits.cache_clear()
-        assert choose_splits(8, 64, None, 0) == 1
+        max_splits.cache_clear()
+        assert choose_splits(8, 64, None, 0) == choose_splits(8, 512, None, 0) == 1
         assert choose_splits(8, 8192, None, 0) * 8 >= 128
         assert choose_splits(10**6, 8192, None, 0) == 1
         assert choose_splits(0, 8192, None, 0) >= 1
         assert choose_splits(1, 10**7, None, 0) <= 256
         assert choose_splits(1, 1000, 100, 0) == 10
-        choose_splits.cache_clear()
+        max_splits.cache_clear()
 
     def test_gradients_come_from_pytorch(self):
         kwargs = tensors(*SHAPES[1])
@@ -208,11 +210,11 @@ class Test_FlashDecode(PyTestCase):
     @pytest.mark.parametrize("head_dim", [128, 256])
     def test_real_tiles_compile(self, dtype, head_dim):
         q, k, v = (torch.empty(2, n, s, head_dim, dtype=dtype) for n, s in ((32, 1), (8, 4096), (8, 4096)))
-        partial, lse, kv_len = torch.empty(2, 32, 8, head_dim), torch.empty(2, 32, 8), torch.empty(2, dtype=torch.int32)
+        partial, kv_len = torch.empty(2, 32, 8, head_dim + LSE_COLUMNS), torch.empty(2, dtype=torch.int32)
         tile_n = TILE_BYTES // (head_dim * dtype.itemsize)
-        sizes = (16, tile_n, head_dim, head_dim)
+        sizes = (16, tile_n, head_dim, head_dim, head_dim)
         flags = (False, False, 0, 1, False, True, dtype == torch.float32, False)
-        assert_compiles(decode_kernel, (q, k, v, partial, lse, 0, 0, kv_len, 0.1, 1.0, 0, *sizes, *flags), ("sm_90",))
+        assert_compiles(decode_kernel, (q, k, v, partial, 0, 0, kv_len, 0.1, 1.0, 0, *sizes, *flags), ("sm_90",))
 
     @gpu
     def test_more_than_2_to_the_31_elements(self):

@@ -341,7 +341,7 @@ def attention_forward(
             *options,
             1 if one_row else cfg.TILE_M,
             *extras,
-            needs_exact(q, mask_kind),
+            needs_exact(q.dtype, mask_kind),
             bounded or keys % cfg.TILE_N != 0,
             cfg.TWO_LOOPS or kv_len is not None,
             tf32,

@@ -43,12 +43,12 @@ def update_softmax(s, row_max, row_sum, acc, unit, AXIS: Int, EXACT: Bool):
     return p, new_max, row_sum * shrink + ct.sum(p, axis=AXIS, keepdims=True), acc * shrink
 
 
-def needs_exact(q: torch.Tensor, mask_kind: int) -> bool:
+def needs_exact(dtype: torch.dtype, mask_kind: int) -> bool:
     """Whether the scores must be subtracted before they are multiplied: for fp32's sake, or that of a mask.
 
     An additive mask may hold the lowest number there is, whose multiple would be -inf.
     """
-    return mask_kind == ADDITIVE_MASK or q.dtype == torch.float32
+    return mask_kind == ADDITIVE_MASK or dtype == torch.float32
 
 
 @functools.cache

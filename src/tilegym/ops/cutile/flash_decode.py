@@ -23,7 +23,7 @@ from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
-from tilegym.ops.cutile.splitk_reduce import splitk_reduce_forward
+from tilegym.ops.cutile.splitk_reduce import launch_splitk_reduce
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import sm_count
@@ -36,8 +36,7 @@ def decode_kernel(
     q,  # [B, Hq, 1, D]
     k,  # [B, Hkv, Skv, D]
     v,  # [B, Hkv, Skv, Dv]
-    out,  # [B, Hq, splits, Dv]
-    lse,  # [B, Hq, splits], 0 if FINAL
+    out,  # [B, Hq, 1, Dv] if FINAL, else [B, Hq, splits, Dv + LSE_COLUMNS]: a split's output, then its lse
     mask,  # [B or 1, Hq or 1, 1, Skv] if MASK, else 0
     sinks,  # [Hq] if SINKS, else 0
     kv_len,  # [B] if KV_LEN, else 0
@@ -48,6 +47,7 @@ def decode_kernel(
     TILE_N: Int,
     TILE_D: Int,
     TILE_DV: Int,
+    DV: Int,
     WINDOW: Bool,
     SOFT_CAP: Bool,
     MASK: Int,
@@ -110,11 +110,12 @@ def decode_kernel(
 
     acc = ct.transpose(acc / ct.where(col_sum == 0.0, 1.0, col_sum))
     tile = acc.reshape((1, TILE_M, 1, TILE_DV)).astype(out.dtype)
-    ct.store(out.slice(1, head, next_head), (batch, 0, split, 0), tile)
+    out = out.slice(1, head, next_head)
+    ct.store(out.slice(3, 0, DV), (batch, 0, split, 0), tile)
     if not FINAL:
         # log(sum of exp(score)) with scores in natural units; -inf where no key was seen.
-        logits = col_max * unit + ct.log(col_sum)
-        ct.store(lse.slice(1, head, next_head), (batch, 0, split), logits.reshape((1, TILE_M, 1)))
+        lse = (col_max * unit + ct.log(col_sum)).reshape((1, TILE_M, 1, 1))
+        ct.store(out.slice(3, DV, DV + 1), (batch, 0, split, 0), lse)
 
 
 def load_mask(mask, batch, head, next_head, j, HEADS: Int, TILE_N: Int):
@@ -131,30 +132,45 @@ def load_mask(mask, batch, head, next_head, j, HEADS: Int, TILE_N: Int):
 TILE_BYTES = 32768
 MAX_TILE_N = 128
 MAX_SPLITS = 256
+UNSPLIT_KEYS = 512
+LSE_COLUMNS = 4  # one for lse; four keep the rows of fp32 on 16 bytes
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_splits(kv_heads: int, keys: int, keys_per_split: int | None, device_index: int) -> int:
-    """How many blocks share the keys of each of ``kv_heads`` (in all batch entries).
+@functools.lru_cache(maxsize=1024)
+def choose_tiles(group: int, head_dim: int, v_dim: int, itemsize: int, device_index: int) -> tuple[int, int, int, int]:
+    """TILE_M, TILE_N, TILE_D and TILE_DV for ``group`` query heads that share a kv head."""
+    tile_d, tile_dv = tile_of(head_dim), tile_of(v_dim)
+    tile_n = 16 if device_index < 0 else min(MAX_TILE_N, TILE_BYTES // (max(tile_d, tile_dv) * itemsize))
+    return tile_of(group), tile_n, tile_d, tile_dv
 
-    It depends on shapes only, not on ``kv_len``, so that a captured graph stays right; the blocks share what is valid.
+
+@functools.lru_cache(maxsize=1024)
+def max_splits(kv_heads: int, device_index: int) -> int:
+    """How many blocks at most share the keys of each of ``kv_heads`` (in all batch entries).
+
     Enough to fill the GPU, but for few heads not more than once: on an H200 8 heads of 8192 keys take 23.5 us in 16
     splits and 24.7 in 33, since merging costs too; 64 heads in 4 splits 84.7, in 8 88.
     """
+    multiprocessors, kv_heads = sm_count(device_index), max(1, kv_heads)
+    return max(1, min(2 * multiprocessors // kv_heads, max(16, multiprocessors // kv_heads), MAX_SPLITS))
+
+
+def choose_splits(kv_heads: int, keys: int, keys_per_split: int | None, device_index: int) -> int:
+    """How many blocks share ``keys``, the most that a query can see, of each of ``kv_heads``.
+
+    It depends on shapes only, not on ``kv_len``, so that a captured graph stays right; the blocks share what is valid.
+    """
     if keys_per_split is not None:
-        splits = -(-keys // keys_per_split)
-    elif device_index < 0:
-        splits = -(-keys // 32)
-    else:
-        multiprocessors = sm_count(device_index)
-        kv_heads = max(1, kv_heads)
-        splits = min(-(-keys // MAX_TILE_N), 2 * multiprocessors // kv_heads, max(16, multiprocessors // kv_heads))
-    return max(1, min(splits, MAX_SPLITS))
+        return min(-(-keys // keys_per_split), MAX_SPLITS)
+    if device_index < 0:
+        return min(-(-keys // 32), MAX_SPLITS)
+    # What a block does with a few tiles of keys takes less time than launching the merge.
+    return 1 if keys <= UNSPLIT_KEYS else min(-(-keys // MAX_TILE_N), max_splits(kv_heads, device_index))
 
 
 def _fake(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask):
     batch, heads, _, _ = q.shape
-    return q.new_empty((batch, heads, 1, v.shape[3]))
+    return q.new_empty(batch, heads, 1, v.shape[3])
 
 
 @compilable(_fake)
@@ -174,18 +190,17 @@ def decode_forward(
     _, kv_heads, keys, _ = k.shape
     v_dim = v.shape[3]
     if keys == 0:
-        return q.new_zeros((batch, heads, 1, v_dim))
+        return q.new_zeros(batch, heads, 1, v_dim)
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
-    device_index = q.get_device()
-    splits = choose_splits(batch * kv_heads, keys, kv_len_per_split, device_index)
+    device_index, dtype = q.get_device(), q.dtype
+    out = q.new_empty(batch, heads, 1, v_dim)
+    visible = keys if window_size is None else min(keys, window_size)
+    splits = choose_splits(batch * kv_heads, visible, kv_len_per_split, device_index)
     final = splits == 1
-    if final:
-        partial, lse = q.new_empty((batch, heads, 1, v_dim)), 0
-    else:
-        partial = q.new_empty((batch, heads, splits, v_dim), dtype=torch.float32)
-        lse = q.new_empty((batch, heads, splits), dtype=torch.float32)
+    # One allocation for the splits' outputs and their lse: an allocation costs as much as a quarter of a launch.
+    partial = out if final else q.new_empty(batch, heads, splits, v_dim + LSE_COLUMNS, dtype=torch.float32)
     mask_kind, mask = prepare_mask(attention_mask, keys)
-    tile_m, tile_d, tile_dv = tile_of(heads // kv_heads), tile_of(head_dim), tile_of(v_dim)
+    tiles = choose_tiles(heads // kv_heads, head_dim, v_dim, dtype.itemsize, device_index)
     has_sinks = sinks is not None and final  # else they join when the splits are merged
     launch(
         partial,
@@ -196,28 +211,27 @@ def decode_forward(
             k,
             v,
             partial,
-            lse,
             mask,
             sinks if has_sinks else 0,
             0 if kv_len is None else kv_len,
             sm_scale,
             1.0 if soft_cap is None else soft_cap,
             0 if window_size is None else window_size,
-            tile_m,
-            min(MAX_TILE_N, TILE_BYTES // (max(tile_d, tile_dv) * q.dtype.itemsize)) if q.is_cuda else 16,
-            tile_d,
-            tile_dv,
+            *tiles,
+            v_dim,
             window_size is not None,
             soft_cap is not None,
             mask_kind,
-            tile_m if mask_kind != NO_MASK and mask.shape[1] > 1 else 1,
+            tiles[0] if mask_kind != NO_MASK and mask.shape[1] > 1 else 1,
             has_sinks,
             kv_len is not None,
-            needs_exact(q, mask_kind),
+            needs_exact(dtype, mask_kind),
             final,
         ),
     )
-    return partial if final else splitk_reduce_forward(partial, lse, q.dtype, sinks)
+    if not final:
+        launch_splitk_reduce(partial, None, sinks, out)
+    return out
 
 
 @register_impl("fmha_decode", "cutile")

@@ -141,7 +141,8 @@ def check_arguments(
         raise ValueError(f"{op}: q, k and v must have four dimensions, they have {q.dim()}, {k.dim()} and {v.dim()}")
     batch, heads, queries, head_dim = q.shape
     kv_batch, kv_heads, keys, k_dim = k.shape
-    if k_dim != head_dim or kv_batch != batch or v.shape[:3] != k.shape[:3]:
+    v_batch, v_heads, v_keys, _ = v.shape
+    if k_dim != head_dim or not batch == kv_batch == v_batch or v_heads != kv_heads or v_keys != keys:
         raise ValueError(
             f"{op}: expected q [B, Hq, Sq, D], k [B, Hkv, Skv, D] and v [B, Hkv, Skv, Dv], "
             f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
