@@ -290,3 +290,17 @@ def test_caches_do_not_keep_kernels_alive():
     run()
     gc.collect()
     assert len(frontend._caches) <= before + 1
+
+
+@ct.kernel
+def takes_a_list(arrays, y):
+    ct.store(y, (0,), ct.load(arrays[1], (0,), (4,)))
+
+
+def test_signature_of_a_list():
+    (arrays, _) = interpreter.kernel_signature(
+        takes_a_list, ([torch.ones(16), torch.ones(20)], torch.ones(4))
+    ).parameters
+    assert arrays.elements_may_alias  # the compiler is told so whatever the arrays are
+    element = arrays.element
+    assert (element.stride_constant, element.shape_constant, element.shape_divisible_by) == ((1,), (None,), (1,))

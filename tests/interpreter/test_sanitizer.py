@@ -184,10 +184,12 @@ def test_slices_beyond_the_array():
     launch((1,), copies_slice, (x, y, 5, 8), sanitize=True)
     assert y.tolist() == [5, 6, 7, 0]
     launch((1,), copies_slice, (x, y, 7, 10))
-    with pytest.raises(OutOfBoundsError, match="reaches outside"):
+    with pytest.raises(OutOfBoundsError, match="reaches outside") as caught:
         launch((1,), copies_slice, (x, y, 7, 10), sanitize=True)
-    with pytest.raises(DivisibilityError, match="value -2 is not within 0"):
+    check(caught.value, copies_slice, "x.slice", (0, 0, 0), "x", (9,))
+    with pytest.raises(DivisibilityError, match="value -2 is not within 0") as caught:
         launch((1,), copies_slice, (x, y, 7, 5))
+    check(caught.value, copies_slice, "x.slice", (0, 0, 0))
 
 
 @ct.kernel
@@ -202,7 +204,7 @@ def test_wrong_divisibility():
     assert y.tolist() == [8, 9, 10, 11]
     with pytest.raises(DivisibilityError, match="value 12 is not divisible by 8") as caught:
         launch((1,), claims_divisibility, (x, y, 12))
-    assert caught.value.location == line_of(claims_divisibility, "assume_divisible_by")
+    check(caught.value, claims_divisibility, "assume_divisible_by", (0, 0, 0))
 
 
 @ct.kernel
@@ -214,10 +216,12 @@ def test_indices_of_lists_and_sub_tiles():
     arrays, x, y = [torch.ones(2), torch.full((2,), 2.0)], torch.arange(4.0), torch.zeros(2)
     launch((1,), picks, (arrays, x, y, 1, 1))
     assert y.tolist() == [4, 5]
-    with pytest.raises(OutOfBoundsError, match="list index 2"):
+    with pytest.raises(OutOfBoundsError, match="list index 2") as caught:
         launch((1,), picks, (arrays, x, y, 2, 0))
-    with pytest.raises(OutOfBoundsError, match="sub-tiles"):
+    check(caught.value, picks, "arrays[which]", (0, 0, 0), "arrays", (2,))
+    with pytest.raises(OutOfBoundsError, match="sub-tiles") as caught:
         launch((1,), picks, (arrays, x, y, 0, 2))
+    check(caught.value, picks, "ct.extract", (0, 0, 0), None, (2,))
 
 
 @ct.kernel

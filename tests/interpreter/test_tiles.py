@@ -178,3 +178,15 @@ def test_what_the_compiler_rejects_is_rejected_with_its_line():
     half, brain = torch.zeros(8, dtype=torch.float16), torch.zeros(8, dtype=torch.bfloat16)
     with pytest.raises(ct.TileTypeError, match=r"(?s)float16.*bfloat16.*test_tiles.py.*tile \+ ct.load"):
         launch((1,), adds_halves, (half, brain, half))
+
+
+def test_a_reduction_pairs_elements_as_a_gpu_did():
+    rows = torch.tensor(
+        [
+            [2, -3, 3, -3, -3, -3, -2, 1, -3, 2, 1, 2, -2, -3, 1, 3],
+            [0, 2, 3, 0, -2, 1, -1, -3, -3, -1, 3, -2, -1, 2, 0, 3],
+        ]
+    ).float()
+    y = torch.zeros(8, 2)
+    launch((1,), K.reductions, (rows, y, 1, 2, 16))
+    assert y[4].tolist() == [3, 3]  # of elements as large as each other, as measured on an H200

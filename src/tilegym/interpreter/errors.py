@@ -9,7 +9,7 @@ class KernelError(RuntimeError):
     Attributes:
         kernel: name of the kernel.
         location: ``file:line`` of the statement, or ``None``.
-        block: the block's ``(x, y, z)``, or ``None`` before the first block runs.
+        block: the block's ``(x, y, z)``; the first to run, when every block does the same. ``None`` without blocks.
         array: name of the kernel parameter concerned, or ``None``.
         index: element index into that array, or ``None``.
     """

@@ -66,7 +66,7 @@ def launch(grid, kernel, args, *, sanitize: bool | None = None, order: str = "se
             random.Random(seed).shuffle(blocks)
         try:
             registers[0] = BlockState(None, sizes, sanitizer)
-            with _errors_name(kernel, None):
+            with _errors_name(kernel, blocks[0] if blocks else None):  # every block would fail; name the first
                 program.prologue.run(registers)
             if sanitizer is not None:
                 for block in blocks:

@@ -70,7 +70,9 @@ def _corner(op, index, whole, part) -> tuple:
     if any(not 0 <= i < size // n for i, size, n in zip(index, whole, part, strict=True)):
         counts = tuple(size // n for size, n in zip(whole, part, strict=True))
         raise OutOfBoundsError(
-            f"tile index {tuple(index)} is outside the grid of {counts} sub-tiles", location=describe(op.loc)
+            f"tile index {tuple(index)} is outside the grid of {counts} sub-tiles",
+            location=describe(op.loc),
+            index=tuple(index),
         )
     return tuple(slice(i * n, i * n + n) for i, n in zip(index, part, strict=True))
 

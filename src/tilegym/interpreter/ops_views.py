@@ -33,7 +33,10 @@ def make_tensor_view(builder, op):
         low, high = accessible(r[0], memory)
         if 0 not in sizes and not low <= pointer.offset <= last <= high:
             raise OutOfBoundsError(
-                f"array of shape {sizes} reaches outside its memory", location=describe(op.loc), array=memory.name
+                f"array of shape {sizes} reaches outside its memory",
+                location=describe(op.loc),
+                array=memory.name,
+                index=memory.index_of(pointer.offset if pointer.offset < low else last),
             )
         r[out] = View(memory, pointer.offset, sizes, steps)
 
@@ -82,7 +85,10 @@ def get_array_list_item(builder, op):
     def step(r):
         i = r[index]
         if not 0 <= i < len(r[arrays]):
-            raise OutOfBoundsError(f"list index {i} of {len(r[arrays])} arrays", location=describe(op.loc))
+            name = r[arrays][0].flat_values()[0].memory.name.rpartition("[")[0]
+            raise OutOfBoundsError(
+                f"list index {i} of {len(r[arrays])} arrays", location=describe(op.loc), array=name, index=(i,)
+            )
         for slot, value in zip(out, r[arrays][i].flat_values(), strict=True):
             r[slot] = value
 
