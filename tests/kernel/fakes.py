@@ -113,6 +113,11 @@ class Scale(nn.Module):
         return x * self.factor
 
 
+def scales(*classes: type[nn.Module]) -> nn.Sequential:
+    """A layer of each class; two Scales if none is named."""
+    return nn.Sequential(*(cls() for cls in classes or (Scale, Scale)))
+
+
 class ScaleKernel(nn.Module):
     """Computes what Scale does, and counts in ``calls`` that it was used."""
 
