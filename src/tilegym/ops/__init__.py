@@ -9,6 +9,7 @@ from tilegym.ops.modules import get_swiglu
 from tilegym.ops.modules import get_swiglu_module
 from tilegym.ops.ops import apply_rope_base
 from tilegym.ops.ops import cross_entropy
+from tilegym.ops.ops import dropout
 from tilegym.ops.ops import fmha
 from tilegym.ops.ops import fmha_decode
 from tilegym.ops.ops import fused_add_rms_norm

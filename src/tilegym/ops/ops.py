@@ -157,6 +157,26 @@ def relu(x: Tensor) -> Tensor:
     """
 
 
+@dispatch("dropout")
+def dropout(x: Tensor, seed: int, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Zeroes each element with probability ``p`` and divides the others by ``1 - p`` (arXiv:1207.0580).
+
+    What is zeroed depends on the seed and the element's index in row-major order alone (Philox 4x32-10, Salmon et al.
+    2011): the same for every backend, device, dtype and layout, and in the backward pass, which saves no mask. Give
+    every call of a training step a seed of its own.
+
+    Args:
+        x: any shape, fp32, fp16 or bf16; up to 2^34 elements.
+        seed: 64 bits.
+        p: the probability, 0 to 1.
+        training: False: x itself is returned.
+        inplace: write the result into x and return x.
+
+    Returns:
+        x's shape and dtype. Differentiable.
+    """
+
+
 @dispatch("apply_rope_base")
 def apply_rope_base(
     q: Tensor,

@@ -3,6 +3,7 @@
 from tilegym.ops.cutile import activations
 from tilegym.ops.cutile import attention
 from tilegym.ops.cutile import cross_entropy
+from tilegym.ops.cutile import dropout
 from tilegym.ops.cutile import flash_decode
 from tilegym.ops.cutile import fused_add_rms_norm
 from tilegym.ops.cutile import geglu

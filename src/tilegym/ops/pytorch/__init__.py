@@ -3,6 +3,7 @@
 from tilegym.ops.pytorch import activations
 from tilegym.ops.pytorch import attention
 from tilegym.ops.pytorch import cross_entropy
+from tilegym.ops.pytorch import dropout
 from tilegym.ops.pytorch import flash_decode
 from tilegym.ops.pytorch import fused_add_rms_norm
 from tilegym.ops.pytorch import geglu
