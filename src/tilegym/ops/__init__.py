@@ -13,6 +13,7 @@ from tilegym.ops.ops import dropout
 from tilegym.ops.ops import fmha
 from tilegym.ops.ops import fmha_decode
 from tilegym.ops.ops import fused_add_rms_norm
+from tilegym.ops.ops import fused_linear_cross_entropy
 from tilegym.ops.ops import geglu
 from tilegym.ops.ops import gelu
 from tilegym.ops.ops import layer_norm

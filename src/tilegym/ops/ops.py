@@ -363,3 +363,32 @@ def cross_entropy(
     Returns:
         A scalar, or [...] for "none", in fp32. Differentiable in logits.
     """
+
+
+@dispatch("fused_linear_cross_entropy")
+def fused_linear_cross_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    chunk_size: int = 4096,
+    reduction: str = "mean",
+) -> Tensor:
+    """``cross_entropy(hidden_states @ weight.T + bias, target)`` without ever holding all of the logits.
+
+    The memory that it takes grows with chunk_size * V, not with the number of tokens; it never waits for the GPU.
+
+    Args:
+        hidden_states: [..., H], fp32, fp16 or bf16.
+        weight: [V, H], the output layer's, in the dtype of hidden_states.
+        target: [...] of classes in [0, V) or ignore_index, int64 or int32, as in :func:`cross_entropy`.
+        bias: [V] or None, in the dtype of hidden_states.
+        ignore_index: rows with this target count for nothing, in the gradients neither.
+        chunk_size: rows whose logits exist at a time.
+        reduction: "mean" over the rows that are not ignored (NaN if all are), "sum" or "none". With "none" the backward
+            pass computes the logits again.
+
+    Returns:
+        A scalar, or [...] for "none", in fp32. Differentiable in hidden_states, weight and bias.
+    """

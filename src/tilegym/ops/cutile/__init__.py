@@ -6,6 +6,7 @@ from tilegym.ops.cutile import cross_entropy
 from tilegym.ops.cutile import dropout
 from tilegym.ops.cutile import flash_decode
 from tilegym.ops.cutile import fused_add_rms_norm
+from tilegym.ops.cutile import fused_linear_cross_entropy
 from tilegym.ops.cutile import geglu
 from tilegym.ops.cutile import layer_norm
 from tilegym.ops.cutile import linear

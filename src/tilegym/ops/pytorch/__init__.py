@@ -6,6 +6,7 @@ from tilegym.ops.pytorch import cross_entropy
 from tilegym.ops.pytorch import dropout
 from tilegym.ops.pytorch import flash_decode
 from tilegym.ops.pytorch import fused_add_rms_norm
+from tilegym.ops.pytorch import fused_linear_cross_entropy
 from tilegym.ops.pytorch import geglu
 from tilegym.ops.pytorch import layer_norm
 from tilegym.ops.pytorch import linear
