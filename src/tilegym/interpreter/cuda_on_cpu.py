@@ -129,8 +129,9 @@ def _properties(device=None):
     )
 
 
-def _nothing(*args, **kwargs) -> None:
-    return None
+def _that_do_nothing(*names: str) -> dict:
+    # A function for each: torch._dynamo has rules by function, and refuses one that stands under two names.
+    return {name: lambda *args, **kwargs: None for name in names}
 
 
 _stream = Stream()
@@ -153,8 +154,8 @@ _CUDA_ANSWERS = {
     "max_memory_allocated": lambda device=None: 0,
     "Stream": Stream,
     "Event": Event,
-    **dict.fromkeys(("init", "synchronize", "set_device", "set_stream", "empty_cache"), _nothing),
-    **dict.fromkeys(("manual_seed", "manual_seed_all", "reset_peak_memory_stats"), _nothing),
+    **_that_do_nothing("init", "synchronize", "set_device", "set_stream", "empty_cache"),
+    **_that_do_nothing("manual_seed", "manual_seed_all", "reset_peak_memory_stats"),
 }
 
 
