@@ -31,9 +31,10 @@ CHECKS = {
 }
 
 
-def _run(path: Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TILEGYM_CACHE_DIR": str(cwd), **environment}
-    return subprocess.run([sys.executable, path], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+def _run(path: Path, cwd: Path, *options: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TILEGYM_CACHE_DIR": str(cwd)}
+    command = [sys.executable, *options, path]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def _without_gpu(path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -67,6 +68,14 @@ def test_runs_as_a_script(path, tmp_path):
     on_cpu = "Running on the CPU" in result.stdout
     assert on_cpu != bool(re.search(r"\d (GB/s|TFLOP/s|tokens/s)", result.stdout)), "speeds on a GPU, and only there"
     assert max(map(len, result.stdout.splitlines())) <= 400
+
+
+@pytest.mark.parametrize("path", [SCRIPTS[0], SCRIPTS[-1]], ids=lambda path: path.stem)
+def test_runs_under_the_interpreters_command(path, tmp_path):
+    """Where torch.cuda says that there is a GPU, and there is none: no speed is printed."""
+    result = _run(path, tmp_path, "-m", "tilegym.interpreter")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Running on the CPU" in result.stdout
 
 
 def test_a_wrong_result_ends_the_script(tmp_path):
