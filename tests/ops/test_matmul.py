@@ -14,6 +14,7 @@ from common import randn
 from common import recorded_launches
 from common import sanitized
 
+from tilegym.backend import dispatcher
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.errors import UnsupportedError
@@ -129,6 +130,7 @@ class Test_Matmul(PyTestCase):
 
     def test_unsupported_dtype_falls_back(self):
         a = randn(3, 3, dtype=torch.float64)
+        dispatcher._warned.clear()
         with use_backend("cutile"), pytest.warns(FallbackWarning, match="float64"):
             assert torch.equal(matmul(a, a), a @ a)
 

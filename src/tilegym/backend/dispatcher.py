@@ -44,7 +44,7 @@ class Op:
 
     def call_without(self, backend: str, args: tuple, kwargs: dict, reason: UnsupportedError | None = None) -> Any:
         """Serves a call that ``backend`` has no implementation for, or refused with ``reason``."""
-        why = str(reason) if reason is not None else "it has no implementation of this op"
+        why = reason.args[0] if reason is not None else "it has no implementation of this op"
         _check_fallback(self.name, backend, why)
         return self.impls[FALLBACK_BACKEND](*args, **kwargs)
 

@@ -79,10 +79,21 @@ def gpu_bench(index: int) -> GpuBench:
 
 def _signature(candidate: Candidate) -> compilation.KernelSignature | None:
     try:
-        convention = compilation.CallingConvention.cutile_python_v2()
-        return compilation.KernelSignature.from_kernel_args(candidate.kernel, candidate.make_args(), convention)
+        convention = compilation.CallingConvention
+        of = functools.partial(compilation.KernelSignature.from_kernel_args, candidate.kernel, candidate.make_args())
+        signature = of(convention.cutile_python_v2())
+        # A launch takes the second convention only where it says more than the first; its binary has another name.
+        return signature if any(map(_needs_v2, signature.parameters)) else of(convention.cutile_python_v1())
     except Exception:
         return None  # the launch will say what is wrong, if anything is
+
+
+def _needs_v2(constraint: compilation.ParameterConstraint) -> bool:
+    if isinstance(constraint, compilation.ListConstraint):
+        return _needs_v2(constraint.element)
+    if isinstance(constraint, compilation.ArrayConstraint):
+        return any(size is not None for size in constraint.shape_constant)
+    return isinstance(constraint, compilation.TupleConstraint)
 
 
 def compile_all(

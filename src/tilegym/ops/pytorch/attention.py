@@ -51,7 +51,9 @@ def attention(
             mask = mask & attention_mask
         elif attention_mask is not None:
             mask = attention_mask.masked_fill(~mask, float("-inf"))
-    if soft_cap is not None or sinks is not None:
+    # Given an additive mask of another dtype than q's, some of SDPA's kernels on GPUs return NaN.
+    other_dtype = mask is not None and mask.dtype not in (torch.bool, q.dtype)
+    if soft_cap is not None or sinks is not None or other_dtype:
         if causal_in_sdpa:
             mask = _visible_keys(queries, keys, True, None, None, q.device)
         return _spelled_out(q, k, v, scaling, soft_cap, sinks, mask, dropout)
@@ -64,10 +66,6 @@ def attention(
         # With a mask, grouped heads would send SDPA to its slowest path.
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     mask, blind = _see_something(mask)
-    if mask.dtype not in (torch.bool, torch.float32):
-        mask = mask.to(q.dtype)
-    if mask.dtype != torch.bool and q.dtype == torch.float64:
-        mask = mask.double()
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out.masked_fill(blind, 0.0)
 
