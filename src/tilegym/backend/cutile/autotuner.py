@@ -85,8 +85,8 @@ class Autotuner:
         self.space = space
         self._bench = bench
         self._cache = cache
-        # The hot path: what a call looks like -> the configuration, and the kernel built with its hints.
-        self._calls: dict[tuple, tuple[Config, ct.kernel]] = {}
+        # The hot path: what a call looks like -> the configuration, the kernel built with its hints, the grid.
+        self._calls: dict[tuple, _Choice] = {}
         self._latest: dict[ct.kernel, Config] = {}
         self._winners: dict[TuningKey, Config] = {}
 
@@ -110,8 +110,8 @@ class Autotuner:
             kernel: a ``@ct.kernel`` function.
             args_fn: configuration to the kernel's arguments. May be called several times for a launch.
             hints_fn: configuration to the compiler hints; by default the configuration's own (``Config.hints``).
-            key: anything hashable that is equal for two calls only if all arguments' dtypes, sizes and devices are.
-                Saves looking at them; worth giving where a microsecond counts.
+            key: anything hashable that is equal for two calls only if all arguments' dtypes, sizes and devices are, and
+                the grid for each configuration. Saves looking at them; worth giving where a microsecond counts.
             outputs: the parameters that candidates must agree on, by name; by default every tensor that the kernel
                 writes. For kernels one of whose buffers has a content that depends on the configuration.
 
@@ -125,21 +125,27 @@ class Autotuner:
         guess = args = call = None
         if key is not None:
             call = (kernel, key)
+            known = self._calls.get(call)
+            if known is not None and stream is None:
+                args = args_fn(known.config)
+                launch(_first_tensor(args), known.grid, known.kernel, args)
+                return known.config
         elif (guess := self._latest.get(kernel)) is not None:
             # The arguments are needed to know the configuration that they are made from: the latest one is likely it.
             args = args_fn(guess)
             call = _look(kernel, args)
-        choice = self._calls.get(call)
+        choice, lasting = self._calls.get(call), False
         if choice is None:
             choice, lasting = self._choose(grid_fn, kernel, args_fn, hints_fn, outputs)
-            if lasting:
-                self._remember(call or _look(kernel, args_fn(choice.config)), choice)
         config = choice.config
         if config is not guess:
             args = args_fn(config)
-            self._latest[kernel] = config
+            if key is None:
+                self._latest[kernel] = config
         like = _first_tensor(args)
         grid = grid_fn(NamedArgs(choice.parameters, args), config)
+        if lasting:
+            self._remember(call or _look(kernel, args), choice._replace(grid=grid))
         if stream is None or not like.is_cuda:
             launch(like, grid, choice.kernel, args)
         else:
@@ -263,6 +269,7 @@ class _Choice(NamedTuple):
     config: Config
     kernel: ct.kernel  # built with the configuration's hints
     parameters: dict[str, int]  # the kernel's, name to position
+    grid: tuple[int, ...] | None = None  # of the call that it was first chosen for
 
 
 _hinted_kernels: dict[tuple, ct.kernel] = {}

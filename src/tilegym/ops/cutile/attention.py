@@ -307,17 +307,20 @@ def attention_forward(
         return out.zero_()
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     batch, heads, queries, head_dim = q.shape
-    keys = k.shape[2]
+    _, kv_heads, keys, _ = k.shape
     tile_d, tile_dv = tile_of(head_dim), tile_of(v.shape[3])
     mask_kind, mask = prepare_mask(attention_mask, keys)
     mask_shape = None if mask_kind == NO_MASK else mask.shape
     one_row = mask_shape is None or mask_shape[2] == 1
     if one_row and mask_kind == BOOLEAN_MASK:
         mask_kind = KEY_MASK
-    options = (is_causal, window_size is not None, soft_cap is not None, mask_kind)
-    extras = (sinks is not None, kv_len is not None)
-    bounded = is_causal or window_size is not None or kv_len is not None or mask_kind == KEY_MASK
-    tf32 = uses_tf32(q.dtype)
+    windowed, has_kv_len = window_size is not None, kv_len is not None
+    options = (is_causal, windowed, soft_cap is not None, mask_kind)
+    extras = (sinks is not None, has_kv_len)
+    bounded = is_causal or windowed or has_kv_len or mask_kind == KEY_MASK
+    dtype = q.dtype
+    tf32 = uses_tf32(dtype)
+    flags = (*options, *extras, tf32)
 
     def grid(args, cfg: Config) -> tuple[int]:
         return (-(-queries // cfg.TILE_M) * batch * heads,)
@@ -341,18 +344,18 @@ def attention_forward(
             *options,
             1 if one_row else cfg.TILE_M,
             *extras,
-            needs_exact(q.dtype, mask_kind),
+            needs_exact(dtype, mask_kind),
             bounded or keys % cfg.TILE_N != 0,
-            cfg.TWO_LOOPS or kv_len is not None,
+            cfg.TWO_LOOPS or has_kv_len,
             tf32,
         )
 
-    _autotuner(max(tile_d, tile_dv), q.dtype == torch.float32)(
+    _autotuner(max(tile_d, tile_dv), dtype == torch.float32)(
         None,
         grid_fn=grid,
         kernel=attention_kernel,
         args_fn=arguments,
-        key=(q.shape, k.shape, mask_shape, q.dtype, q.get_device(), tile_dv, options, extras, tf32),
+        key=(batch, heads, kv_heads, queries, keys, head_dim, tile_dv, mask_shape, dtype, q.get_device(), *flags),
     )
     return out
 

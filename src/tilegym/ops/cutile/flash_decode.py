@@ -252,6 +252,4 @@ def fmha_decode(
     if sm_scale is None:
         sm_scale = q.shape[3] ** -0.5
     check_supported(q, k, v, sm_scale, sinks, attention_mask)
-    return decode_forward(
-        q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask
-    )
+    return decode_forward(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)

@@ -84,7 +84,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _fake(x, weight, bias):
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @compilable(_fake)

@@ -190,10 +190,9 @@ def gemm(
     a, a_flipped = with_unit_stride(a)
     b, b_flipped = with_unit_stride(b)
     trans_a, trans_b = trans_a != a_flipped, trans_b != b_flipped
-    m, n = c.shape
-    k = a.shape[0 if trans_a else 1]
-    device, itemsize = c.get_device(), a.dtype.itemsize
-    flags = (trans_a, trans_b, bias is not None, uses_tf32(a.dtype), use_tma is not False)
+    (m, n), k = c.shape, a.shape[0 if trans_a else 1]
+    device, dtype = c.get_device(), a.dtype
+    flags = (trans_a, trans_b, bias is not None, uses_tf32(dtype), use_tma is not False)
 
     def persistent(cfg: Config) -> bool:
         return cfg.PERSISTENT if static_persistent is None else static_persistent
@@ -203,7 +202,7 @@ def gemm(
         return (min(tiles, sm_count(device) // cfg.hints.get("num_ctas", 1)) if persistent(cfg) else tiles,)
 
     def arguments(cfg: Config) -> tuple:
-        tile = (cfg.TILE_M, cfg.TILE_N, cfg.BYTES_K // itemsize, GROUP_M)
+        tile = (cfg.TILE_M, cfg.TILE_N, cfg.BYTES_K // dtype.itemsize, GROUP_M)
         return (a, b, 0 if bias is None else bias, c, *tile, *flags, persistent(cfg))
 
     autotuner(
@@ -211,7 +210,7 @@ def gemm(
         grid_fn=grid,
         kernel=matmul_kernel,
         args_fn=arguments,
-        key=(m, n, k, a.dtype, device, flags, static_persistent),
+        key=(m, n, k, dtype, device, flags, static_persistent),
     )
 
 
@@ -231,8 +230,8 @@ def with_unit_stride(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def _fake(a, b, trans_a, trans_b, static_persistent, use_tma):
-    dtype = torch.float16 if a.dtype in FP8_DTYPES else a.dtype
-    return a.new_empty((a.shape[1 if trans_a else 0], b.shape[0 if trans_b else 1]), dtype=dtype)
+    m, n = a.shape[1 if trans_a else 0], b.shape[0 if trans_b else 1]
+    return a.new_empty(m, n, dtype=torch.float16) if a.dtype in FP8_DTYPES else a.new_empty(m, n)
 
 
 @compilable(_fake)
