@@ -53,7 +53,8 @@ def attention(
             mask = attention_mask.masked_fill(~mask, float("-inf"))
     # Given an additive mask of another dtype than q's, some of SDPA's kernels on GPUs return NaN.
     other_dtype = mask is not None and mask.dtype not in (torch.bool, q.dtype)
-    if soft_cap is not None or sinks is not None or other_dtype:
+    # So do they where everything is dropped.
+    if soft_cap is not None or sinks is not None or other_dtype or dropout == 1.0:
         if causal_in_sdpa:
             mask = _visible_keys(queries, keys, True, None, None, q.device)
         return _spelled_out(q, k, v, scaling, soft_cap, sinks, mask, dropout)
