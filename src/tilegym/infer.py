@@ -43,7 +43,8 @@ def infer(
     compare: bool = typer.Option(
         False,
         "--compare",
-        help=f"Run the unpatched model too; exit status 1 if the two disagree. Criterion: {CRITERION}.",
+        help="Run the unpatched model too; exit status 1 if the two disagree. Alone it stands for all --use_* flags. "
+        f"Criterion: {CRITERION}.",
     ),
     input_text: str = typer.Option("The capital of France is", "--input_text", help="The prompt."),
     sentence_file: Path | None = typer.Option(None, "--sentence_file", help="A text file with one prompt a line."),
@@ -73,6 +74,8 @@ def infer(
 
     Exit status: 0 all well; 1 patched and unpatched disagree; 2 the input cannot be used.
     """
+    if compare and not (use_tilegym or use_cutile or use_attn):
+        use_tilegym = use_cutile = use_attn = True
     options = job.Options(
         model_id=model_id,
         random_weights=random_weights,

@@ -156,6 +156,22 @@ def test_weights_larger_than_the_memory_are_refused_before_they_are_built(monkey
         models.load("llama-3.1-8b", torch.bfloat16, CPU, random_weights=True)
 
 
+@pytest.mark.parametrize(
+    "changes, gib",
+    [
+        ({"model_type": "llama"}, 2 * 2 * 2 * 16 * 2.0),  # keys and values, layers, heads, width, bytes
+        ({"model_type": "mistral", "sliding_window": 256}, 2 * 2 * 2 * 16 * 2 * 0.25),
+        ({"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"]}, 2 * 1 * 2 * 16 * 2.0),
+    ],
+)
+def test_keys_and_values_larger_than_the_memory_are_refused(changes, gib, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "free_memory", lambda device: 10 * 2**30)
+    config = models.load_config(write_config(tmp_path / "config.json", **changes), random_weights=True)
+    with pytest.raises(ModelError, match=f"of {2**20} x 1024 tokens take {gib:.1f} GiB and 10.0 GiB are free on cpu"):
+        models.check_cache_memory(config, torch.bfloat16, CPU, sequences=2**20, tokens=1024)
+    models.check_cache_memory(config, torch.bfloat16, CPU, sequences=2, tokens=1024)
+
+
 def test_failed_allocations_are_explained():
     with pytest.raises(ModelError, match="out of memory on cpu: take a smaller --batch_size"):
         with models.out_of_memory_is_explained(CPU):

@@ -169,6 +169,11 @@ class Test_Patched:
         computes = {entry["compute"] for entry in summary["patched_modules"]}
         assert len(computes) == 3, computes
 
+    def test_compare_alone_patches_everything(self):
+        result, summary = infer_json("--model_id", TINY_LLAMA, "--compare", *SHORT)
+        assert result.exit_code == 0, summary["comparison"]
+        assert {entry["compute"] for entry in summary["patched_modules"]} == {"rms_norm", "rope", "swiglu", "attn"}
+
     @needs_no_gpu
     def test_cutile_without_a_gpu_says_what_runs_instead(self):
         result, summary = infer_json("--model_id", TINY_LLAMA, *TILEGYM, *SHORT)
@@ -224,13 +229,14 @@ class Test_Bad_Input:
         [
             (["--model_id", "./nowhere"], "no file, no folder and no Hub id"),
             (["--model_id", "llama-3.1-8b"], "add --random_weights"),
-            (["--model_id", TINY_LLAMA, "--compare"], "add --use_tilegym"),
+            (["--model_id", TINY_LLAMA, "--use_attn", "--compare"], "add --use_tilegym"),
             (["--model_id", TINY_LLAMA, "--use_cutile"], "add --use_tilegym"),
             (["--model_id", TINY_LLAMA, "--use_tilegym", "--interpret"], "add --use_cutile"),
             (["--model_id", TINY_LLAMA, "--precision", "int3"], "is none of bfloat16"),
             (["--model_id", TINY_LLAMA, "--input_text", " "], "--input_text is empty"),
             (["--model_id", TINY_LLAMA, "--sentence_file", "/no/such/file"], "cannot be read: No such file"),
             (["--model_id", TINY_LLAMA, "--output_length", "5000"], "exceed the model's 512 positions"),
+            (["--model_id", TINY_LLAMA, "--batch_size", str(10**9)], "keys and values of 1000000000 x 65 tokens take"),
             (["--model_id", TINY_LLAMA, "--summary_file", "/dev/null/x.json"], "cannot be written"),
         ],
     )

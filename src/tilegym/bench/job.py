@@ -173,13 +173,18 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
     texts = prompts.read_prompts(options.input_text, options.sentence_file)
     device, backend, notice = choose_device(options)
     dtype = models.PRECISIONS[options.precision]
+    config = models.load_config(options.model_id, options.random_weights)
     if options.use_tilegym:
-        _check_family(models.load_config(options.model_id, options.random_weights), options.model_id)
+        _check_family(config, options.model_id)
+    # Before the prompts are repeated to fill the batch: at least this much.
+    fewest = (options.input_length or 1) + options.output_length
+    models.check_cache_memory(config, dtype, device, options.batch_size or 1, fewest)
     tell(f"{'building' if options.random_weights else 'loading'} {options.model_id} on {device_name(device)}")
-    loaded = models.load(options.model_id, dtype, device, options.random_weights)
-    config = loaded.model.config
+    loaded = models.load(options.model_id, dtype, device, options.random_weights, config)
     batches = prompts.make_batches(texts, loaded.tokenizer, config, options.batch_size, options.input_length)
     prompts.check_length(batches, options.output_length, config)
+    for batch in batches:
+        models.check_cache_memory(config, dtype, device, batch.size, batch.prompt_length + options.output_length)
     result = Result(options, device, backend, _describe(loaded), batches)
     if notice:
         result.notices.append(notice)

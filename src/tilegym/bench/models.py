@@ -122,7 +122,14 @@ def _check_hub(model_id: str) -> None:
         ) from error
 
 
-def load(model_id: str, dtype: torch.dtype, device: torch.device, random_weights: bool, seed: int = 0) -> LoadedModel:
+def load(
+    model_id: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    random_weights: bool,
+    config: Any | None = None,
+    seed: int = 0,
+) -> LoadedModel:
     """Loads a model for greedy generation of a fixed number of tokens.
 
     Args:
@@ -130,6 +137,7 @@ def load(model_id: str, dtype: torch.dtype, device: torch.device, random_weights
         dtype: of the weights and the computation.
         device: where the model is put.
         random_weights: initialise the weights from ``seed`` instead of reading them.
+        config: what :func:`load_config` returned for the same model; read again if None.
         seed: of the random weights.
 
     Raises:
@@ -138,7 +146,7 @@ def load(model_id: str, dtype: torch.dtype, device: torch.device, random_weights
     from transformers import AutoModelForCausalLM
     from transformers import GenerationConfig
 
-    config = load_config(model_id, random_weights)
+    config = config or load_config(model_id, random_weights)
     check_memory(config, dtype, device)
     with out_of_memory_is_explained(device):
         try:
@@ -226,6 +234,30 @@ def check_memory(config: Any, dtype: torch.dtype, device: torch.device) -> None:
             f"out of memory: the weights take {needed / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')} and "
             f"{free / 2**30:.1f} GiB are free on {device}; take a smaller model, a 16-bit --precision, "
             "or a device with more memory"
+        )
+
+
+def check_cache_memory(config: Any, dtype: torch.dtype, device: torch.device, sequences: int, tokens: int) -> None:
+    """Raises ModelError if the keys and values of ``sequences`` x ``tokens`` exceed the free memory of ``device``.
+
+    Layers that do not keep every token, and those of configs with names of their own, are not counted.
+    """
+    config = config.get_text_config(decoder=True)
+    layers, kept = getattr(config, "num_hidden_layers", 0), tokens
+    if getattr(config, "layer_types", None):
+        layers = config.layer_types.count("full_attention")
+    elif getattr(config, "sliding_window", None):
+        kept = min(tokens, config.sliding_window)
+    heads = getattr(config, "num_attention_heads", 0)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
+    needed = 2 * layers * kv_heads * head_dim * kept * sequences * dtype.itemsize
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise ModelError(
+            f"out of memory: the keys and values of {sequences} x {tokens} tokens take {needed / 2**30:.1f} GiB and "
+            f"{free / 2**30:.1f} GiB are free on {device}; take a smaller --batch_size or --output_length, "
+            "or shorter prompts"
         )
 
 
