@@ -8,6 +8,7 @@ from tilegym.ops.modules import get_rms_norm_module
 from tilegym.ops.modules import get_swiglu
 from tilegym.ops.modules import get_swiglu_module
 from tilegym.ops.ops import apply_rope_base
+from tilegym.ops.ops import bmm
 from tilegym.ops.ops import cross_entropy
 from tilegym.ops.ops import dropout
 from tilegym.ops.ops import fmha

@@ -243,6 +243,27 @@ def matmul(
     """
 
 
+@dispatch("bmm")
+def bmm(
+    a: Tensor,
+    b: Tensor,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    static_persistent: bool | None = None,
+) -> Tensor:
+    """``op(a[i]) @ op(b[i])`` for every i of a batch, as :func:`matmul` computes it.
+
+    Args:
+        a: [B, M, K], or [B, K, M] with transpose_a; fp32, fp16, bf16 or fp8 (e4m3fn, e5m2), any strides.
+        b: [B, K, N], or [B, N, K] with transpose_b; a's dtype.
+        transpose_a, transpose_b: whether op transposes the last two dimensions.
+        static_persistent: True: one block per multiprocessor walks over the output tiles; None picks.
+
+    Returns:
+        [B, M, N] in a's dtype (fp8: fp16). Differentiable in a and b (not fp8).
+    """
+
+
 @dispatch("linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: a GEMV kernel for few rows (decoding), a GEMM for many, behind one name.

@@ -2,6 +2,7 @@
 
 from tilegym.ops.cutile import activations
 from tilegym.ops.cutile import attention
+from tilegym.ops.cutile import bmm
 from tilegym.ops.cutile import cross_entropy
 from tilegym.ops.cutile import dropout
 from tilegym.ops.cutile import flash_decode

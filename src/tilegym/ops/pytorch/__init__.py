@@ -2,6 +2,7 @@
 
 from tilegym.ops.pytorch import activations
 from tilegym.ops.pytorch import attention
+from tilegym.ops.pytorch import bmm
 from tilegym.ops.pytorch import cross_entropy
 from tilegym.ops.pytorch import dropout
 from tilegym.ops.pytorch import flash_decode
