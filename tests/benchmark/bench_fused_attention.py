@@ -106,7 +106,7 @@ BENCHMARKS = [
             *(llama(causal, head_dim) for head_dim in (64, 128, 256) for causal in (True, False)),
             *sweep(dims, tokens=(16, 512, 2048, 8192)),
         ),
-        quick=(llama(True), llama(False), llama(True, 64), llama(False, 64)),
+        quick=(llama(True), llama(False), llama(True, 64), llama(False, 64), llama(True, 256), llama(False, 256)),
         small=(
             shape("B1 H4/2 T128 D64", batch=1, tokens=128, heads=4, kv_heads=2, head_dim=64, causal=True),
             shape("B2 H2/2 T65 D64", batch=2, tokens=65, heads=2, kv_heads=2, head_dim=64, causal=False),

@@ -62,7 +62,7 @@ BENCHMARKS = [
             *sweep(lambda model, tokens: {"tokens": tokens, "hidden": model.hidden}),
             shape("Qwen3-8B q heads, 8192 tokens", "Qwen3-8B", tokens=8192 * 32, hidden=128),
         ),
-        quick=(shape(tokens=8192, hidden=4096), shape(tokens=1, hidden=4096)),
+        quick=(shape(tokens=32768, hidden=4096), shape(tokens=8192, hidden=4096), shape(tokens=1, hidden=4096)),
         small=(shape(tokens=64, hidden=1024), shape(tokens=7, hidden=1000)),
     )
 ]

@@ -60,7 +60,7 @@ BENCHMARKS = [
             *(shape(tokens=8192, columns=columns) for columns in (512, 1024, 2048, 4096, 8192, 16384, 32768)),
             *sweep(lambda model, tokens: {"tokens": tokens, "columns": model.vocab}, tokens=(1, 16, 512, 4096)),
         ),
-        quick=(shape(tokens=8192, columns=4096),),
+        quick=(shape(tokens=32768, columns=4096), shape(tokens=8192, columns=4096)),
         small=(shape(tokens=64, columns=1024), shape(tokens=7, columns=1000)),
     )
 ]
