@@ -118,6 +118,22 @@ def test_fallback_without_an_implementation_warns_once(shift):
         assert shift(X, backend="cutile").tolist() == [1, 1]
 
 
+def test_fallback_names_what_an_absent_backend_lacks(shift, monkeypatch):
+    monkeypatch.setitem(selector._probes, "cutile", lambda: "the package cuda-tile is not installed")
+    selector.unavailable_reason.cache_clear()
+    with pytest.warns(FallbackWarning, match="pytorch instead of cutile: the package cuda-tile is not installed"):
+        shift(X, backend="cutile")
+
+
+def test_refusal_without_words(shift, monkeypatch):
+    def refuse(x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        raise UnsupportedError
+
+    monkeypatch.setitem(shift.op.impls, "third", refuse)
+    with pytest.warns(FallbackWarning, match="pytorch instead of third: it does not support this call"):
+        assert shift(X, backend="third").tolist() == [1, 1]
+
+
 def test_fallback_of_one_call_with_its_reason(shift):
     with pytest.warns(FallbackWarning, match="pytorch instead of third: dtype float64 is not supported"):
         assert shift(X.double(), backend="third").tolist() == [1, 1]

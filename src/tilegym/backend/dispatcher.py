@@ -44,7 +44,8 @@ class Op:
 
     def call_without(self, backend: str, args: tuple, kwargs: dict, reason: UnsupportedError | None = None) -> Any:
         """Serves a call that ``backend`` has no implementation for, or refused with ``reason``."""
-        why = reason.args[0] if reason is not None else "it has no implementation of this op"
+        # The argument and not str(reason), which torch.compile does not trace.
+        why = reason.args[0] if reason is not None and reason.args else None
         _check_fallback(self.name, backend, why)
         return self.impls[FALLBACK_BACKEND](*args, **kwargs)
 
@@ -59,11 +60,15 @@ def _shape_of(signature: inspect.Signature) -> list[tuple]:
 
 
 @selector.constant_while_compiling
-def _check_fallback(name: str, backend: str, why: str) -> None:
+def _check_fallback(name: str, backend: str, why: str | None) -> None:
     """Warns once that ``backend`` does not serve op ``name``, or raises if nothing else may or can."""
     implemented = sorted(_ops[name].impls)
     if backend not in selector.known_backends():
         raise BackendError(f"op {name!r}: {selector.unavailable_reason(backend)}")
+    if why is None and backend in implemented:
+        why = "it does not support this call"
+    # The implementations of a backend whose package is missing are not there either.
+    why = why or selector.unavailable_reason(backend) or "it has no implementation of this op"
     if backend == FALLBACK_BACKEND or FALLBACK_BACKEND not in implemented:
         others = ", ".join(b for b in implemented if b != backend) or "no other backend"
         raise UnsupportedError(f"op {name!r} on backend {backend!r}: {why}; it is implemented for {others}")
