@@ -51,7 +51,12 @@ class Test_SiluAndMul(PyTestCase):
         kwargs = {"input": view(randn(6, 80, dtype=torch.bfloat16))}
         self.assertCorrectness(silu_and_mul, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
-    @pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0)], ids=str)
+    @pytest.mark.parametrize("shape", [(2, 3, 1000), (3, 130)], ids=str)
+    def test_large_inputs_become_rows(self, shape, monkeypatch):
+        monkeypatch.setattr("tilegym.ops.cutile.tiling.SMALL", 0)
+        self.assertCorrectness(silu_and_mul, reference, {"input": randn(*shape)}, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0), (2, 0, 8)], ids=str)
     def test_empty(self, shape):
         self.assertCorrectness(silu_and_mul, reference, {"input": randn(*shape)}, {"backend": "cutile"}, gradient=True)
 

@@ -55,7 +55,12 @@ class Test_SwiGLU(PyTestCase):
         kwargs = {name: view(x) for name, x in arguments(6, 80, dtype=dtype).items()}
         self.assertCorrectness(swiglu, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
-    @pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0)], ids=str)
+    @pytest.mark.parametrize("shape", [(2, 3, 1000), (3, 130)], ids=str)
+    def test_large_inputs_become_one_row(self, shape, monkeypatch):
+        monkeypatch.setattr("tilegym.ops.cutile.tiling.SMALL", 0)
+        self.assertCorrectness(swiglu, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0), (2, 0, 8)], ids=str)
     def test_empty(self, shape):
         self.assertCorrectness(swiglu, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)
 

@@ -7,6 +7,8 @@ import torch
 
 from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import at
+from tilegym.ops.cutile.tiling import is_small
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import rows_of
 from tilegym.ops.cutile.tiling import sm_count
@@ -14,9 +16,9 @@ from tilegym.ops.cutile.tiling import span
 
 
 def indices(y, TILE_M: Int, TILE_N: Int):
-    """In a kernel: the (row, column) indices of this block's tile of ``y``, [TILE_M, 1] and [1, TILE_N]."""
-    across = ct.cdiv(y.shape[1], TILE_N)
-    return span(ct.bid(0) // across, TILE_M)[:, None], span(ct.bid(0) % across, TILE_N)[None, :]
+    """In a kernel: what indexes this block's tile of ``y``, [M, N] or [B, S, N]; columns, [1, TILE_N], come last."""
+    across = ct.cdiv(y.shape[y.ndim - 1], TILE_N)
+    return at(y, span(ct.bid(0) // across, TILE_M)[:, None], span(ct.bid(0) % across, TILE_N)[None, :])
 
 
 def over_one_plus_exp(x, a, dtype):
@@ -41,3 +43,11 @@ def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensors[0].numel() <= INT32_MAX and all(t.is_contiguous() for t in tensors):
         return tuple(t.view(1, -1) for t in tensors)
     return tuple(rows_of(t) if t.dim() else t.view(1, 1) for t in tensors)
+
+
+def small_or_flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors of one shape as they are, [M, N] or [B, S, N], if all are small and contiguous, else :func:`flat`."""
+    for t in tensors:
+        if not is_small(t):
+            return flat(*tensors)
+    return tensors

@@ -1,15 +1,42 @@
-"""``silu(x[..., :H]) * x[..., H:]``: the kernels of swiglu over the two halves of each row."""
+"""``silu(x[..., :H]) * x[..., H:]``; backward is swiglu's kernel over the two halves of each row."""
 
+import cuda.tile as ct
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.swiglu import launch_swiglu
+from tilegym.ops.cutile.pointwise import indices
+from tilegym.ops.cutile.pointwise import plan
+from tilegym.ops.cutile.swiglu import gated
 from tilegym.ops.cutile.swiglu import launch_swiglu_backward
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import is_small
 from tilegym.ops.cutile.tiling import rows_of
+from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.silu_and_mul import check_silu_and_mul
+
+
+@ct.kernel
+def silu_and_mul_kernel(x, y, HALF: Int, TILE_M: Int, TILE_N: Int):
+    """x: [M, 2 HALF] or [B, S, 2 HALF], y: the same with HALF columns; one block a tile, neighbours along a row."""
+    at = indices(y, TILE_M, TILE_N)
+    # Columns of a tile beyond the half would be those of the other one.
+    own = None if HALF % TILE_N == 0 else at[-1] < HALF
+    gate, up = ct.gather(x, at, mask=own), ct.gather(x, (*at[:-1], at[-1] + HALF), mask=own)
+    ct.scatter(y, at, gated(gate, up))
+
+
+def launch_silu_and_mul(x: torch.Tensor, y: torch.Tensor) -> None:
+    """Writes into y [..., H], which is contiguous."""
+    rows = x
+    if not is_small(x):
+        rows, y = rows_of(x), rows_of(y)
+    m, n = size_of(y)
+    grid, tile_m, tile_n = plan(m, n, y.get_device())
+    launch(y, grid, silu_and_mul_kernel, (rows, y, n, tile_m, tile_n))
 
 
 def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,15 +45,15 @@ def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _output(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    *rows, n = x.shape
+    return x.new_empty(*rows, n // 2)
 
 
 @compilable(fake=_output)
 def silu_and_mul_forward(x: torch.Tensor) -> torch.Tensor:
-    rows = rows_of(x)
-    y = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
-    launch_swiglu(*_halves(rows), y)
-    return y if rows is x else y.view(*x.shape[:-1], y.shape[1])
+    y = _output(x)
+    launch_silu_and_mul(x, y)
+    return y
 
 
 @compilable(fake=lambda dy, x: torch.empty_like(x, memory_format=torch.contiguous_format))
@@ -57,7 +84,7 @@ def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.
         with torch.no_grad():
             if torch.compiler.is_compiling() or not out.is_contiguous():
                 return out.copy_(silu_and_mul_forward(input))
-            launch_swiglu(*_halves(rows_of(input)), rows_of(out))
+            launch_silu_and_mul(input, out)
             return out
     if torch.is_grad_enabled() and input.requires_grad:
         return SiluAndMul.apply(input)

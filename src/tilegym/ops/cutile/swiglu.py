@@ -10,22 +10,27 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.pointwise import flat
 from tilegym.ops.cutile.pointwise import indices
 from tilegym.ops.cutile.pointwise import over_one_plus_exp
 from tilegym.ops.cutile.pointwise import plan
+from tilegym.ops.cutile.pointwise import small_or_flat
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.swiglu import check_swiglu
 
 
 @ct.kernel
 def swiglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int):
-    """a, b, y: [M, N]; one block a tile, neighbours along a row."""
+    """a, b, y: [M, N] or [B, S, N]; one block a tile, neighbours along a row."""
     at = indices(y, TILE_M, TILE_N)
-    gate, up = ct.gather(a, at), ct.gather(b, at)
-    silu = over_one_plus_exp(gate.astype(ct.float32), gate, gate.dtype).astype(y.dtype)
-    ct.scatter(y, at, (silu.astype(ct.float32) * up.astype(ct.float32)).astype(y.dtype))
+    ct.scatter(y, at, gated(ct.gather(a, at), ct.gather(b, at)))
+
+
+def gated(gate, up):
+    """In a kernel: silu(gate) * up, in their dtype."""
+    silu = over_one_plus_exp(gate.astype(ct.float32), gate, gate.dtype).astype(gate.dtype)
+    return (silu.astype(ct.float32) * up.astype(ct.float32)).astype(gate.dtype)
 
 
 @ct.kernel
@@ -39,24 +44,20 @@ def swiglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int):
     ct.scatter(da, at, (g * up * (sigmoid + silu * (1.0 - sigmoid))).astype(da.dtype))
 
 
-def launch_swiglu(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> None:
-    """Writes swiglu(a, b) into y; all are [M, N], any strides."""
-    grid, tile_m, tile_n = plan(*y.shape, y.get_device())
-    launch(y, grid, swiglu_kernel, (a, b, y, tile_m, tile_n))
-
-
 def launch_swiglu_backward(
     dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, da: torch.Tensor, db: torch.Tensor
 ) -> None:
-    """Writes the gradients of swiglu(a, b) into da and db; all are [M, N], any strides."""
-    grid, tile_m, tile_n = plan(*dy.shape, dy.get_device())
+    """Writes the gradients of swiglu(a, b) into da and db; all are [M, N] or [B, S, N], any strides."""
+    grid, tile_m, tile_n = plan(*size_of(dy), dy.get_device())
     launch(dy, grid, swiglu_backward_kernel, (dy, a, b, da, db, tile_m, tile_n))
 
 
 @compilable(fake=lambda a, b: torch.empty_like(a, memory_format=torch.contiguous_format))
 def swiglu_forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(a, memory_format=torch.contiguous_format)
-    launch_swiglu(*flat(a, b, y))
+    rows_a, rows_b, rows = small_or_flat(a, b, y)
+    grid, tile_m, tile_n = plan(*size_of(rows), y.get_device())
+    launch(y, grid, swiglu_kernel, (rows_a, rows_b, rows, tile_m, tile_n))
     return y
 
 
@@ -67,7 +68,7 @@ def _fake_backward(dy, a, b):
 @compilable(fake=_fake_backward)
 def swiglu_backward(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     da, db = _fake_backward(dy, a, b)
-    launch_swiglu_backward(*flat(dy, a, b, da, db))
+    launch_swiglu_backward(*small_or_flat(dy, a, b, da, db))
     return da, db
 
 

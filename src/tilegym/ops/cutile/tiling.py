@@ -22,6 +22,11 @@ def span(tile, SIZE: Int):
     return tile * SIZE + ct.arange(SIZE, dtype=ct.int32)
 
 
+def at(x, rows, cols):
+    """In a kernel: what indexes these rows and columns of ``x``, which is [M, N], or [B, S, N] with M = B * S."""
+    return (rows, cols) if x.ndim == 2 else (rows // x.shape[1], rows % x.shape[1], cols)
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n`` (1 for 0)."""
     return 1 << max(n - 1, 0).bit_length()
@@ -37,6 +42,21 @@ def hinted(kernel: ct.kernel, **hints: Any) -> ct.kernel:
 def sm_count(device_index: int) -> int:
     """The number of multiprocessors of a CUDA device; 1 for the CPU (index -1), so that few rows make blocks loop."""
     return 1 if device_index < 0 else torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+# Up to this many elements (a few microseconds of an H200's time) what a launch costs is the host's work.
+SMALL = 2**20
+
+
+def is_small(x: torch.Tensor) -> bool:
+    """Whether kernels take ``x``, [M, N] or [B, S, N], as it is: small, where the time of a view would show."""
+    return x.numel() <= SMALL and 2 <= x.dim() <= 3 and x.is_contiguous()
+
+
+def size_of(x: torch.Tensor) -> tuple[int, int]:
+    """The numbers M of rows and N of columns of [M, N] or [B, S, N]."""
+    shape = x.shape
+    return (shape[0] if len(shape) == 2 else shape[0] * shape[1]), shape[-1]
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
