@@ -163,6 +163,16 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
             with pytest.raises(error, match=f"fused_linear_cross_entropy: {message}"):
                 fused_linear_cross_entropy(**kwargs | wrong, backend=backend)
 
+    def test_autocast_changes_nothing(self):
+        kwargs = arguments()
+        inputs = [kwargs[name].requires_grad_() for name in ("hidden_states", "weight", "bias")]
+        runs = []
+        for enabled in (True, False):
+            with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=enabled):
+                loss = fused_linear_cross_entropy(**kwargs, backend="cutile")
+            runs.append((loss, *torch.autograd.grad(loss, inputs)))
+        assert all(map(torch.equal, *runs))
+
     @pytest.mark.parametrize("reduction", ["mean", "none"])
     def test_compiled(self, reduction):
         hidden, weight, target, bias, _ = arguments(reduction=reduction).values()

@@ -52,19 +52,21 @@ def linear_cross_entropy_chunks(
     """
     losses = torch.empty(target.shape, dtype=torch.float32, device=target.device)
     dh, dw, db = _gradients(hidden, weight, dhidden, dweight, dbias)
-    for start in range(0, hidden.shape[0], chunk_size):
-        rows = slice(start, start + chunk_size)
-        logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-        losses[rows], lse = cross_entropy_forward(logits, target[rows], ignore_index, *NO_OPTIONS)
-        if not (dhidden or dweight or dbias):
-            continue
-        launch_backward(scale[rows], logits, target[rows], lse, None, ignore_index, *NO_OPTIONS)
-        if dhidden:
-            torch.mm(logits, weight, out=dh[rows])
-        if dweight:
-            dw += logits.t() @ hidden[rows]
-        if dbias:
-            db += logits.sum(0, dtype=torch.float32)
+    # The operands have one dtype already; autocast would give the products another than their outputs'.
+    with torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, hidden.shape[0], chunk_size):
+            rows = slice(start, start + chunk_size)
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+            losses[rows], lse = cross_entropy_forward(logits, target[rows], ignore_index, *NO_OPTIONS)
+            if not (dhidden or dweight or dbias):
+                continue
+            launch_backward(scale[rows], logits, target[rows], lse, None, ignore_index, *NO_OPTIONS)
+            if dhidden:
+                torch.mm(logits, weight, out=dh[rows])
+            if dweight:
+                dw += logits.t() @ hidden[rows]
+            if dbias:
+                db += logits.sum(0, dtype=torch.float32)
     return losses, dh, dw, db
 
 
