@@ -15,6 +15,7 @@ from tilegym.kernel import report
 from tilegym.kernel import unkernelize_model
 from tilegym.kernel.function import apply_function_kernel
 from tilegym.kernel.function import register_function_kernel
+from tilegym.transformers.patching import PatchSet
 
 TARGET = "my_pkg.math_ops"
 
@@ -297,6 +298,38 @@ def test_without_fallback(math_ops):
     assert math_ops.mul(2, 3) == 6
     assert kernelize_model(None, device="npu", use_fallback=False) is None
     assert math_ops.add is math_ops.mul is other
+
+
+def test_a_function_that_cannot_be_put_there_leaves_none_behind(math_ops, monkeypatch):
+    add, mul = math_ops.add, math_ops.mul
+    replace_function = PatchSet.replace_function
+
+    def refuses_mul(patches, module, name, *args):
+        if name == "mul":
+            raise RuntimeError("mul stays")
+        return replace_function(patches, module, name, *args)
+
+    register()
+    register("mul")
+    model, earlier = nn.Linear(2, 2), None
+    for expected in (add, third):
+        with monkeypatch.context() as m:
+            m.setattr(PatchSet, "replace_function", refuses_mul)
+            with pytest.raises(RuntimeError, match="mul stays"):
+                kernelize_model(model)
+            with pytest.raises(RuntimeError, match="mul stays"):
+                apply_function_kernel()
+            assert (math_ops.add, math_ops.mul) == (expected, mul)
+            with pytest.raises(KernelError, match="not kernelized"):
+                report(model)
+            if earlier is None:  # and once more with a function in force
+                registry.clear()
+                register(implementation=third)
+                earlier = kernelize_model(nn.Linear(2, 2))
+                register()
+                register("mul")
+    unkernelize_model(earlier)
+    assert math_ops.add is add
 
 
 def test_kernels_for_other_uses_are_in_the_report_without_a_warning(math_ops, recwarn):

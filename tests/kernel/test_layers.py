@@ -289,6 +289,14 @@ def test_without_fallback_everything_missing_is_listed(scale_kernel):
     assert report(kernelize_model(scales(), use_fallback=False)).replaced
 
 
+@pytest.mark.parametrize("apply", [kernelize_model, apply_layer_kernel])
+def test_only_models_are_kernelized(apply):
+    with pytest.raises(KernelError, match="kernels are applied to a torch.nn.Module.*, this is 'model'"):
+        apply("model")
+    with pytest.raises(KernelError, match="there is none: pass the model|applied to a torch.nn.Module, this is None"):
+        apply(None, verify=True)
+
+
 def test_nothing_to_replace():
     with pytest.warns(KernelWarning, match="kernelize_model replaced nothing: no layer of the model is bound"):
         model = kernelize_model(scales())

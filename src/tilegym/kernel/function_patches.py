@@ -131,26 +131,40 @@ def original_of(record: registry.FunctionKernel) -> Callable:
 
 
 def claim(owner: Any, plans: list[FunctionPlan], model: nn.Module | None, instance_patches: PatchSet | None) -> None:
-    """Puts the planned functions in force for ``owner``, also where ``model``'s own modules hold them by name."""
+    """Puts the planned functions in force for ``owner``, also where ``model``'s own modules hold them by name.
+
+    If one of them cannot be put there, all claims are as they were before.
+    """
     with lock:
-        for plan in plans:
-            target = _target(plan.record)
-            if target is None:
-                target = _targets[plan.record.target] = _Target(original_of(plan.record))
-                holder = sys.modules[plan.record.target_module]
-                target.holders[plan.record.target_module, plan.record.func_name] = holder
-            held_as = [target.original, *(p.function for _, p in target.claims)]
-            # The same kernel for another model is the same function: callers see no change.
-            plan = next((p for _, p in target.claims if p.record == plan.record), plan)
-            _drop_claims(target, owner)
-            target.claims.append((weakref.ref(owner), plan))
-            for module, name in _holders(model, held_as):
-                target.holders[module.__name__, name] = module
-            _enforce(plan.record.target, target)
-            if model is not None:
-                for path, layer, name in _instance_holders(model, held_as):
-                    entry = Entry(f"{path}.{name}" if path else name, FUNCTION, plan.entry.kernel)
-                    instance_patches.replace_attribute(layer, name, plan.function, entry)
+        former = {name: list(target.claims) for name, target in _targets.items()}
+        try:
+            for plan in plans:
+                _claim(owner, plan, model, instance_patches)
+        except BaseException:
+            for name, target in list(_targets.items()):
+                target.claims = former.get(name, [])
+                _enforce(name, target)
+            raise
+
+
+def _claim(owner: Any, plan: FunctionPlan, model: nn.Module | None, instance_patches: PatchSet | None) -> None:
+    target = _target(plan.record)
+    if target is None:
+        target = _targets[plan.record.target] = _Target(original_of(plan.record))
+        holder = sys.modules[plan.record.target_module]
+        target.holders[plan.record.target_module, plan.record.func_name] = holder
+    held_as = [target.original, *(p.function for _, p in target.claims)]
+    # The same kernel for another model is the same function: callers see no change.
+    plan = next((p for _, p in target.claims if p.record == plan.record), plan)
+    _drop_claims(target, owner)
+    target.claims.append((weakref.ref(owner), plan))
+    for module, name in _holders(model, held_as):
+        target.holders[module.__name__, name] = module
+    _enforce(plan.record.target, target)
+    if model is not None:
+        for path, layer, name in _instance_holders(model, held_as):
+            entry = Entry(f"{path}.{name}" if path else name, FUNCTION, plan.entry.kernel)
+            instance_patches.replace_attribute(layer, name, plan.function, entry)
 
 
 def release(owner: Any) -> None:

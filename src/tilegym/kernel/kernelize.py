@@ -53,7 +53,7 @@ def kernelize_model(
         ``model`` itself; :func:`report` tells what was done.
 
     Raises:
-        KernelError: an unknown mode or device, nothing to verify with, or as ``use_fallback`` says.
+        KernelError: no model, an unknown mode or device, nothing to verify with, or as ``use_fallback`` says.
     """
     return apply(model, mode, device, use_fallback, verify=verify, sample_inputs=sample_inputs)
 
@@ -69,6 +69,11 @@ def apply(
     functions: bool = True,
 ) -> Model:
     """What :func:`kernelize_model` does, with or without the functions."""
+    if not (isinstance(model, nn.Module) or (model is None and functions)):
+        wanted = "a torch.nn.Module, or None for the functions only" if functions else "a torch.nn.Module"
+        raise KernelError(f"kernels are applied to {wanted}, this is {model!r}")
+    if verify and model is None:
+        raise KernelError("verify=True compares the layers of a model, and there is none: pass the model")
     parsed = modes.parse_mode(mode, "kernelize_model")
     modes.fallback_chain(parsed)
     kind = modes.parse_device(device, "kernelize_model") or modes.current_device(model)

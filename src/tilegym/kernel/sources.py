@@ -144,7 +144,7 @@ def hub(
     Raises:
         KernelError: both were given, or one of them is no such thing.
     """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
+    if not (isinstance(repo_id, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id)):
         raise KernelError(f"{where}: repo_id {repo_id!r} is not of the form 'owner/name'")
     if version is not None and revision is not None:
         raise KernelError(
@@ -152,11 +152,15 @@ def hub(
         )
     if version is None and revision is None:
         revision = "main"
-    elif version is not None and not isinstance(version, int):
-        if version.strip().isdecimal():
-            version = int(version)
-        elif re.fullmatch(r"\d+(\.\d+)+", version.strip()):
-            version, revision = None, f"v{version.strip()}"
+    elif version is None:
+        if not (isinstance(revision, str) and revision.strip()):
+            raise KernelError(f"{where}: revision {revision!r} is not the name of a branch, tag or commit")
+    elif type(version) is not int or version < 0:
+        text = version.strip() if isinstance(version, str) else ""
+        if text.isdecimal():
+            version = int(text)
+        elif re.fullmatch(r"\d+(\.\d+)+", text):
+            version, revision = None, f"v{text}"
         else:
             raise KernelError(f"{where}: version {version!r} is neither a number (1) nor a release ('0.1.0')")
     if isinstance(trust_remote_code, list):
