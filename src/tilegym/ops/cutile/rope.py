@@ -93,9 +93,9 @@ def rope_forward(
     """q and k [B, H, S, D] with the first ``rotary`` dimensions rotated, backwards if ``inverse``."""
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     batch, q_heads, tokens, dim = q.shape
-    half = rotary // 2
-    grid, q_blocks, tiles = plan(batch, q_heads, k.shape[1], tokens, half, q.stride(1) < q.stride(2))
-    if max(*q.stride(), *k.stride()) > INT32_MAX:
+    half, strides = rotary // 2, q.stride()
+    grid, q_blocks, tiles = plan(batch, q_heads, k.shape[1], tokens, half, strides[1] < strides[2])
+    if max(*strides, *k.stride()) > INT32_MAX:
         q, k = q.contiguous(), k.contiguous()
     constants = (half, dim - rotary, *tiles, cos.shape[0] > 1, inverse)
     launch(q, grid, rope_kernel, (q, k, cos, sin, q_out, k_out, q_blocks, *constants))

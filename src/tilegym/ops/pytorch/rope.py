@@ -24,26 +24,26 @@ def check_rope(
         raise ValueError(f"apply_rope_base: unsqueeze_dim is {unsqueeze_dim}, it must be 1 or 2")
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"apply_rope_base: q and k have {q.dim()} and {k.dim()} dimensions, they must have 4")
+    # Each shape is read once: this runs before every launch, and to read one takes longer than to compare it.
     heads, of_q, of_k = unsqueeze_dim, q.shape, k.shape
-    if of_q[0] != of_k[0] or of_q[3 - heads] != of_k[3 - heads] or of_q[3] != of_k[3]:
+    batch, tokens, dim = of_q[0], of_q[3 - heads], of_q[3]
+    if of_k[0] != batch or of_k[3 - heads] != tokens or of_k[3] != dim:
         raise ValueError(f"apply_rope_base: q {tuple(of_q)} and k {tuple(of_k)} may differ in dimension {heads} only")
     if q.dtype != k.dtype:
         raise TypeError(f"apply_rope_base: q is {q.dtype}, k is {k.dtype}; they must be the same")
-    if rotary % 2 or not 0 < rotary <= q.shape[-1]:
-        raise ValueError(f"apply_rope_base: {rotary} of {q.shape[-1]} dimensions cannot be rotated in pairs")
-    if cos.shape != sin.shape or cos.shape[-1] not in (rotary, rotary // 2):
+    if rotary % 2 or not 0 < rotary <= dim:
+        raise ValueError(f"apply_rope_base: {rotary} of {dim} dimensions cannot be rotated in pairs")
+    table, of_sin = cos.shape, sin.shape
+    if table != of_sin or table[-1] not in (rotary, rotary // 2):
         raise ValueError(
-            f"apply_rope_base: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must have one shape and "
+            f"apply_rope_base: cos {tuple(table)} and sin {tuple(of_sin)} must have one shape and "
             f"{rotary} or {rotary // 2} columns"
         )
-    batch, tokens = q.shape[0], q.shape[3 - heads]
-    given, name = (position_ids, "position_ids") if cos.dim() == 2 and position_ids is not None else (cos, "cos")
-    if (
-        given.dim() != (2 if given is position_ids else 3)
-        or given.shape[0] not in (1, batch)
-        or given.shape[1] != tokens
-    ):
-        raise ValueError(f"apply_rope_base: {name} has shape {tuple(given.shape)} for {batch} rows of {tokens} tokens")
+    name, shape, dims = "cos", table, 3
+    if position_ids is not None and len(table) == 2:
+        name, shape, dims = "position_ids", position_ids.shape, 2
+    if len(shape) != dims or shape[0] not in (1, batch) or shape[1] != tokens:
+        raise ValueError(f"apply_rope_base: {name} has shape {tuple(shape)} for {batch} rows of {tokens} tokens")
 
 
 def tables_of_tokens(
