@@ -47,4 +47,8 @@ def cache_dir() -> Path:
 
 def tune_timeout() -> float:
     """``TILEGYM_TUNE_TIMEOUT``: seconds that one candidate may compile for while tuning (default 60)."""
-    return float(os.environ.get("TILEGYM_TUNE_TIMEOUT", "").strip() or 60.0)
+    value = os.environ.get("TILEGYM_TUNE_TIMEOUT", "").strip() or "60"
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"TILEGYM_TUNE_TIMEOUT is {value!r}; it has to be a number of seconds") from None

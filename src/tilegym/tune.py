@@ -27,8 +27,10 @@ def tune(
         return
     results = [result for result in cache.all() if gpu is None or result.key.gpu == gpu]
     if export is None:
-        _print(results, cache.path)
+        _print(results, cache.path, gpu)
         return
+    if not results:
+        raise TileGymError(f"nothing to export: {_nothing(cache.path, gpu)}")
     try:
         save_results(export, results)
     except (ValueError, OSError) as error:
@@ -36,9 +38,13 @@ def tune(
     print(f"Wrote {len(results)} results to {export}.")
 
 
-def _print(results: list[TuningResult], path: Path) -> None:
+def _nothing(path: Path, gpu: str | None) -> str:
+    return f"No tuning results{f' of {gpu!r}' if gpu else ''} in {path}."
+
+
+def _print(results: list[TuningResult], path: Path, gpu: str | None) -> None:
     if not results:
-        print(f"No tuning results in {path}.")
+        print(_nothing(path, gpu))
         return
     for gpu in sorted({result.key.gpu for result in results}):
         print(f"{gpu} ({path})")

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from tilegym import __version__
 from tilegym import cli
+from tilegym import env
 from tilegym.backend.cutile import tuning_cache
 from tilegym.backend.cutile.tuning_cache import TuningCache
 from tilegym.backend.cutile.tuning_cache import TuningKey
@@ -108,3 +109,16 @@ def test_tune_export_of_several_gpus_asks_for_one(results, tmp_path):
     assert result.exit_code == 1
     assert "NVIDIA H200, NVIDIA L4" in str(result.exception) and "--gpu NAME" in str(result.exception)
     assert not (tmp_path / "x.json").exists()
+
+
+def test_tune_export_of_nothing_says_so(results, tmp_path):
+    result = run("tune", "--gpu", "NVIDIA H100", "--export", str(tmp_path / "x.json"))
+    assert result.exit_code == 1 and str(tmp_path) in str(result.exception)
+    assert str(result.exception).startswith("nothing to export: No tuning results of 'NVIDIA H100' in ")
+    assert run("tune", "--gpu", "NVIDIA H100").output.startswith("No tuning results of 'NVIDIA H100' in ")
+
+
+def test_time_limit_that_is_no_number(monkeypatch):
+    monkeypatch.setenv("TILEGYM_TUNE_TIMEOUT", "a minute")
+    with pytest.raises(ValueError, match="TILEGYM_TUNE_TIMEOUT is 'a minute'; it has to be a number of seconds"):
+        env.tune_timeout()

@@ -44,7 +44,6 @@ class Op:
 
     def call_without(self, backend: str, args: tuple, kwargs: dict, reason: UnsupportedError | None = None) -> Any:
         """Serves a call that ``backend`` has no implementation for, or refused with ``reason``."""
-        # The argument and not str(reason), which torch.compile does not trace.
         why = reason.args[0] if reason is not None and reason.args else None
         _check_fallback(self.name, backend, why)
         return self.impls[FALLBACK_BACKEND](*args, **kwargs)
