@@ -57,13 +57,21 @@ class Test_RMSNorm(PyTestCase):
         kwargs = arguments(6, 80, dtype=torch.float16, offset=offset) | {"weight": None}
         self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
-    @pytest.mark.parametrize("shape", [(3, 5), (40, 1000), (2, 5000)] + ([(512, 40000)] if HAS_GPU else []), ids=str)
+    @pytest.mark.parametrize(
+        "shape", [(3, 5), (40, 1000), (2, 5000), (3, 9, 300)] + ([(512, 40000)] if HAS_GPU else []), ids=str
+    )
     def test_modes_agree(self, shape):
         kwargs = arguments(*shape, dtype=torch.bfloat16)
         with sanitized():
             results = [rms_norm(**kwargs, mode=mode, backend="cutile") for mode in MODES]
         for result in results:
             self.assertClose("y", result, reference(**kwargs), reference(**{k: _double(v) for k, v in kwargs.items()}))
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_large_inputs_become_rows(self, mode, monkeypatch):
+        monkeypatch.setattr("tilegym.ops.cutile.tiling.SMALL", 0)
+        kwargs = arguments(2, 7, 96, dtype=torch.bfloat16, mode=mode)
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("shape", [(3, 33000), (20, 8200)], ids=str)
     def test_rows_wider_than_the_registers(self, shape):
@@ -157,9 +165,9 @@ class Test_RMSNorm(PyTestCase):
         torch.library.opcheck(rms_norm_forward_rstd.operator, (x, None, w, 1e-6, None, 0.0, True))
         torch.library.opcheck(rms_norm_backward.operator, (dy, x, w, rstd, 0.0, True, False))
 
-    @pytest.mark.parametrize("mode", MODES)
-    def test_compiles_for_every_architecture(self, mode):
-        x, w = torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+    @pytest.mark.parametrize(("mode", "shape"), [*((mode, (64, 4096)) for mode in MODES), (None, (2, 3, 4096))])
+    def test_compiles_for_every_architecture(self, mode, shape):
+        x, w = torch.empty(shape, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
         assert_launches_compile(lambda: rms_norm_forward(x, w, None, 1e-6, mode, 0.0, True))
 
     @pytest.mark.parametrize("n", [4096, 10000])

@@ -28,6 +28,14 @@ class Test_Softmax(PyTestCase):
         kwargs = {"x": randn(*shape, dtype=dtype) * 3}
         self.assertCorrectness(softmax, reference, kwargs, {"backend": backend}, gradient=True)
 
+    def test_large_inputs_become_rows(self, monkeypatch):
+        monkeypatch.setattr("tilegym.ops.cutile.tiling.SMALL", 0)
+        self.assertCorrectness(softmax, reference, {"x": randn(2, 7, 96)}, {"backend": "cutile"}, gradient=True)
+
+    def test_wide_rows_of_three_dimensions(self):
+        kwargs = {"x": randn(2, 1, 17000)}
+        self.assertCorrectness(softmax, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
     @pytest.mark.parametrize("dim", [0, 1, 2, -2])
     def test_dim(self, dim):
         kwargs = {"x": randn(5, 6, 7), "dim": dim}

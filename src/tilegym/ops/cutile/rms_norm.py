@@ -21,16 +21,20 @@ from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import at
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import row_count
 from tilegym.ops.cutile.tiling import rows_of
+from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.cutile.tiling import small_or_rows
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.rms_norm import check_rms_norm
 
 
 def _load(x, rows, cols):
-    return ct.gather(x, (rows[:, None], cols[None, :]))
+    return ct.gather(x, at(x, rows[:, None], cols[None, :]))
 
 
 def _load_vector(vector, cols, GIVEN: Bool):
@@ -48,7 +52,7 @@ def _store(y, rows, cols, xhat, weight, bias, OFFSET: Float, ROUND: Bool):
     out = xhat * _scale(weight, OFFSET)
     if bias is not None:
         out = out + bias.astype(ct.float32)
-    ct.scatter(y, (rows[:, None], cols[None, :]), out.astype(y.dtype))
+    ct.scatter(y, at(y, rows[:, None], cols[None, :]), out.astype(y.dtype))
 
 
 def _rstd(squares, eps, N: Int):
@@ -81,7 +85,7 @@ def rms_norm_persistent_kernel(
     cols = span(0, TILE_N)
     w = _load_vector(weight, cols, WEIGHT)
     b = _load_vector(bias, cols, BIAS)
-    for tile in range(ct.bid(0), ct.cdiv(x.shape[0], TILE_M), ct.num_blocks(0)):
+    for tile in range(ct.bid(0), ct.cdiv(row_count(x), TILE_M), ct.num_blocks(0)):
         rows = span(tile, TILE_M)
         row = _load(x, rows, cols).astype(ct.float32)
         r = _rstd(row * row, eps, N)
@@ -220,8 +224,8 @@ def backward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, int, int, 
 
 
 def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):
-    rows = rows_of(x)
-    m, n = rows.shape
+    rows = small_or_rows(x)
+    m, n = size_of(rows)
     y = torch.empty_like(rows)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device) if with_rstd else y
     kernel, grid, tile_m, tile_n = forward_plan(mode, m, n, x.get_device())

@@ -16,15 +16,22 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import at
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import rows_of
+from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.cutile.tiling import small_or_rows
 from tilegym.ops.cutile.tiling import span
 
 
 def _load(x, rows, cols, padding):
-    return ct.gather(x, (rows[:, None], cols[None, :]), padding_value=padding).astype(ct.float32)
+    return ct.gather(x, at(x, rows[:, None], cols[None, :]), padding_value=padding).astype(ct.float32)
+
+
+def _store(y, rows, cols, out):
+    ct.scatter(y, at(y, rows[:, None], cols[None, :]), out.astype(y.dtype))
 
 
 def _exp(difference, dtype):
@@ -41,14 +48,14 @@ def softmax_kernel(x, y, TILE_M: Int, TILE_N: Int):
     row = _load(x, rows, cols, -math.inf)
     power = _exp(row - ct.max(row, axis=1, keepdims=True), x.dtype)
     out = power * (1.0 / ct.sum(power, axis=1, keepdims=True))
-    ct.scatter(y, (rows[:, None], cols[None, :]), out.astype(y.dtype))
+    _store(y, rows, cols, out)
 
 
 @ct.kernel
 def softmax_wide_kernel(x, y, TILE_N: Int):
     """Each block takes one row, in tiles of TILE_N columns."""
     rows = span(ct.bid(0), 1)
-    tiles = ct.cdiv(x.shape[1], TILE_N)
+    tiles = ct.cdiv(x.shape[x.ndim - 1], TILE_N)
     top = ct.full((1, 1), -math.inf, ct.float32)
     sums = ct.zeros((1, TILE_N), ct.float32)
     for tile in range(tiles):
@@ -62,7 +69,7 @@ def softmax_wide_kernel(x, y, TILE_N: Int):
     for tile in range(tiles):
         cols = span(tile, TILE_N)
         out = _exp(_load(x, rows, cols, -math.inf) - top, x.dtype) * scale
-        ct.scatter(y, (rows[:, None], cols[None, :]), out.astype(y.dtype))
+        _store(y, rows, cols, out)
 
 
 @ct.kernel
@@ -71,13 +78,13 @@ def softmax_backward_kernel(dy, y, dx, TILE_M: Int, TILE_N: Int):
     out, up = _load(y, rows, cols, 0), _load(dy, rows, cols, 0)
     product = out * up
     grad = product - out * ct.sum(product, axis=1, keepdims=True)
-    ct.scatter(dx, (rows[:, None], cols[None, :]), grad.astype(dx.dtype))
+    _store(dx, rows, cols, grad)
 
 
 @ct.kernel
 def softmax_backward_wide_kernel(dy, y, dx, TILE_N: Int):
     rows = span(ct.bid(0), 1)
-    tiles = ct.cdiv(y.shape[1], TILE_N)
+    tiles = ct.cdiv(y.shape[y.ndim - 1], TILE_N)
     sums = ct.zeros((1, TILE_N), ct.float32)
     for tile in range(tiles):
         cols = span(tile, TILE_N)
@@ -86,7 +93,7 @@ def softmax_backward_wide_kernel(dy, y, dx, TILE_N: Int):
     for tile in range(tiles):
         cols = span(tile, TILE_N)
         grad = _load(y, rows, cols, 0) * (_load(dy, rows, cols, 0) - total)
-        ct.scatter(dx, (rows[:, None], cols[None, :]), grad.astype(dx.dtype))
+        _store(dx, rows, cols, grad)
 
 
 # A longer row does not fit into the registers of one block.
@@ -121,32 +128,38 @@ def plan(m: int, n: int, device: int, backward: bool) -> tuple[ct.kernel, tuple[
 
 
 def _rows_along(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """``x`` as [M, N] with dimension ``dim`` as N."""
-    return rows_of(x if dim == -1 else x.movedim(dim, -1))
+    """``x`` as [M, N], or as it is if it is a small [B, S, N], with dimension ``dim`` as N."""
+    return small_or_rows(x) if dim == -1 else rows_of(x.movedim(dim, -1))
 
 
 def _like(rows: torch.Tensor, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """An empty [M, N] for the result of ``rows``, and the view of it in the shape of ``x``."""
+    """An empty tensor for the result of ``rows``, and the view of it in the shape of ``x``."""
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     if dim == -1:
         return out, (out if rows is x else out.view(x.shape))
     return out, out.view(x.movedim(dim, -1).shape).movedim(-1, dim)
 
 
-@compilable(fake=lambda x, dim: _like(_rows_along(x, dim), x, dim)[1])
+def _fake(x, dim):
+    # As _like lays it out, without a look at the size: traced code shall serve all.
+    moved = x.movedim(dim, -1)
+    return torch.empty_like(moved, memory_format=torch.contiguous_format).movedim(-1, dim)
+
+
+@compilable(fake=_fake)
 def softmax_forward(x: torch.Tensor, dim: int) -> torch.Tensor:
     rows = _rows_along(x, dim)
     out, y = _like(rows, x, dim)
-    kernel, grid, tiles = plan(*rows.shape, x.get_device(), False)
+    kernel, grid, tiles = plan(*size_of(rows), x.get_device(), False)
     launch(x, grid, kernel, (rows, out, *tiles))
     return y
 
 
-@compilable(fake=lambda dy, y, dim: _like(_rows_along(y, dim), y, dim)[1])
+@compilable(fake=lambda dy, y, dim: _fake(y, dim))
 def softmax_backward(dy: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
     rows = _rows_along(y, dim)
     out, dx = _like(rows, y, dim)
-    kernel, grid, tiles = plan(*rows.shape, y.get_device(), True)
+    kernel, grid, tiles = plan(*size_of(rows), y.get_device(), True)
     launch(y, grid, kernel, (_rows_along(dy, dim), rows, out, *tiles))
     return dx
 

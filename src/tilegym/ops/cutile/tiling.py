@@ -27,6 +27,11 @@ def at(x, rows, cols):
     return (rows, cols) if x.ndim == 2 else (rows // x.shape[1], rows % x.shape[1], cols)
 
 
+def row_count(x):
+    """In a kernel: M of ``x``, [M, N] or [B, S, N]."""
+    return x.shape[0] if x.ndim == 2 else x.shape[0] * x.shape[1]
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n`` (1 for 0)."""
     return 1 << max(n - 1, 0).bit_length()
@@ -51,6 +56,11 @@ SMALL = 2**20
 def is_small(x: torch.Tensor) -> bool:
     """Whether kernels take ``x``, [M, N] or [B, S, N], as it is: small, where the time of a view would show."""
     return x.numel() <= SMALL and 2 <= x.dim() <= 3 and x.is_contiguous()
+
+
+def small_or_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as it is if it is small, [M, N] or [B, S, N], else :func:`rows_of` it."""
+    return x if is_small(x) else rows_of(x)
 
 
 def size_of(x: torch.Tensor) -> tuple[int, int]:
