@@ -67,7 +67,7 @@ def test_versions_revisions_and_what_is_missing(hub_cache):
     assert commit.endswith("cdef01234567:SiluAndMul") and compiled == by_version
     assert trusted == "hub stranger/activation@main:SiluAndMul"
     off = f"Hub access is off (HF_HUB_OFFLINE) and the cache {hub_cache} does not serve it: "
-    where = "0 (SiluAndMul): hub "
+    where = "0 (SiluAndMul by 'Kernel'): hub "
     assert version_2 == f"{where}{REPO}@v2:SiluAndMul: {off}Version 2 not found, available versions: 1"
     assert release.startswith(f"{where}{REPO}@v0.1.0:SiluAndMul: {off}Cannot find a local snapshot for {REPO}")
     assert absent.startswith(f"{where}org/absent@v1:SiluAndMul: {off}Version 1 of 'org/absent' is not available")

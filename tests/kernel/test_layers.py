@@ -49,7 +49,7 @@ x = torch.arange(4.0)
 
 def test_exact_type_by_default(scale_kernel):
     model = scales(Scale, Same, Own)
-    with pytest.warns(KernelWarning, match="was not replaced: a subclass of Scale, which alone is bound") as warned:
+    with pytest.warns(KernelWarning, match="by 'Kernel': a subclass of Scale, which alone is bound") as warned:
         kernelize_model(model)
         kernelize_model(model)
     assert [str(w.message).split()[0] for w in warned] == ["Same", "Own"]

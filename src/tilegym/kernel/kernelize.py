@@ -111,7 +111,7 @@ def apply(
         reports.warn_once(f"kernelize_model replaced nothing: {reports.NOTHING}", stacklevel=4)
     for entry in report.skipped:
         if entry.original != reports.FUNCTION:
-            reports.warn_once(f"{entry.original} was not replaced: {entry.why}", stacklevel=4)
+            reports.warn_once(f"{entry.original} was not replaced{entry.by}: {entry.why}", stacklevel=4)
         elif entry.source:  # else its kernels are for other uses, which is nothing to warn of
             reports.warn_once(f"{entry.name} was not replaced: {entry.why}", stacklevel=4)
     return model

@@ -41,6 +41,11 @@ class Replacement:
     verified: bool = False
     why: str = ""
 
+    @property
+    def by(self) -> str:
+        """`` by 'kernel'``, for a message; empty if ``why`` names the kernel already."""
+        return "" if not self.kernel or repr(self.kernel) in self.why else f" by {self.kernel!r}"
+
 
 @dataclass(eq=False)
 class Report:
@@ -78,7 +83,7 @@ class Report:
     def raise_if_incomplete(self) -> None:
         """Raises KernelError, listing them, if anything was not replaced, or nothing was."""
         if self.skipped:
-            listed = "".join(f"\n  {e.name} ({e.original}): {e.why}" for e in self.skipped)
+            listed = "".join(f"\n  {e.name} ({e.original}{e.by}): {e.why}" for e in self.skipped)
             raise KernelError(f"use_fallback=False, and these have no kernel; nothing was changed:{listed}")
         if not self.replaced:
             raise KernelError(f"use_fallback=False, and {NOTHING}")
