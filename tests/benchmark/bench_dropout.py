@@ -8,10 +8,10 @@ from tilegym import ops
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
-from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
 from tilegym.bench.spec import shape
 from tilegym.bench.spec import sweep
+from tilegym.bench.spec import usual_peers
 from tilegym.bench_cli import main
 
 SEED, P = 1234, 0.1
@@ -39,7 +39,7 @@ BENCHMARKS = [
         inputs=inputs,
         ours=ours,
         oracle=formula,
-        peers={"torch": Provider(formula), "torch.compile": Provider(formula, compile=True)},
+        peers=usual_peers(formula),
         differentiable=("x",),
         forward=forward,
         backward=forward,

@@ -6,10 +6,10 @@ from tilegym import ops
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
-from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
 from tilegym.bench.spec import shape
 from tilegym.bench.spec import sweep
+from tilegym.bench.spec import usual_peers
 from tilegym.bench_cli import main
 
 EPS = 1e-6
@@ -49,11 +49,7 @@ BENCHMARKS = [
         inputs=inputs,
         ours=ours,
         oracle=formula,
-        peers={
-            "torch": Provider(formula),
-            "torch.compile": Provider(formula, compile=True),
-            "liger": Provider(liger, requires="liger_kernel"),
-        },
+        peers=usual_peers(formula, liger),
         differentiable=("x", "residual", "weight"),
         forward=forward,
         backward=backward,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.tiny import CONFIG
 from typer.testing import CliRunner
 
 from tilegym import ops
@@ -38,19 +39,7 @@ def infer_json(*args):
 
 
 def write_config(path, **changes):
-    config = {
-        "model_type": "llama",
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.1,
-    }
-    path.write_text(json.dumps({**config, **changes}))
+    path.write_text(json.dumps({**CONFIG, **changes}))
     return str(path)
 
 

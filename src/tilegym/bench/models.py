@@ -227,14 +227,12 @@ def check_memory(config: Any, dtype: torch.dtype, device: torch.device) -> None:
 
     On a CPU the operating system would otherwise kill the process without a word.
     """
-    needed = count_parameters(config) * dtype.itemsize
-    free = free_memory(device)
-    if free is not None and needed > free:
-        raise ModelError(
-            f"out of memory: the weights take {needed / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')} and "
-            f"{free / 2**30:.1f} GiB are free on {device}; take a smaller model, a 16-bit --precision, "
-            "or a device with more memory"
-        )
+    _require(
+        count_parameters(config) * dtype.itemsize,
+        device,
+        f"the weights take {{}} in {str(dtype).removeprefix('torch.')}",
+        "a smaller model, a 16-bit --precision, or a device with more memory",
+    )
 
 
 def check_cache_memory(config: Any, dtype: torch.dtype, device: torch.device, sequences: int, tokens: int) -> None:
@@ -251,14 +249,19 @@ def check_cache_memory(config: Any, dtype: torch.dtype, device: torch.device, se
     heads = getattr(config, "num_attention_heads", 0)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
-    needed = 2 * layers * kv_heads * head_dim * kept * sequences * dtype.itemsize
+    _require(
+        2 * layers * kv_heads * head_dim * kept * sequences * dtype.itemsize,
+        device,
+        f"the keys and values of {sequences} x {tokens} tokens take {{}}",
+        "a smaller --batch_size or --output_length, or shorter prompts",
+    )
+
+
+def _require(needed: int, device: torch.device, what: str, remedy: str) -> None:
     free = free_memory(device)
     if free is not None and needed > free:
-        raise ModelError(
-            f"out of memory: the keys and values of {sequences} x {tokens} tokens take {needed / 2**30:.1f} GiB and "
-            f"{free / 2**30:.1f} GiB are free on {device}; take a smaller --batch_size or --output_length, "
-            "or shorter prompts"
-        )
+        needs, has = what.format(f"{needed / 2**30:.1f} GiB"), f"{free / 2**30:.1f} GiB"
+        raise ModelError(f"out of memory: {needs} and {has} are free on {device}; take {remedy}")
 
 
 def free_memory(device: torch.device) -> int | None:

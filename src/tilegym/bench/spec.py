@@ -100,6 +100,12 @@ class Provider:
         return None
 
 
+def usual_peers(formula: Callable[..., Any], liger: Callable[..., Any] | None = None) -> dict[str, Provider]:
+    """The formula as it stands and compiled, and ``liger``'s call where it is given."""
+    peers = {"torch": Provider(formula), "torch.compile": Provider(formula, compile=True)}
+    return peers if liger is None else peers | {"liger": Provider(liger, requires="liger_kernel")}
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """The declarative description of one op's benchmark.
