@@ -167,7 +167,7 @@ def test_predicate_by_names(cache):
 
     space = SearchSpace(SPACE, predicate=fits)
     assert make_add(cache, bench, space)(*inputs(100)).TILE == 32
-    assert bench.compiled == [[SPACE[0]]]
+    assert bench.compiled == [] and not cache.all(), "nothing to choose, nothing to measure"
     assert seen[:3] == [(32, "sm_90"), (64, "sm_90"), (128, "sm_90")]
     # The same bucket, but more configurations fit: their winner is another question.
     assert make_add(cache, bench, space)(*inputs(128)).TILE == 64

@@ -11,9 +11,9 @@
 
 A configuration is looked for among what this process has used, what this machine has measured (see
 :mod:`tilegym.backend.cutile.tuning_cache`) and what TileGym ships; else it is measured, on copies of the arguments.
-The first configuration is taken unmeasured with ``TILEGYM_DISABLE_AUTOTUNE=1``, in the interpreter, and, for as long as
-nothing is known, while a CUDA graph is captured or torch.compile traces. ``logging`` at level INFO for
-``tilegym.autotuner`` tells what is measured.
+The first configuration is taken unmeasured where it is the only one that suits, with ``TILEGYM_DISABLE_AUTOTUNE=1``, in
+the interpreter, and, for as long as nothing is known, while a CUDA graph is captured or torch.compile traces.
+``logging`` at level INFO for ``tilegym.autotuner`` tells what is measured.
 """
 
 import contextlib
@@ -188,7 +188,7 @@ class Autotuner:
             hints = config.hints if hints_fn is None else hints_fn(config)
             return _Choice(config, _with_hints(kernel, hints), parameters)
 
-        if bench is None or env.disable_autotune():
+        if bench is None or len(suitable) == 1 or env.disable_autotune():
             return choice_of(suitable[0]), True
         written = [f"{config} {hints_fn(config) if hints_fn else ''}" for config in suitable]
         key = TuningKey(
