@@ -84,7 +84,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _fake(x, weight, bias):
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+    *rows, _ = x.shape
+    return x.new_empty(*rows, weight.shape[0])
 
 
 @compilable(_fake)
@@ -93,9 +94,9 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     out = _fake(x, weight, bias)
     if x.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-    rows = _rows(x)
+    rows = x if x.dim() == 2 else x.reshape(-1, k)
     m = rows.shape[0]
-    y = out.view(m, n)
+    y = out if rows is x else out.view(m, n)
     if m > MAX_GEMV_ROWS:
         gemm(rows, weight, bias, y, False, True)
         return out

@@ -124,6 +124,16 @@ def _spelled_out(
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
+def _broadcasts(shape: torch.Size, full: tuple[int, ...]) -> bool:
+    missing = len(full) - len(shape)
+    if missing < 0:
+        return False
+    for i, size in enumerate(shape, missing):
+        if size != 1 and size != full[i]:
+            return False
+    return True
+
+
 def check_arguments(
     op: str,
     q: torch.Tensor,
@@ -166,5 +176,5 @@ def check_arguments(
             raise TypeError(f"{op}: attention_mask must be boolean or floating point, it is {attention_mask.dtype}")
         full = (batch, heads, queries, keys)
         shape = attention_mask.shape
-        if len(shape) > 4 or any(n != 1 and n != m for n, m in zip(reversed(shape), reversed(full), strict=False)):
+        if not _broadcasts(shape, full):
             raise ValueError(f"{op}: attention_mask {tuple(shape)} cannot be broadcast to [B, Hq, Sq, Skv] {full}")
