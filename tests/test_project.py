@@ -56,6 +56,11 @@ def test_ops_are_documented_implemented_and_public(name):
         assert re.search(rf"\b{parameter}\b", documentation), f"{parameter} is not documented"
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_ops_are_listed_in_the_readme(name):
+    assert f"`{name}`" in (ROOT / "README.md").read_text()
+
+
 def test_there_are_ops():
     assert len(OPS) >= 9
 
