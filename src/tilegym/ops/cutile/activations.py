@@ -12,12 +12,13 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.geglu import _gate
-from tilegym.ops.cutile.pointwise import flat
 from tilegym.ops.cutile.pointwise import indices
 from tilegym.ops.cutile.pointwise import plan
+from tilegym.ops.cutile.pointwise import small_or_flat
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.activations import check_gelu
 
 
@@ -62,8 +63,8 @@ def _like(t: torch.Tensor) -> torch.Tensor:
 def _launch(kernel: ct.kernel, inputs: tuple[torch.Tensor, ...], *options: bool) -> torch.Tensor:
     """The result of an elementwise kernel, in the first input's dtype and shape."""
     out = _like(inputs[0])
-    rows = flat(*inputs, out)
-    grid, tile_m, tile_n = plan(*rows[0].shape, out.get_device())
+    rows = small_or_flat(*inputs, out)
+    grid, tile_m, tile_n = plan(*size_of(rows[0]), out.get_device())
     launch(out, grid, kernel, (*rows, tile_m, tile_n, *options))
     return out
 

@@ -14,12 +14,13 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.pointwise import flat
 from tilegym.ops.cutile.pointwise import indices
 from tilegym.ops.cutile.pointwise import plan
+from tilegym.ops.cutile.pointwise import small_or_flat
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.geglu import check_geglu
 
 TWO_SQRT_2_OVER_PI = 2.0 * math.sqrt(2.0 / math.pi)
@@ -97,8 +98,8 @@ def _like(t: torch.Tensor, *_) -> torch.Tensor:
 @compilable(fake=_like)
 def geglu_forward(a: torch.Tensor, b: torch.Tensor, tanh: bool) -> torch.Tensor:
     y = _like(a)
-    rows = flat(a, b, y)
-    grid, tile_m, tile_n = plan(*rows[0].shape, y.get_device())
+    rows = small_or_flat(a, b, y)
+    grid, tile_m, tile_n = plan(*size_of(rows[0]), y.get_device())
     launch(y, grid, geglu_kernel, (*rows, tile_m, tile_n, tanh))
     return y
 
@@ -106,8 +107,8 @@ def geglu_forward(a: torch.Tensor, b: torch.Tensor, tanh: bool) -> torch.Tensor:
 @compilable(fake=lambda dy, a, b, tanh: (_like(a), _like(b)))
 def geglu_backward(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
     da, db = _like(a), _like(b)
-    rows = flat(dy, a, b, da, db)
-    grid, tile_m, tile_n = plan(*rows[0].shape, dy.get_device())
+    rows = small_or_flat(dy, a, b, da, db)
+    grid, tile_m, tile_n = plan(*size_of(rows[0]), dy.get_device())
     launch(dy, grid, geglu_backward_kernel, (*rows, tile_m, tile_n, tanh))
     return da, db
 
