@@ -25,10 +25,13 @@ from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import at
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import rows_of
+from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.cutile.tiling import small_or_rows
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.fused_add_rms_norm import check_fused_add_rms_norm
 
@@ -48,7 +51,7 @@ def add_rms_norm_kernel(
     rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
     row = _add(x, residual, rows, cols)
     w = _load_vector(weight, cols, WEIGHT)
-    ct.scatter(total, (rows[:, None], cols[None, :]), row)
+    ct.scatter(total, at(total, rows[:, None], cols[None, :]), row)
     row = row.astype(ct.float32)
     r = _rstd(row * row, eps, N)
     _store(y, rows, cols, row * r, w, None, OFFSET, ROUND)
@@ -72,7 +75,7 @@ def add_rms_norm_reload_kernel(
         cols = span(tile, TILE_N)
         part = _add(x, residual, rows, cols)
         w = _load_vector(weight, cols, WEIGHT)
-        ct.scatter(total, (rows[:, None], cols[None, :]), part)
+        ct.scatter(total, at(total, rows[:, None], cols[None, :]), part)
         _store(y, rows, cols, part.astype(ct.float32) * r, w, None, OFFSET, ROUND)
     if RSTD:
         ct.scatter(rstd, rows[:, None], r)
@@ -157,14 +160,14 @@ def _like(x, *_):
 
 
 def _launch_forward(x, residual, weight, eps, offset, rounded, with_rstd):
-    rows, residual = rows_of(x), rows_of(residual)
-    m, n = rows.shape
+    rows, residual = small_or_rows(x), small_or_rows(residual)
+    m, n = size_of(rows)
     y, total = _like(x), _like(x)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device) if with_rstd else y
     kernel, grid, tile_m, tile_n = forward_plan(m, n, x.get_device())
     w = rows if weight is None else weight
     constants = (offset, n, tile_m, tile_n, weight is not None, rounded, with_rstd)
-    launch(x, grid, kernel, (rows, residual, w, y.view(m, n), total.view(m, n), rstd, eps, *constants))
+    launch(x, grid, kernel, (rows, residual, w, small_or_rows(y), small_or_rows(total), rstd, eps, *constants))
     return y, total, rstd
 
 
