@@ -91,8 +91,9 @@ class Test_SiluAndMul(PyTestCase):
         torch.library.opcheck(silu_and_mul_forward.operator, (randn(3, 2, 48),))
         torch.library.opcheck(silu_and_mul_backward.operator, (randn(3, 2, 24, seed=3), randn(3, 2, 48)))
 
-    def test_compiles_for_every_architecture(self):
-        x, dy = torch.empty(64, 8192, dtype=torch.bfloat16), torch.empty(64, 4096, dtype=torch.bfloat16)
+    @pytest.mark.parametrize("rows", [(64,), (2, 3)], ids=str)
+    def test_compiles_for_every_architecture(self, rows):
+        x, dy = torch.empty(*rows, 8192, dtype=torch.bfloat16), torch.empty(*rows, 4096, dtype=torch.bfloat16)
         assert_launches_compile(lambda: (silu_and_mul_forward(x), silu_and_mul_backward(dy, x)))
 
     @gpu

@@ -103,8 +103,9 @@ class Test_SwiGLU(PyTestCase):
         torch.library.opcheck(swiglu_backward.operator, (randn(3, 2, 48, seed=3), a, b))
 
     @dtypes(torch.float32, torch.bfloat16)
-    def test_compiles_for_every_architecture(self, dtype):
-        a, b, dy = (torch.empty(64, 4096, dtype=dtype) for _ in range(3))
+    @pytest.mark.parametrize("rows", [(64,), (2, 3)], ids=str)
+    def test_compiles_for_every_architecture(self, dtype, rows):
+        a, b, dy = (torch.empty(*rows, 4096, dtype=dtype) for _ in range(3))
         assert_launches_compile(lambda: (swiglu_forward(a, b), swiglu_backward(dy, a, b)))
 
     @gpu
