@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from tilegym.backend import set_backend
 from tilegym.kernel import function_patches
@@ -23,8 +24,10 @@ from .fakes import lay_out_hub_cache
 
 
 @pytest.fixture(autouse=True)
-def clean_registry():
+def clean_registry(monkeypatch):
     """Each test starts and ends with TileGym's own kernels alone, no function replaced, and no warning given."""
+    # Models without parameters count as on the CPU, also on a machine with a GPU.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     registry.clear()
     reports._warned.clear()
     calls.clear()

@@ -29,8 +29,16 @@ def launch(like: torch.Tensor, grid: tuple[int, ...], kernel: ct.kernel, args: t
     if like.is_cuda:
         index = like.get_device()
         if index == _current_device():
-            # A raw stream handle: torch.cuda.current_stream() costs as much as the launch.
-            ct.launch(_raw_stream(index), grid, kernel, args)
+            try:
+                # A raw stream handle: torch.cuda.current_stream() costs as much as the launch.
+                ct.launch(_raw_stream(index), grid, kernel, args)
+            except RuntimeError as error:
+                if "invalid device context" not in str(error):
+                    raise
+                # The thread, such as one of autograd's, has not called the CUDA runtime yet, which would have made
+                # the device's context current. This call does, and does not wait for the device.
+                torch.cuda.mem_get_info(index)
+                ct.launch(_raw_stream(index), grid, kernel, args)
         else:
             with torch.cuda.device(index):
                 ct.launch(_raw_stream(index), grid, kernel, args)

@@ -1,0 +1,64 @@
+"""Launching kernels: from threads, and on devices that cuTile does not know."""
+
+import threading
+
+import cuda.tile as ct
+import pytest
+import torch
+from common import gpu
+from common import randn
+
+from tilegym.backend.cutile.launch import launch
+from tilegym.errors import UnsupportedError
+
+
+@ct.kernel
+def add_one_kernel(x, y, TILE: ct.Constant[int]):
+    ct.store(y, (ct.bid(0),), ct.load(x, (ct.bid(0),), (TILE,)) + 1)
+
+
+def test_an_empty_grid_launches_nothing():
+    x = randn(16)
+    launch(x, (0,), add_one_kernel, (x, None, None))
+
+
+def test_a_cpu_tensor_goes_to_the_interpreter():
+    x, y = torch.randn(16), torch.empty(16)
+    launch(x, (2,), add_one_kernel, (x, y, 8))
+    assert torch.equal(y, x + 1)
+
+
+def test_other_devices_are_refused():
+    x = torch.empty(16, device="meta")
+    with pytest.raises(UnsupportedError, match="meta"):
+        launch(x, (1,), add_one_kernel, (x, x, 16))
+
+
+@gpu
+def test_a_thread_that_has_not_used_cuda_yet():
+    """As one of autograd's may be when a backward kernel is the first thing it does."""
+    x = randn(16)
+    y = torch.empty_like(x)
+    errors = []
+
+    def run():
+        try:
+            launch(x, (2,), add_one_kernel, (x, y, 8))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert torch.equal(y, x + 1)
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one():
+    x = torch.randn(16, device="cuda:1")
+    y = torch.empty_like(x)
+    launch(x, (2,), add_one_kernel, (x, y, 8))
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(y, x + 1)
