@@ -7,6 +7,8 @@ Each command lives in a module of its own, which is imported when that command i
 import importlib
 import os
 import sys
+import warnings
+from typing import Any
 from typing import NamedTuple
 
 import typer
@@ -66,8 +68,13 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def main() -> None:
     """Entry point of ``tilegym``: runs the command in ``sys.argv``; TileGym's own errors become one line, exit 1."""
+    warnings.showwarning = _show_warning  # without the line of source that gave it
     asked = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
     try:
         build_app(asked)()

@@ -61,6 +61,15 @@ def test_own_errors_are_one_line():
     assert result.stderr == "error: --list, --clear and --export exclude each other\n"
 
 
+def test_corrupt_results_are_a_warning_of_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEGYM_CACHE_DIR", str(tmp_path))
+    (tmp_path / "tuning.sqlite").write_text("no database " * 100)
+    result = tilegym("tune")
+    assert result.returncode == 0 and result.stdout.startswith("No tuning results")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("warning: the tuning results in") and "is corrupt" in line and ".unusable" in line
+
+
 def test_missing_package_is_named(monkeypatch, capsys):
     def import_module(name):
         raise ModuleNotFoundError("No module named 'matplotlib.pyplot'", name="matplotlib.pyplot")
