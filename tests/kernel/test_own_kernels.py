@@ -246,6 +246,28 @@ def test_attention_dropout():
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_autocast():
+    """q and k are fp32 there, rotated by fp32 tables, and v is bf16."""
+    bind_qwen2()
+    model = qwen2()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids, use_cache=False).logits
+        kernelize_model(model, use_fallback=False)
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=5e-2, atol=5e-2)
+
+
+def test_the_checks_do_not_depend_on_the_default_dtype():
+    bind_qwen2()
+    model = qwen2()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        kernelize_model(model, use_fallback=False)
+    finally:
+        torch.set_default_dtype(before)
+    assert len(report(model).replaced) > 4
+
+
 def test_functions_that_compute_something_else_are_refused(package):
     package(
         "my_pkg.modeling",

@@ -34,3 +34,14 @@ class Test_Interface(PyTestCase):
         assert abs(out.mean() - 1) < 0.2
         everything = fmha_interface(**kwargs, dropout=1.0)
         assert not everything.any()
+
+    @pytest.mark.parametrize("queries", [1, 17], ids=["decoding", "prefill"])
+    def test_autocast(self, queries):
+        kwargs = tensors(2, 4, 2, queries, 50, 32, 32)
+        mixed = kwargs | {"v": kwargs["v"].bfloat16()}
+        with pytest.raises(TypeError, match="q, k and v must have one dtype"):
+            fmha_interface(**mixed)
+        expected = fmha_interface(**{name: t.bfloat16() for name, t in kwargs.items()})
+        with torch.autocast(kwargs["q"].device.type, torch.bfloat16):
+            assert torch.equal(fmha_interface(**mixed), expected)
+            assert torch.equal(fmha_interface(**kwargs), expected)

@@ -47,6 +47,29 @@ def test_gradients_of_all_parameters(family, backend, checkpointing):
     assert_same_step(loss_and_gradients(model, use_cache=False), expected)
 
 
+@pytest.mark.filterwarnings("ignore::tilegym.errors.FallbackWarning")
+@families
+@backends
+@pytest.mark.parametrize("compute", ["all", "attn"])
+def test_mixed_precision(family, backend, compute):
+    """fp32 weights under autocast: the linears give bf16, while norms and the rotation may give fp32."""
+    model = make_model(family).train()
+
+    def step():
+        with torch.autocast(model.device.type, torch.bfloat16):
+            return loss_and_gradients(model, use_cache=False)
+
+    others = {name: compute == "all" for name in ("rope", "rms_norm", "swiglu")}
+    expected = step()
+    with monkey_patch.apply(model, use_cutile=backend == "cutile", **others), observed() as calls:
+        loss, gradients = step()
+    assert "fmha" in {op for op, _ in calls}
+    torch.testing.assert_close(loss, expected[0], rtol=1e-2, atol=1e-2)
+    for name, gradient in expected[1].items():
+        error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
+        assert error < 0.05, name
+
+
 @families
 def test_a_single_token_step_has_gradients(family):
     model = make_model(family).train()

@@ -25,6 +25,7 @@ from tilegym.ops import geglu
 from tilegym.ops import rms_norm
 from tilegym.ops import silu_and_mul
 from tilegym.ops import swiglu
+from tilegym.ops.attn_interface import as_autocast_wants
 from tilegym.transformers.layers import computes_rope
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
@@ -141,6 +142,7 @@ def tilegym_attention(
         weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
         weights = nn.functional.dropout(weights, p=dropout)
         return (weights @ value).transpose(1, 2).contiguous(), weights
+    query, key, value = as_autocast_wants(query, key, value)
     if query.shape[2] == 1 and not (query.requires_grad or key.requires_grad or value.requires_grad):
         out = fmha_decode(query, key, value, scaling, attention_mask=attention_mask)
     else:
@@ -175,7 +177,7 @@ def _stand_in(layer: nn.Module, members: dict[str, Any]) -> nn.Module:
 def _differs(layer: nn.Module, x: Tensor, formula: str, expected: Tensor) -> str | None:
     """Why ``layer``'s own forward does not give ``expected`` for ``x``, or None if it does."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             got = type(layer).forward(layer, x)
         same = got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
     except Exception as error:  # what it does with a stand-in's members is its own business
@@ -195,7 +197,7 @@ def _suits_rms_norm(layer: nn.Module, offset: float, formula: str) -> str | None
             return f"its weight has {weight.dim()} dimensions, the kernel normalises one"
         n = weight.shape[0]
     # Rows of very different sizes, so that eps matters.
-    x = _numbers(2, n) * torch.tensor([[1.0], [1e-3]], device="cpu")
+    x = _numbers(2, n) * torch.tensor([[1.0], [1e-3]], device="cpu", dtype=torch.float32)
     stand_in, expected = layer, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _eps(layer, x))
     if weight is not None:
         scale = _numbers(n)
@@ -221,9 +223,10 @@ def _suits_rope(function: Callable) -> str | None:
     return None if computes_rope(function) else "it does not rotate half-split pairs of q and k"
 
 
+@torch.autocast("cpu", enabled=False)
 def _suits_attention(function: Callable) -> str | None:
     q, k, v = _numbers(1, 4, 3, 8), _numbers(1, 2, 5, 8) / 2, _numbers(1, 2, 5, 8) / 3
-    mask = torch.zeros(1, 1, 3, 5, device="cpu").masked_fill(_numbers(1, 1, 3, 5) > 1, float("-inf"))
+    mask = torch.zeros_like(_numbers(1, 1, 3, 5)).masked_fill(_numbers(1, 1, 3, 5) > 1, float("-inf"))
     module = types.SimpleNamespace(num_key_value_groups=2, training=False)
     expected = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
     formula = "softmax(scaling * q k^T + attention_mask) v"

@@ -10,6 +10,21 @@ from tilegym.ops.ops import fmha_decode
 from tilegym.ops.pytorch.attention import attention
 
 
+def as_autocast_wants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v in the dtype that attention has under ``torch.autocast``; as they are where it is off.
+
+    Autocast knows PyTorch's functions only. Beside linears that it casts, a norm or a rotation can give q and k in fp32
+    while v is in bf16.
+    """
+    if q.dtype is k.dtype is v.dtype and q.dtype is not torch.float32:
+        return q, k, v
+    kind = q.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in (q, k, v))
+
+
 def fmha_interface(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -26,6 +41,8 @@ def fmha_interface(
 ) -> torch.Tensor:
     """Attention of any number of queries: :func:`tilegym.ops.fmha_decode` for one, :func:`tilegym.ops.fmha` for more.
 
+    Under ``torch.autocast`` it computes in autocast's dtype, as ``scaled_dot_product_attention`` does.
+
     Args:
         q: [B, Hq, Sq, D]; k: [B, Hkv, Skv, D]; v: [B, Hkv, Skv, Dv].
         scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len: as in :func:`tilegym.ops.fmha`.
@@ -34,12 +51,13 @@ def fmha_interface(
         backend: for this call.
 
     Returns:
-        [B, Hq, Sq, Dv] in q's dtype. Differentiable, where gradients are wanted.
+        [B, Hq, Sq, Dv] in q's dtype (autocast's, where it is on). Differentiable, where gradients are wanted.
 
     Raises:
         ValueError: shapes or options do not fit.
         TypeError: dtypes do not fit.
     """
+    q, k, v = as_autocast_wants(q, k, v)
     if dropout > 0.0:
         return attention(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len, dropout)
     if q.dim() == 4 and q.shape[2] == 1:

@@ -26,6 +26,7 @@ from transformers.utils.import_utils import is_tracing
 from tilegym.errors import UnsupportedError
 from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
+from tilegym.ops.attn_interface import as_autocast_wants
 
 
 class CausalMask(BlockMask):
@@ -192,6 +193,7 @@ def _attention_forward(backend: str | None) -> Callable:
                 scaling=scaling, dropout=dropout, is_causal=is_causal, softcap=softcap, s_aux=s_aux,
                 position_bias=position_bias, output_attentions=output_attentions, **kwargs,
             )  # fmt: skip
+        query, key, value = as_autocast_wants(query, key, value)
         kv_len = window = None
         if attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
