@@ -19,9 +19,11 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
 from tilegym.ops import splitk_reduce
+from tilegym.ops.cutile import flash_decode
 from tilegym.ops.cutile.flash_decode import LSE_COLUMNS
 from tilegym.ops.cutile.flash_decode import TILE_BYTES
 from tilegym.ops.cutile.flash_decode import choose_splits
+from tilegym.ops.cutile.flash_decode import choose_tiles
 from tilegym.ops.cutile.flash_decode import decode_forward
 from tilegym.ops.cutile.flash_decode import decode_kernel
 from tilegym.ops.cutile.flash_decode import max_splits
@@ -64,7 +66,7 @@ def lengths(*values):
 
 
 OPTIONS = {
-    "scale": dict(sm_scale=0.6),
+    "scale": dict(sm_scale=0.3),
     "one split": dict(kv_len_per_split=1000),
     "a split for each key": dict(kv_len_per_split=1),
     "splits that do not divide": dict(kv_len_per_split=37),
@@ -215,6 +217,16 @@ class Test_FlashDecode(PyTestCase):
         sizes = (16, tile_n, head_dim, head_dim, head_dim)
         flags = (False, False, 0, 1, False, True, dtype == torch.float32, False)
         assert_compiles(decode_kernel, (q, k, v, partial, 0, 0, kv_len, 0.1, 1.0, 0, *sizes, *flags), ("sm_90",))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    def test_many_heads_on_one_kv_head_compile(self, dtype, monkeypatch):
+        monkeypatch.setattr(flash_decode, "choose_tiles", lambda *a: choose_tiles(*a[:-1], 0))  # those of a GPU
+        q, k = torch.empty(1, 71, 1, 64, dtype=dtype), torch.empty(1, 1, 600, 64, dtype=dtype)
+        with recorded_launches() as launches:
+            fmha_decode(q, k, k, kv_len_per_split=128, backend="cutile")
+        (kernel, args), _ = launches
+        assert (128, 32 if dtype == torch.float32 else 128) == args[10:12]
+        assert_compiles(kernel, args)
 
     @gpu
     def test_more_than_2_to_the_31_elements(self):

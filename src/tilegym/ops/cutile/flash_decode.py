@@ -130,6 +130,9 @@ def load_mask(mask, batch, head, next_head, j, HEADS: Int, TILE_N: Int):
 # Measured on an H200, D 128 in bf16, B8 Hq32 Hkv8 T8192: with tiles of 128 keys (32 KB) and two blocks a multiprocessor
 # it takes 85 us (64 keys: 87; one block: 93; cuDNN 80). Wider rows get fewer keys.
 TILE_BYTES = 32768
+# More heads than this share a kv head in few models (Falcon-7B: 71); their tiles need the registers of more warps.
+MAX_TILE_M = 64
+wide_decode_kernel = decode_kernel.replace_hints(num_worker_warps=8)
 MAX_TILE_N = 128
 MAX_SPLITS = 256
 UNSPLIT_KEYS = 512
@@ -139,9 +142,11 @@ LSE_COLUMNS = 4  # one for lse; four keep the rows of fp32 on 16 bytes
 @functools.lru_cache(maxsize=1024)
 def choose_tiles(group: int, head_dim: int, v_dim: int, itemsize: int, device_index: int) -> tuple[int, int, int, int]:
     """TILE_M, TILE_N, TILE_D and TILE_DV for ``group`` query heads that share a kv head."""
-    tile_d, tile_dv = tile_of(head_dim), tile_of(v_dim)
+    tile_m, tile_d, tile_dv = tile_of(group), tile_of(head_dim), tile_of(v_dim)
     tile_n = 16 if device_index < 0 else min(MAX_TILE_N, TILE_BYTES // (max(tile_d, tile_dv) * itemsize))
-    return tile_of(group), tile_n, tile_d, tile_dv
+    if tile_m > MAX_TILE_M and itemsize == 4:
+        tile_n = min(tile_n, 32)  # larger ones compile for a quarter of a minute
+    return tile_m, tile_n, tile_d, tile_dv
 
 
 @functools.lru_cache(maxsize=1024)
@@ -205,7 +210,7 @@ def decode_forward(
     launch(
         partial,
         (batch * kv_heads, splits),
-        decode_kernel,
+        decode_kernel if tiles[0] <= MAX_TILE_M else wide_decode_kernel,
         (
             q,
             k,
