@@ -151,6 +151,12 @@ class Test_RMSNorm(PyTestCase):
         with pytest.raises(ValueError, match="rms_norm: " + next(iter(wrong))):
             rms_norm(**arguments(2, 8, dtype=torch.float32) | wrong, backend=backend)
 
+    @pytest.mark.filterwarnings("ignore::tilegym.errors.FallbackWarning")
+    @backends("rms_norm")
+    def test_integers(self, backend):
+        with pytest.raises(TypeError, match="rms_norm: input is torch.int32, it must be floating point"):
+            rms_norm(torch.ones(2, 8, dtype=torch.int32), 8, None, 1e-6, backend=backend)
+
     @pytest.mark.parametrize("mode", [None, "multi_wave_reload"])
     def test_compiled(self, mode):
         def call(x, w):

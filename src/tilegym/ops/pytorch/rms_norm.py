@@ -41,6 +41,8 @@ def rms_norm(
     casting: str = "llama",
 ) -> torch.Tensor:
     check_rms_norm(input, normalized_shape, weight, bias, mode, casting)
+    if not input.is_floating_point():
+        raise TypeError(f"rms_norm: input is {input.dtype}, it must be floating point")
     compute = torch.float64 if input.dtype == torch.float64 else torch.float32
     x = input.to(compute)
     y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
