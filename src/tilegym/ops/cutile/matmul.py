@@ -21,6 +21,7 @@ from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.matmul import FP8_DTYPES
 from tilegym.ops.pytorch.matmul import check_operands
 
+TILES_IN_SUM = 32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8_DTYPES)
 
 
@@ -36,13 +37,22 @@ def multiply_tiles(
 ):
     """Tile (m, n) of op(A) @ op(B), in fp32."""
     acc = ct.zeros((TILE_M, TILE_N), dtype=ct.float32)
-    for k in range(k_tiles):
-        a_tile = load_tile(a, m, k, TILE_M, TILE_K, TRANS_A, USE_TMA)
-        b_tile = load_tile(b, k, n, TILE_K, TILE_N, TRANS_B, USE_TMA)
-        if TF32:
-            acc = ct.mma(a_tile.astype(ct.tfloat32), b_tile.astype(ct.tfloat32), acc)
-        else:
-            acc = ct.mma(a_tile, b_tile, acc)
+    if a.dtype == ct.float32 and not TF32:
+        # The error of a sum grows with its terms, and in fp32 it is all there is: sums of a few tiles are summed.
+        for first in range(0, k_tiles, TILES_IN_SUM):
+            part = ct.zeros((TILE_M, TILE_N), dtype=ct.float32)
+            for k in range(first, min(first + TILES_IN_SUM, k_tiles)):
+                a_tile = load_tile(a, m, k, TILE_M, TILE_K, TRANS_A, USE_TMA)
+                part = ct.mma(a_tile, load_tile(b, k, n, TILE_K, TILE_N, TRANS_B, USE_TMA), part)
+            acc = acc + part
+    else:
+        for k in range(k_tiles):
+            a_tile = load_tile(a, m, k, TILE_M, TILE_K, TRANS_A, USE_TMA)
+            b_tile = load_tile(b, k, n, TILE_K, TILE_N, TRANS_B, USE_TMA)
+            if TF32:
+                acc = ct.mma(a_tile.astype(ct.tfloat32), b_tile.astype(ct.tfloat32), acc)
+            else:
+                acc = ct.mma(a_tile, b_tile, acc)
     return acc
 
 
