@@ -84,7 +84,10 @@ def lay_out_hub_cache(cache: Path, repo_id: str, files: dict[str, str], refs: tu
 def run_offline(code: str, cache: Path, **environment: str) -> str:
     """Runs code in a Python of its own with Hub access off and ``cache`` as kernels' cache; returns what it prints."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "KERNELS_CACHE": str(cache), "TILEGYM_BACKEND": "pytorch"}
-    env.update(OMP_NUM_THREADS="1", **environment)
+    # No GPU: models without parameters count as on the CPU.
+    env.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **environment)
+    paths = (environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH"))
+    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout

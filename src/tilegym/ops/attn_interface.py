@@ -19,7 +19,7 @@ def as_autocast_wants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tupl
     if q.dtype is k.dtype is v.dtype and q.dtype is not torch.float32:
         return q, k, v
     kind = q.device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in (q, k, v))
