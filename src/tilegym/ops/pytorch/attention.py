@@ -1,9 +1,15 @@
 """``fmha`` in plain PyTorch: ``scaled_dot_product_attention`` where it can express the call, else spelled out."""
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel
 
 from tilegym.backend import register_impl
+
+_BACKENDS_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @register_impl("fmha", "pytorch")
@@ -67,7 +73,9 @@ def attention(
         # With a mask, grouped heads would send SDPA to its slowest path.
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     mask, blind = _see_something(mask)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    # cuDNN's gradients are wrong for some masks (torch 2.11, bf16, padded rows), with no word of it.
+    with sdpa_kernel(_BACKENDS_WITH_MASK) if q.is_cuda else contextlib.nullcontext():
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out.masked_fill(blind, 0.0)
 
 
