@@ -302,13 +302,13 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     kv_len: torch.Tensor | None,
 ) -> torch.Tensor:
-    out = _fake(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len)
-    if k.shape[2] == 0:
+    batch, heads, queries, head_dim = q.shape
+    _, kv_heads, keys, v_dim = v.shape
+    out = q.new_empty(batch, queries, heads, v_dim).transpose(1, 2)  # as _fake says
+    if keys == 0:
         return out.zero_()
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
-    batch, heads, queries, head_dim = q.shape
-    _, kv_heads, keys, _ = k.shape
-    tile_d, tile_dv = tile_of(head_dim), tile_of(v.shape[3])
+    tile_d, tile_dv = tile_of(head_dim), tile_of(v_dim)
     mask_kind, mask = prepare_mask(attention_mask, keys)
     mask_shape = None if mask_kind == NO_MASK else mask.shape
     one_row = mask_shape is None or mask_shape[2] == 1

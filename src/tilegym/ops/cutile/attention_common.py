@@ -59,6 +59,8 @@ def tile_of(head_dim: int) -> int:
 
 def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
     """``x``, or a copy if its last dimension is strided or another is expanded."""
+    if x.is_contiguous():
+        return x
     strides = x.stride()
     return x if strides[3] == 1 and 0 not in strides else x.contiguous()
 
@@ -90,9 +92,10 @@ def check_supported(
         raise UnsupportedError(f"it does not take {q.dtype}")
     if q.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
         raise UnsupportedError(f"it takes head dimensions up to {MAX_HEAD_DIM}")
-    for x in (q, k, v) if attention_mask is None else (q, k, v, attention_mask):
-        if x.numel() > INT32_MAX and max(x.stride()) > INT32_MAX:
-            raise UnsupportedError("it takes strides below 2^31")
+    if q.numel() > INT32_MAX or k.numel() > INT32_MAX or v.numel() > INT32_MAX or attention_mask is not None:
+        for x in (q, k, v) if attention_mask is None else (q, k, v, attention_mask):
+            if x.numel() > INT32_MAX and max(x.stride()) > INT32_MAX:
+                raise UnsupportedError("it takes strides below 2^31")
     if not scaling > 0:
         raise UnsupportedError("it takes positive scalings only")  # the largest score would become the smallest
     if torch.is_grad_enabled() and (
