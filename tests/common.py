@@ -112,9 +112,8 @@ class PyTestCase:
         """``got`` is as near to ``oracle`` as ``reference`` is, within RATIO; NaN and infinities where it has them.
 
         Both the largest error and the root mean square are compared. A floor is added for references that are exact
-        by luck, as happens with few elements: half an ulp of the dtype, as far as a correctly rounded result is off
-        (a gradient: an ulp, for it is computed from an output that was rounded), and an ulp of fp32, for the steps
-        that led to it.
+        by luck, as happens with few elements: half an ulp of the dtype, as far as a correctly rounded result is off,
+        and an ulp of fp32, for the steps that led to it.
         """
         assert got.shape == reference.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(reference.shape)}"
         assert got.dtype == reference.dtype, f"{name}: dtype {got.dtype}, expected {reference.dtype}"
@@ -129,8 +128,7 @@ class PyTestCase:
         exact = oracle[finite].double()
         error = (got[finite].double() - exact).abs()
         allowed = (reference[finite].double() - exact).abs()
-        roundings = 2 if name.startswith("gradient") else 1
-        floor = roundings * torch.finfo(got.dtype).eps / 2 + torch.finfo(torch.float32).eps
+        floor = torch.finfo(got.dtype).eps / 2 + torch.finfo(torch.float32).eps
         for norm, of in (("largest", torch.max), ("root mean square", lambda t: t.square().mean().sqrt())):
             limit = RATIO * of(allowed) + floor * of(exact.abs())
             assert of(error) <= limit, (

@@ -66,7 +66,7 @@ def lengths(*values):
 
 
 OPTIONS = {
-    "scale": dict(sm_scale=0.2),
+    "scale": dict(sm_scale=0.6),
     "one split": dict(kv_len_per_split=1000),
     "a split for each key": dict(kv_len_per_split=1),
     "splits that do not divide": dict(kv_len_per_split=37),

@@ -418,6 +418,10 @@ def test_torch_compile(family):
             assert_close(compiled(ids, attention_mask=mask).logits[1, 4:], expected[1][1, 4:])
         assert calls
     with torch.no_grad(), observed() as calls:
-        assert_close(compiled(ids).logits, expected[0])  # reverting reaches compiled code too
+        after = compiled(ids).logits
+        # Reverting reaches compiled code too. On a GPU it was seen to differ from eager's in the last bits.
+        assert_close(after, expected[0]) if after.is_cuda else torch.testing.assert_close(
+            after, expected[0], rtol=0, atol=0
+        )
     assert not calls
     torch.compiler.reset()
