@@ -1,0 +1,347 @@
+"""A model of any family, small enough to run anywhere in a second, that keeps every kind of layer of the original.
+
+One recipe for all families: widths, vocabularies and numbers of heads, experts and layers are recognised by the names
+that transformers' configs give them and replaced by small numbers that stand in the same relations (grouped queries
+stay grouped, packed stays packed). What is no size (eps, activations, windows' presence, scalings, kinds of layers)
+stays. Where a family asks for other sizes, the next, less thorough recipe is tried.
+"""
+
+import re
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilegym.errors import ModelError
+
+HIDDEN, HEADS, HEAD_DIM, VOCAB, WINDOW = 64, 4, 16, 128, 8
+MAX_PARAMETERS = 40_000_000  # a model that the recipes leave larger than this is not small
+
+_LAYERS = re.compile(r"(num_(hidden_|decoder_|encoder_)?layers|(decoder|encoder)_layers|n_layers?|num_blocks)$")
+_PERIOD = re.compile(r"period|interval|pattern$|every_n|(sparse|moe_layer)_step$|moe_layer_freq|layer_group_size")
+_FIRST = re.compile(r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|_layer_offset$|per_attn_res_block")
+_INDICES = re.compile(r"(_layers|_idxs|_layer_ids)$")
+_TOKEN = re.compile(r"_(token_id|token_index|index|id)$")
+
+# Name of a size -> small value; the first that matches. Functions get the config's dictionary and the old value.
+_Rule = int | Callable[[dict[str, Any], int], int]
+
+
+def _kv_heads(config: dict[str, Any], value: int) -> int:
+    heads = next((config[n] for n in ("num_attention_heads", "n_heads", "n_head") if isinstance(config.get(n), int)), 0)
+    return HEADS if value == heads else min(value, 2)
+
+
+def _head_dim(config: dict[str, Any], value: int) -> int:
+    if isinstance(config.get("qk_rope_head_dim"), int) and value == config["qk_rope_head_dim"]:
+        return 8
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    square = not isinstance(hidden, int) or not isinstance(heads, int) or hidden == value * heads
+    return HEAD_DIM if square else 2 * HEAD_DIM
+
+
+def _at_most(limit: int) -> Callable[[dict[str, Any], int], int]:
+    return lambda config, value: min(value, limit)
+
+
+def _like(other: str, same: int, different: int) -> Callable[[dict[str, Any], int], int]:
+    return lambda config, value: same if config.get(other) == value else different
+
+
+_SIZES: tuple[tuple[str, _Rule], ...] = (
+    (r"vocab_size_per_layer_input|(^|_)vocab_size$", VOCAB),
+    (r"ngram_vocab_size_base|hash_byte_group_vocab", 64),
+    (r"moe_(shared_expert_)?intermediate_size|expert_ffn_hidden_size|shared_experts?_intermediate_size", _at_most(48)),
+    (r"shared_intermediate_size", _at_most(48)),
+    (r"intermediate_size(_mlp)?$|(^|_)ffn_dim$|ffn_hidden_size|d_ff$|d_inner|dim_ff|dff|feed_forward_size|n_inner", 96),
+    (r"qk_nope_head_dim", 16),
+    (r"qk_rope_head_dim", 8),
+    (r"qk_head_dim", 24),
+    (r"v_head_dim", _like("qk_nope_head_dim", 16, 32)),
+    (r"index_head_dim", 16),
+    (r"index_n_heads", 2),
+    (r"index_topk", 8),
+    (r"linear_num_key_heads", 2),
+    (r"linear_num_value_heads", _like("linear_num_key_heads", 2, 4)),
+    (r"linear_key_head_dim|linear_head_dim", 16),
+    (r"linear_value_head_dim", _like("linear_key_head_dim", 16, 32)),
+    (r"linear_num_heads", HEADS),
+    (r"mamba_(n|num)_heads|n_mamba_heads", _at_most(8)),
+    (r"mamba_d_head|mamba_head_?dim", 16),
+    (r"mamba_d_ssm", 2 * HIDDEN),
+    (r"(mamba_d_state|state_size)$", 16),
+    (r"mamba_dt_rank|time_step_rank", 4),
+    (r"(mamba_)?(n_|n)groups$|^n_group$|num_expert_group", _at_most(2)),
+    (r"^topk_group$", _like("n_group", 2, 1)),
+    (r"attention_head_dim", HEAD_DIM),
+    (r"(^|_)head_dim$|dim_head|d_head|attention_head_size|kv_channels|d_kv", _head_dim),
+    (r"kv_n_heads|num_kv_heads|num_key_value_heads|num_query_groups", _kv_heads),
+    (r"attention_heads$|^n_heads?$|^num_heads$", HEADS),
+    (r"kv_lora_rank", 32),
+    (r"q_lora_rank", 24),
+    (r"o_lora_rank|adapter_rank|laurel_rank|gated_norm_rank|hc_lowrank", 16),
+    (r"(num|n_routed|num_local|moe_num)_experts$|zero_expert_num", _at_most(8)),
+    (r"experts_per_tok(en)?$|moe_top_?k|moe_k$", _at_most(2)),
+    (r"rotary_dim", 8),
+    (r"lru_width|attention_hidden_size", HIDDEN),
+    (r"hidden_size_per_layer_input|ple_embed_dim", 16),
+    (r"^(hidden_size(_global)?|d_model|n_embd|emb_dim|(input_|output_)?embedding_(dim|size)|dim_model)$", HIDDEN),
+    (r"word_embed_proj_dim|backbone_hidden_size|lm_width|input_size|dim_model_base", HIDDEN),
+    (r"(sliding_window|window_size|sliding_window_size|local_attention)$|window_len$", WINDOW),
+    (r"attention_chunk_size", WINDOW),
+    (r"model_max_length", 4096),
+)
+_SIZES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _SIZES)
+_NOT_OURS = re.compile(r"vision|audio|vq_config|label|quantization")
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A small model in evaluation mode on the CPU, in fp32, and how it came about.
+
+    Attributes:
+        model: the model; its weights are random and large enough for every part to matter.
+        changes: what differs from the given config, by the attribute's dotted name: (former, now).
+        failures: why the recipes before the one that worked did not.
+    """
+
+    model: nn.Module
+    changes: dict[str, Any]
+    failures: tuple[str, ...]
+
+
+def small_model(config: Any, seed: int = 0, trust_remote_code: bool = False) -> SmallModel:
+    """Builds a small causal language model of the family of ``config``.
+
+    Args:
+        config: a config of transformers, which is not changed, or a ``model_type``, whose default config is taken.
+        seed: of the weights.
+        trust_remote_code: whether code that comes with the config may run.
+
+    Raises:
+        ModelError: the family is no causal language model, or no recipe makes it small; with what was tried.
+    """
+    config = default_config(config) if isinstance(config, str) else config
+    text = config.get_text_config(decoder=True)
+    failures = []
+    for candidate in _candidates(config, text):
+        for recipe in _RECIPES:
+            try:
+                values, changes = recipe(candidate.to_dict())
+                model = _build(type(candidate), values, seed, trust_remote_code)
+                run(model)
+            except Exception as error:  # each architecture checks its config in its own way, or fails in its forward
+                reason = str(error).strip().splitlines()
+                failures.append(f"{recipe.__name__}: {type(error).__name__}: {reason[-1] if reason else ''}"[:300])
+            else:
+                return SmallModel(model, changes, tuple(failures))
+    last = failures[-1] if failures else "its config has no decoder"
+    raise ModelError(f"no small model of type {config.model_type!r} can be made ({last}): take a decoder-only model")
+
+
+def default_config(model_type: str) -> Any:
+    """The config that transformers gives a family by default.
+
+    Raises:
+        ModelError: there is no such family, or its config has no defaults.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[model_type]()
+    except KeyError:
+        raise ModelError(f"transformers knows no model type {model_type!r}: check the spelling") from None
+    except Exception as error:
+        raise ModelError(f"the default config of {model_type!r} contradicts itself: give a model's own") from error
+
+
+def _candidates(config: Any, text: Any) -> Iterator[Any]:
+    """The config itself, or the text part of one for several modalities where that makes a model by itself."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        yield text
+    yield config
+
+
+def example(model: nn.Module, batch: int = 2, length: int = 2 * WINDOW + 3, seed: int = 1) -> torch.Tensor:
+    """[batch, length] random token ids for ``model``, longer than the small windows."""
+    vocab = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab - 3, (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def run(model: nn.Module) -> None:
+    """One training forward, one prefill and one decoding step; raises what they raise."""
+    ids = example(model)
+    model(input_ids=ids, labels=ids, use_cache=False)
+    prefill = model(input_ids=ids, use_cache=True)
+    cache = getattr(prefill, "past_key_values", None)
+    if cache is not None:
+        model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+
+
+def _build(config_class: type, values: dict[str, Any], seed: int, trust_remote_code: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    config = config_class.from_dict(values)
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    with torch.device("meta"):
+        count = AutoModelForCausalLM.from_config(config, **options).num_parameters()
+    if count > MAX_PARAMETERS:
+        raise ModelError(f"{count:,} parameters are too many for a small model")
+    config = config_class.from_dict(values)  # a model changes the config that it is made from
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).eval()
+        _scatter(model)
+    return model
+
+
+@torch.no_grad()
+def _scatter(model: nn.Module) -> None:
+    """Moves the weights away from zeros and ones, so that no part of the model is without effect."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or "conv" in name:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        else:
+            parameter.normal_(0, max(parameter.shape[-1], 16) ** -0.5)
+    for name, buffer in model.named_buffers():
+        if "bias" in name and buffer.is_floating_point():
+            buffer.add_(0.1 * torch.randn_like(buffer))
+
+
+# Recipes: from the dictionary of a config to the dictionary of a small one, and the changes.
+
+
+def small_everywhere(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _shrink(config, lambda name: True)
+
+
+def heads_from_width(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    values, changes = _shrink(config, lambda name: True)
+    for part in _parts(values):
+        for name in ("head_dim", "attention_head_dim"):
+            if isinstance(part.get(name), int):
+                part[name] = HEAD_DIM
+    return values, changes
+
+
+def original_heads(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _shrink(config, lambda name: not re.search(r"head|rotary|lru|hidden_size|embd|d_model|groups|mamba", name))
+
+
+def few_layers(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _shrink(config, lambda name: "experts" in name or name.endswith("vocab_size"))
+
+
+_RECIPES = (small_everywhere, heads_from_width, original_heads, few_layers)
+
+
+def _parts(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield values
+    for value in values.values():
+        if isinstance(value, dict) and "model_type" in value:
+            yield from _parts(value)
+
+
+def _shrink(config: dict[str, Any], wanted: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    values = {name: value for name, value in config.items() if name not in ("architectures", "transformers_version")}
+    changes: dict[str, Any] = {}
+    depth, layers = _depth(values)
+    for name, value in list(values.items()):
+        new = value
+        if isinstance(value, bool) or value is None or _NOT_OURS.search(name):
+            continue
+        if isinstance(value, dict) and "model_type" in value:
+            new, inner = _shrink(value, wanted)
+            changes |= {f"{name}.{key}": change for key, change in inner.items()}
+            values[name] = new
+            continue
+        if name == "per_layer_config" and isinstance(value, dict):
+            new = {i: _shrink(part, wanted)[0] for i, part in value.items() if int(i) < layers}
+        elif isinstance(value, list):
+            new = _shrink_list(values, name, value, depth, layers, wanted)
+        elif isinstance(value, int):
+            new = _shrink_number(values, name, value, layers, wanted)
+        if new != value:
+            values[name], changes[name] = new, (value, new)
+    _fit_rotation(values, config)
+    return values, changes
+
+
+def _shrink_number(values: dict[str, Any], name: str, value: int, layers: int, wanted: Callable) -> int:
+    if _LAYERS.search(name):
+        return min(value, layers)
+    if name == "num_kv_shared_layers":
+        return min(value, layers // 2)
+    if name == "moe_layer_end_index":
+        return min(value, layers - 1)
+    if _TOKEN.search(name):
+        vocab = values.get("vocab_size")
+        return min(value, VOCAB - 1) if isinstance(vocab, int) and vocab <= VOCAB else value
+    for pattern, rule in _SIZES_COMPILED:
+        if value > 0 and pattern.search(name) and wanted(name):
+            return rule if isinstance(rule, int) else rule(values, value)
+    return value
+
+
+def _shrink_list(values: dict[str, Any], name: str, value: list, depth: int, layers: int, wanted: Callable) -> list:
+    if _INDICES.search(name) and all(isinstance(i, int) for i in value) and name not in ("no_rope_layers",):
+        return [i for i in value if i < layers]
+    if name == "attention_types":  # GPT-Neo: [[kinds, repetitions], ...]
+        return [[kinds, max(1, layers // len(kinds))] for kinds, _ in value[:1]]
+    if name.endswith("token_id"):
+        return [min(i, VOCAB - 1) for i in value]
+    if len(value) == depth:
+        value = value[:layers]
+    return [_shrink_number(values, name, v, layers, wanted) if type(v) is int and v > 8 else v for v in value]
+
+
+def _depth(values: dict[str, Any]) -> tuple[int, int]:
+    """The number of layers, and how many of the first of them show every kind of layer."""
+    depths = [v for name, v in values.items() if _LAYERS.search(name) and isinstance(v, int) and v > 0]
+    if not depths:
+        return 0, 2
+    depth = max(depths)
+    columns = [v for v in values.values() if isinstance(v, list) and len(v) == depth]
+    indices = [
+        v for name, v in values.items() if isinstance(v, list) and v and _INDICES.search(name) and v not in columns
+    ]
+    special = values.get("per_layer_config") or {}
+    kinds = [
+        (*(str(c[i]) for c in columns), *(i in v for v in indices), str(special.get(str(i), special.get(f"{i:02}"))))
+        for i in range(depth)
+    ]
+    needed = 1 + max(kinds.index(kind) for kind in set(kinds))
+    for name, value in values.items():
+        if type(value) is int and 1 <= value <= 16:
+            if _PERIOD.search(name):
+                needed = max(needed, value)
+            elif _FIRST.search(name):
+                needed = max(needed, value + 1)
+    if values.get("num_kv_shared_layers"):
+        needed *= 2  # the layers that share come last, and each kind needs one before it to share from
+    return depth, min(depth, max(2, needed))
+
+
+def _fit_rotation(values: dict[str, Any], config: dict[str, Any]) -> None:
+    """Gives lists in the rotary parameters, which hold a number for each pair of dimensions, their new lengths."""
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for part in parts:
+        dim = values.get("qk_rope_head_dim") or values.get("head_dim") or HIDDEN // HEADS
+        dim = int(dim * part.get("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0))
+        for name in ("short_factor", "long_factor"):
+            if isinstance(part.get(name), list):
+                part[name] = part[name][: dim // 2]
+        section = part.get("mrope_section")
+        if isinstance(section, list):
+            share = dim // 2 // len(section)
+            part["mrope_section"] = [dim // 2 - share * (len(section) - 1)] + [share] * (len(section) - 1)
