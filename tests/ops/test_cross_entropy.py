@@ -190,7 +190,7 @@ class Test_CrossEntropy(PyTestCase):
     @pytest.mark.parametrize(("n", "cap", "smoothing"), [(1000, 0.0, 0.0), (128256, 30.0, 0.1)])
     def test_compiles_for_every_architecture(self, n, cap, smoothing):
         x, target = torch.empty(4, n, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
-        scale, lse = torch.empty(4), torch.empty(4)
+        scale, lse = torch.empty(4), torch.empty(4, 2)
         options = (-100, cap, smoothing, 1e-4)
         assert_launches_compile(lambda: cross_entropy_forward(x, target, *options))
         assert_launches_compile(lambda: cross_entropy_backward(scale, x, target, lse, *options))

@@ -16,7 +16,8 @@ from tilegym.ops.cutile.softmax import softmax_forward
 from tilegym.ops.pytorch.softmax import softmax as reference
 
 SHAPES = [(1, 1), (3, 5), (37, 128), (2, 7, 96), (5, 4099)]
-GPU_SHAPES = [(1, 4096), (8192, 4096), (100000, 64), (64, 128256)]
+# Fewer rows would leave the largest error of a gradient in fp16 to how the one largest probability was rounded.
+GPU_SHAPES = [(16, 4096), (8192, 4096), (100000, 64), (64, 128256)]
 INF = float("inf")
 
 

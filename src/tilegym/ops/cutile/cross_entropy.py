@@ -43,7 +43,8 @@ def _capped(x, SOFTCAP: Float):
 def cross_entropy_kernel(
     x, target, losses, lses, ignore_index, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float, TILE_M: Int, TILE_N: Int
 ):
-    """x: [M, V]; target, losses, lses: [M]. Each block takes TILE_M rows, in tiles of TILE_N columns."""
+    """x: [M, V]; target, losses: [M]; lses: [M, 2], the two terms of lse = max + log(sum(exp(x - max))), whose sum has
+    fewer digits. Each block takes TILE_M rows, in tiles of TILE_N columns."""
     rows, classes = span(ct.bid(0), TILE_M)[:, None], x.shape[1]
     label = ct.gather(target, rows)
     tiles = ct.cdiv(classes, TILE_N)
@@ -65,19 +66,20 @@ def cross_entropy_kernel(
         sums = sums * _exp(top - base, x.dtype) + _exp(part - base, x.dtype)
         top = new_top
     base = ct.where(top == -math.inf, 0.0, top)
-    log_sum = ct.log(ct.sum(sums, axis=1, keepdims=True))
     is_class = (label == ignore_index) | ((label >= 0) & (label < classes))
-    lse = ct.where(is_class, base + log_sum, math.nan)
+    log_sum = ct.where(is_class, ct.log(ct.sum(sums, axis=1, keepdims=True)), math.nan)
     chosen = _capped(ct.gather(x, (rows, label)).astype(ct.float32), SOFTCAP)
     # Differences to the maximum first: lse - chosen would cancel.
-    loss = log_sum - (ct.where(is_class, chosen, math.nan) - base)
+    loss = log_sum - (chosen - base)
     if SMOOTHING > 0.0:
         mean = ct.sum(totals, axis=1, keepdims=True) / classes
         loss = (1.0 - SMOOTHING) * loss + SMOOTHING * (log_sum - (mean - base))
     if Z_LOSS > 0.0:
+        lse = base + log_sum
         loss = loss + Z_LOSS * lse * lse
     ct.scatter(losses, rows, ct.where(label == ignore_index, 0.0, loss))
-    ct.scatter(lses, rows, lse)
+    ct.scatter(lses, (rows, 0), base)
+    ct.scatter(lses, (rows, 1), log_sum)
 
 
 @ct.kernel
@@ -88,10 +90,10 @@ def cross_entropy_backward_kernel(
     """Writes ``scale`` [M] times the gradient into dx; INPLACE: over x itself, dx standing for nothing."""
     rows, cols = indices(x, TILE_M, TILE_N)
     value = _capped(ct.gather(x, (rows, cols)).astype(ct.float32), SOFTCAP)
-    label, lse = ct.gather(target, rows), ct.gather(lses, rows)
-    power = _exp(value - lse, x.dtype)
+    label, top, log_sum = ct.gather(target, rows), ct.gather(lses, (rows, 0)), ct.gather(lses, (rows, 1))
+    power = _exp((value - top) - log_sum, x.dtype)
     if Z_LOSS > 0.0:
-        power = power * (1.0 + 2.0 * Z_LOSS * lse)
+        power = power * (1.0 + 2.0 * Z_LOSS * (top + log_sum))
     grad = ct.where(cols == label, power - (1.0 - SMOOTHING), power)
     if SMOOTHING > 0.0:
         grad = grad - SMOOTHING / x.shape[1]
@@ -122,24 +124,25 @@ def forward_plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], in
 
 
 def _like_targets(logits, target, *_):
-    return tuple(torch.empty_like(target, dtype=torch.float32, memory_format=torch.contiguous_format) for _ in "12")
+    new = functools.partial(target.new_empty, dtype=torch.float32)
+    return new(target.shape), new((*target.shape, 2))
 
 
 @compilable(fake=_like_targets)
 def cross_entropy_forward(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, softcap: float, smoothing: float, z_loss: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of every row and its lse, in fp32; softcap 0: none."""
+    """The loss of every row, and the two terms of its lse, [*target.shape, 2], in fp32; softcap 0: none."""
     rows = rows_of(logits)
     losses, lse = _like_targets(logits, target)
     kernel, grid, tile_m, tile_n = forward_plan(*rows.shape, logits.get_device())
-    arrays = (rows, target.reshape(-1), losses.view(-1), lse.view(-1))
+    arrays = (rows, target.reshape(-1), losses.view(-1), lse.view(-1, 2))
     launch(logits, grid, kernel, (*arrays, ignore_index, softcap, smoothing, z_loss, tile_m, tile_n))
     return losses, lse
 
 
 def launch_backward(scale, rows, target, lse, dx, ignore_index, softcap, smoothing, z_loss) -> None:
-    """Writes the gradient of logits ``rows`` [M, V] into dx, or over them if dx is None; the others are [M]."""
+    """Writes the gradient of logits ``rows`` [M, V] into dx, or over them if dx is None; lse is [M, 2], the others [M]."""
     grid, tile_m, tile_n = pointwise.plan(*rows.shape, rows.get_device())
     arrays = (scale, rows, target, lse, lse if dx is None else dx)
     options = (ignore_index, softcap, smoothing, z_loss, tile_m, tile_n, dx is None)
@@ -163,10 +166,11 @@ def cross_entropy_backward(
 ) -> torch.Tensor:
     """The gradient of logits, from that of every row's loss: ``scale``, of the shape of target, in fp32."""
     rows, dx = rows_of(logits), _like(scale, logits)
-    flat = (t.reshape(-1) for t in (target, lse))
     # A scale that is the same for all rows has stride 0, and stays so.
     scale = scale.flatten() if scale.dim() else scale.view(1)
-    launch_backward(scale, rows, *flat, dx.view(rows.shape), ignore_index, softcap, smoothing, z_loss)
+    launch_backward(
+        scale, rows, target.reshape(-1), lse.view(-1, 2), dx.view(rows.shape), ignore_index, softcap, smoothing, z_loss
+    )
     return dx
 
 
