@@ -142,7 +142,7 @@ def cross_entropy_forward(
 
 
 def launch_backward(scale, rows, target, lse, dx, ignore_index, softcap, smoothing, z_loss) -> None:
-    """Writes the gradient of logits ``rows`` [M, V] into dx, or over them if dx is None; lse is [M, 2], the others [M]."""
+    """Writes the gradient of logits ``rows`` [M, V] into dx, or over them if dx is None; lse [M, 2], the others [M]."""
     grid, tile_m, tile_n = pointwise.plan(*rows.shape, rows.get_device())
     arrays = (scale, rows, target, lse, lse if dx is None else dx)
     options = (ignore_index, softcap, smoothing, z_loss, tile_m, tile_n, dx is None)
