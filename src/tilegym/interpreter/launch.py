@@ -84,12 +84,12 @@ def launch(grid, kernel, args, *, sanitize: bool | None = None, order: str = "se
 
 @contextlib.contextmanager
 def _quiet_torch():
-    """Torch as kernels need it, in this thread: no gradients, none of the caller's modes (a default device, say), and
-    one thread an operation, since handing out pieces of a tile costs more than computing it."""
+    """Torch as kernels need it, in this thread: no gradients, none of the caller's modes (a default device, autocast),
+    and one thread an operation, since handing out pieces of a tile costs more than computing it."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunction():
             yield
     finally:
         torch.set_num_threads(num_threads)

@@ -20,6 +20,7 @@ from tilegym.backend.cutile.tuning_key import bucket
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
 from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
+from tilegym.ops.cutile.attention_common import LOG2E
 from tilegym.ops.cutile.attention_common import NO_MASK
 from tilegym.ops.cutile.attention_common import cap_scores
 from tilegym.ops.cutile.attention_common import check_supported
@@ -28,32 +29,14 @@ from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
+from tilegym.ops.cutile.attention_tiles import key_tiles
+from tilegym.ops.cutile.attention_tiles import load_mask
+from tilegym.ops.cutile.attention_tiles import partial_tile
+from tilegym.ops.cutile.attention_tiles import valid_keys
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.pytorch.attention import check_arguments
-
-KEY_MASK_CHUNK = 4096
-
-
-def load_mask(mask, batch, head, i, j, TILE_R: Int, TILE_C: Int):
-    """Rows and columns of a mask [B or 1, H or 1, Sq or 1, Skv]; a dimension of one is broadcast (x % 1 is 0)."""
-    index = (batch % mask.shape[0], head % mask.shape[1], i if TILE_R > 1 else 0, j)
-    tile = ct.load(mask, index, (1, 1, TILE_R, TILE_C), padding_mode=ct.PaddingMode.ZERO)
-    return tile.reshape((TILE_R, TILE_C))
-
-
-def visible_range(mask, batch, head, keys, CHUNK: Int):
-    """The first visible key of a row of KEY_MASK, the one after the last, and how many there are."""
-    low, high, count = keys, 0, 0
-    for c in range(ct.cdiv(keys, CHUNK)):
-        columns = c * CHUNK + ct.arange(CHUNK, dtype=ct.int32)
-        seen = load_mask(mask, batch, head, 0, c, 1, CHUNK).reshape((CHUNK,)) & (columns < keys)
-        low = min(low, ct.min(ct.where(seen, columns, keys)).item())
-        high = max(high, ct.max(ct.where(seen, columns + 1, 0)).item())
-        count = count + ct.sum(seen.astype(ct.int32)).item()
-    return low, high, count
-
 
 def attend(
     q_tile,
@@ -132,6 +115,7 @@ def attention_kernel(
     mask,  # [B or 1, Hq or 1, Sq or 1, Skv] if MASK, of booleans or numbers; else 0
     sinks,  # [Hq] if SINKS, else 0
     kv_len,  # [B] if KV_LEN, else 0
+    lse,  # [2 if EXACT else 1, B, Hq, Sq] if LSE, else 0
     scaling: float,
     soft_cap: float,
     window: int,
@@ -150,6 +134,7 @@ def attention_kernel(
     BOUNDED: Bool,  # whether some tile of keys has a key that some query must not see
     TWO_LOOPS: Bool,  # one over the tiles that are seen as a whole, one over the others; else one with a branch
     TF32: Bool,
+    LSE: Bool,
 ):
     # Neighbouring blocks share a head, whose keys stay in the L2 cache. The last queries see the most keys: they go
     # first, so that no long block is left over at the end.
@@ -157,31 +142,12 @@ def attention_kernel(
     i = q_tiles - 1 - ct.bid(0) % q_tiles
     batch, head = ct.bid(0) // q_tiles // q.shape[1], ct.bid(0) // q_tiles % q.shape[1]
     kv_head = head // (q.shape[1] // k.shape[1])
-    keys = k.shape[2]
-    if KV_LEN:
-        keys = min(max(ct.load(kv_len, (batch,), (1,)).astype(ct.int32).item(), 0), keys)
-
-    # Positions of the queries among the keys, and the tiles of keys that they see: [first, full_first) and
-    # [full_last, last) in part, [full_first, full_last) as a whole.
+    keys = valid_keys(k, kv_len, batch, KV_LEN)
     start = keys - q.shape[2] + i * TILE_M
-    positions = start + ct.arange(TILE_M, dtype=ct.int32)[:, None]
-    first, full_first = 0, 0
-    last, full_last = ct.cdiv(keys, TILE_N), keys // TILE_N
-    if CAUSAL:
-        last = ct.cdiv(min(keys, max(start + TILE_M, 0)), TILE_N)
-        full_last = min(keys, max(start + 1, 0)) // TILE_N
-    if WINDOW:
-        first = max(start - window + 1, 0) // TILE_N
-        full_first = ct.cdiv(max(start + TILE_M - window, 0), TILE_N)
-    if MASK == KEY_MASK:
-        # Padding is at one end or the other: between its ends nothing need be looked up.
-        low, high, count = visible_range(mask, batch, head, keys, KEY_MASK_CHUNK)
-        first, full_first = max(first, low // TILE_N), max(full_first, ct.cdiv(low, TILE_N))
-        last, full_last = min(last, ct.cdiv(high, TILE_N)), min(full_last, high // TILE_N)
-        if count < high - low:
-            full_last = 0
-    full_first = min(max(full_first, first), last)
-    full_last = min(max(full_last, full_first), last)
+    positions = start + ct.arange(TILE_M, dtype=ct.int32)[:, None]  # of the queries among the keys
+    first, full_first, full_last, last = key_tiles(
+        mask, batch, head, start, keys, window, TILE_M, TILE_N, CAUSAL, WINDOW, MASK
+    )
 
     q_tile = ct.load(q, (batch, head, i, 0), (1, 1, TILE_M, TILE_D), padding_mode=ct.PaddingMode.ZERO)
     q_tile = q_tile.reshape((TILE_M, TILE_D))
@@ -205,7 +171,7 @@ def attention_kernel(
         for j in range(full_first, full_last):
             state = attend(q_tile, k, v, mask, place, j, False, limits, state, scaling, soft_cap, *options)
         for n in range(full_first - first + last - full_last):
-            j = first + n if first + n < full_first else full_last + n - (full_first - first)
+            j = partial_tile(n, first, full_first, full_last)
             state = attend(q_tile, k, v, mask, place, j, True, limits, state, scaling, soft_cap, *options)
     else:
         for j in range(first, last):
@@ -213,6 +179,17 @@ def attention_kernel(
             state = attend(q_tile, k, v, mask, place, j, partial, limits, state, scaling, soft_cap, *options)
 
     row_max, row_sum, acc = state
+    if LSE:
+        # The logarithm of the sum of exponentials, base 2. Where scores are subtracted exactly it is in two parts, base
+        # e: the largest score, in multiples of its unit, and the rest. Its probabilities are 0 for who sees no key.
+        blind = row_max == -math.inf
+        rest = ct.log2(ct.where(row_sum == 0.0, 1.0, row_sum))
+        if EXACT:
+            ct.store(lse, (1, batch, head, i), (rest * (1 / LOG2E)).reshape((1, 1, 1, TILE_M)))
+            largest = row_max
+        else:
+            largest = row_max * ((1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling) * LOG2E) + rest
+        ct.store(lse, (0, batch, head, i), ct.where(blind, math.inf, largest).reshape((1, 1, 1, TILE_M)))
     acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
     ct.store(out, (batch, head, i, 0), acc.reshape((1, 1, TILE_M, TILE_DV)).astype(out.dtype))
 
@@ -282,11 +259,10 @@ def _autotuner(tile_d: int, fp32: bool) -> Autotuner:
     return Autotuner(SearchSpace(configs, _suits))
 
 
-def _fake(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len):
-    # Laid out as q. From a model that is [B, Sq, Hq, D] in memory, and to join a token's heads then takes no copy.
-    if v.shape[3] == q.shape[3]:
-        return torch.empty_like(q)
-    return torch.empty_like(q[..., :1].expand(*q.shape[:3], v.shape[3]))
+def _fake(q, k, v, *_):
+    # [B, Sq, Hq, Dv] in memory: to join a token's heads then takes no copy.
+    batch, heads, queries, _ = q.shape
+    return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
 
 
 @compilable(_fake)

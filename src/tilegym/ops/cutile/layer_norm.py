@@ -10,6 +10,7 @@ their place, untouched).
 """
 
 import functools
+import math
 
 import cuda.tile as ct
 import torch
@@ -239,7 +240,8 @@ def layer_norm_forward(
 
 
 def _fake_forward_save(x, weight, bias, eps, dims):
-    statistics = x.new_empty(x.shape[:-dims].numel(), dtype=torch.float32)
+    # math.prod: torch.Size.numel() would make traced code depend on the sizes.
+    statistics = x.new_empty(math.prod(x.shape[:-dims]), dtype=torch.float32)
     return _like(x), statistics, torch.empty_like(statistics)
 
 
@@ -252,7 +254,7 @@ def layer_norm_forward_save(
 
 
 def _fake_backward(dy, x, weight, mean, rstd, dims, dweight, dbias):
-    n = x.shape[-dims:].numel()
+    n = math.prod(x.shape[-dims:])
     return _like(x), mean.new_empty(n if dweight else 0), mean.new_empty(n if dbias else 0)
 
 

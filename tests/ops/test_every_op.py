@@ -1,0 +1,255 @@
+"""What holds for every op, checked on the calls of ``samples.py``: a new op without one fails here.
+
+Each check runs the cuTile implementation. What depends on an op's arguments is tested in its own file.
+"""
+
+import copy
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import samples
+import torch
+import torch.utils._pytree as pytree
+from common import HAS_GPU
+from common import PyTestCase
+from common import gpu
+from common import sanitized
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilegym import ops
+from tilegym.backend import get_registry_info
+
+every_op = pytest.mark.parametrize("op", sorted(samples.SAMPLES))
+differentiable_op = pytest.mark.parametrize("op", sorted(set(samples.SAMPLES) - samples.NOT_DIFFERENTIABLE))
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would be checked instead of the kernel."""
+    monkeypatch.setenv("DISABLE_FALLBACK", "1")
+
+
+class Call:
+    """A call of an op's sample, as a function of its tensors alone."""
+
+    def __init__(self, op: str, backend: str = "cutile", **make: Any) -> None:
+        arguments = samples.SAMPLES[op](samples.Make(**make))
+        self.op, self.backend = getattr(ops, op), backend
+        self.leaves, self.tree = pytree.tree_flatten(arguments)
+        self.where = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        gradients = op not in samples.NOT_DIFFERENTIABLE
+        self.tensors = tuple(
+            leaf.detach().requires_grad_(gradients and leaf.requires_grad)
+            for leaf in map(self.leaves.__getitem__, self.where)
+        )
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = list(self.leaves)
+        for i, tensor in zip(self.where, tensors, strict=True):
+            leaves[i] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        result = self.op(*args, **kwargs, backend=self.backend)
+        return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def with_gradients(function: Callable, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The outputs of ``function`` and the gradients of those tensors that want one."""
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    outputs = function(*leaves)
+    wanted = [t for t in leaves if t.requires_grad]
+    through = [o for o in outputs if o.requires_grad]
+    if wanted:
+        assert through, "the gradient is cut off"
+    upstream = [torch.linspace(-1.0, 2.0, o.numel(), device=o.device).view(o.shape).to(o.dtype) for o in through]
+    gradients = torch.autograd.grad(through, wanted, upstream) if wanted else ()
+    return *(o.detach() for o in outputs), *gradients
+
+
+def run(call: Call, tensors: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
+    return with_gradients(call, call.tensors if tensors is None else tensors)
+
+
+def assert_same(results: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+
+
+def test_every_op_has_a_sample():
+    missing = set(get_registry_info()) - set(samples.SAMPLES) - samples.WITHOUT_SAMPLE
+    assert not missing, f"tests/ops/samples.py has no sample of {', '.join(sorted(missing))}"
+    both = samples.WITHOUT_SAMPLE & set(samples.SAMPLES)
+    assert not both, f"{', '.join(sorted(both))} have samples: take them from WITHOUT_SAMPLE"
+    assert samples.NOT_DIFFERENTIABLE <= set(samples.SAMPLES)
+
+
+@every_op
+def test_results_are_the_references(op):
+    """Loosely: the ops' own tests say how exactly. Here it shows that what is checked below are the op's results."""
+    with sanitized():
+        results = run(Call(op))
+    torch.testing.assert_close(results, run(Call(op, backend="pytorch")), rtol=1e-2, atol=1e-2)
+
+
+@every_op
+def test_three_runs_are_equal(op):
+    call = Call(op, tokens=9)
+    first = run(call)
+    for _ in range(2):
+        assert_same(run(call), first)
+
+
+@differentiable_op
+@pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # that they are not fp64
+def test_gradcheck(op):
+    """In fp32, with steps that are large for it: a wrong formula is off by far more."""
+    call = Call(op, tokens=4)
+    assert any(t.requires_grad for t in call.tensors), "nothing to differentiate"
+    torch.autograd.gradcheck(call, call.tensors, eps=1e-2, atol=2e-2, rtol=2e-2, nondet_tol=0.0, fast_mode=True)
+
+
+class Recorded(TorchDispatchMode):
+    """Collects the calls of TileGym's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "tilegym":
+            self.calls.append((function, copy.copy(args)))
+        return function(*args, **(kwargs or {}))
+
+
+@every_op
+def test_operators(op, monkeypatch):
+    """What torch.compile calls: schemas, fake results and functionalization of every operator that the op runs."""
+    call = Call(op)
+    with monkeypatch.context() as patch, Recorded() as recorded:
+        patch.setattr(torch.compiler, "_is_compiling_flag", True)
+        run(call)
+    assert recorded.calls, f"{op} runs no operator of torch.library"
+    for operator, args in recorded.calls:
+        torch.library.opcheck(operator, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, args))
+
+
+@every_op
+def test_compiles_once_for_all_lengths(op):
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    calls = [Call(op, tokens=tokens) for tokens in (5, 9)]
+    compiled = torch.compile(
+        calls[0].__call__, fullgraph=True, dynamic=True, backend="inductor" if HAS_GPU else "aot_eager"
+    )
+    for call in calls:
+        results, expected = with_gradients(compiled, call.tensors), run(call)
+        # On a GPU inductor generates code of its own for what surrounds the kernels.
+        torch.testing.assert_close(results, expected, **({} if HAS_GPU else {"rtol": 0, "atol": 0}))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "it was compiled again for another length"
+    torch.compiler.reset()
+
+
+@every_op
+def test_autocast_changes_nothing(op):
+    """An op computes in the dtypes that it is given; the interfaces to models do what autocast asks for."""
+    call = Call(op)
+    expected = run(call)
+    with torch.autocast(call.tensors[0].device.type, torch.bfloat16):
+        results = run(call)
+    assert_same(results, expected)
+
+
+@every_op
+def test_no_tokens(op):
+    with sanitized():
+        results = run(Call(op, tokens=0))
+    torch.testing.assert_close(results, run(Call(op, tokens=0, backend="pytorch")))
+
+
+def every_other(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with nothing contiguous: in every second element of every second row of a larger tensor."""
+    wide = tensor.new_zeros([2 * size for size in tensor.shape])
+    view = wide[tuple(slice(None, None, 2) for _ in tensor.shape)]
+    return view.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with the order of the dimensions in memory reversed."""
+    axes = tuple(reversed(range(tensor.dim())))
+    return tensor.detach().permute(axes).contiguous().permute(axes).requires_grad_(tensor.requires_grad)
+
+
+def far_apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with more than 2^31 elements between the first row and the last, where there are several."""
+    lead = tensor.shape[:-1]
+    if not lead or max(lead) < 2 or not tensor.is_floating_point():
+        return tensor
+    far = lead.index(max(lead))
+    strides = list(tensor.contiguous().stride())
+    strides[far] = (2**31 // (lead[far] - 1) // 64 + 2) * 64
+    # On a CPU only what is touched takes memory.
+    memory = torch.empty((lead[far] - 1) * strides[far] + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, strides).copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+@every_op
+@pytest.mark.parametrize("layout", [every_other, transposed, far_apart], ids=lambda layout: layout.__name__)
+def test_layouts(op, layout):
+    call = Call(op, dtype=torch.bfloat16 if layout is far_apart else torch.float32)
+    expected = run(call)
+    with sanitized():
+        results = run(call, tuple(map(layout, call.tensors)))
+    torch.testing.assert_close(results, expected)
+
+
+@gpu
+class Test_OnGPU(PyTestCase):
+    @pytest.fixture(autouse=True)
+    def small_memory(self) -> Iterator[None]:
+        yield
+        torch.cuda.empty_cache()
+
+    @every_op
+    def test_graph_replays_with_changed_inputs(self, op):
+        call, other = (Call(op, tokens=64, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+        inputs = [t.detach().clone() for t in call.tensors]
+        stream = torch.cuda.Stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            call(*inputs)  # compiles
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                captured = call(*inputs)
+            for tensor, value in zip(inputs, other.tensors, strict=True):
+                tensor.copy_(value.detach())
+            graph.replay()
+            expected = call(*inputs)
+            stream.synchronize()
+        assert_same(captured, expected)
+
+    @every_op
+    def test_stream(self, op):
+        """On a stream that is busy: kernels on another one would read what is not written yet."""
+        call = Call(op, tokens=64, dtype=torch.bfloat16)
+        expected = run(call)
+        late = tuple(torch.zeros_like(t).requires_grad_(t.requires_grad) for t in call.tensors)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)  # cycles, some 50 ms
+            with torch.no_grad():
+                for tensor, value in zip(late, call.tensors, strict=True):
+                    tensor.copy_(value)
+            results = run(call, late)
+        stream.synchronize()
+        assert_same(results, expected)
+
+    @every_op
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    def test_device(self, op):
+        """On another device than the current one."""
+        call = Call(op, tokens=64, dtype=torch.bfloat16)
+        expected = run(call)
+        results = run(call, tuple(t.detach().to("cuda:1").requires_grad_(t.requires_grad) for t in call.tensors))
+        assert torch.cuda.current_device() == 0
+        assert {t.device for t in results} == {torch.device("cuda:1")}
+        assert_same(tuple(t.to("cuda:0") for t in results), expected)
