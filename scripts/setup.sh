@@ -11,6 +11,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TORCH_CPU_VERSION=2.13.0
+# Its data models alone are used, by tests; what it depends on (flashinfer and a CUDA toolchain) is left out.
+FLASHINFER_BENCH_VERSION=0.1.2
 VENV=.venv
 
 say() { printf '==> %s\n' "$*"; }
@@ -82,4 +84,5 @@ fi
 install_torch
 say "Installing TileGym and its development packages"
 "$VENV/bin/python" -m pip install -e ".[dev]"
+"$VENV/bin/python" -m pip install --no-deps "flashinfer-bench==$FLASHINFER_BENCH_VERSION"
 say "Set up. The commands below run in $VENV; to use it yourself: source $VENV/bin/activate"

@@ -33,6 +33,10 @@ class ModelError(TileGymError, ValueError):
     """A model, config or input cannot be used the way it was asked for."""
 
 
+class InventoryError(TileGymError, ValueError):
+    """A Definition or Solution is missing, breaks a rule, or cannot be run."""
+
+
 class KernelError(TileGymError, ValueError):
     """A kernel cannot be registered, loaded or applied as asked."""
 
