@@ -3,10 +3,18 @@
 import importlib
 
 from tilegym.backend import is_backend_available
+from tilegym.ops.attention_ops import mla
+from tilegym.ops.attention_ops import mla_decoding
+from tilegym.ops.attention_ops import mla_decoding_split_kv
 from tilegym.ops.modules import get_apply_rope_func
 from tilegym.ops.modules import get_rms_norm_module
 from tilegym.ops.modules import get_swiglu
 from tilegym.ops.modules import get_swiglu_module
+from tilegym.ops.moe_ops import fused_moe
+from tilegym.ops.moe_ops import group_gemm
+from tilegym.ops.moe_ops import moe_align_block_size
+from tilegym.ops.moe_ops import moe_topk_routing
+from tilegym.ops.moe_ops import ragged_group_gemm
 from tilegym.ops.ops import apply_rope_base
 from tilegym.ops.ops import bmm
 from tilegym.ops.ops import cross_entropy
@@ -26,6 +34,10 @@ from tilegym.ops.ops import silu_and_mul
 from tilegym.ops.ops import softmax
 from tilegym.ops.ops import splitk_reduce
 from tilegym.ops.ops import swiglu
+from tilegym.ops.recurrent_ops import causal_conv1d_fn
+from tilegym.ops.recurrent_ops import causal_conv1d_update
+from tilegym.ops.recurrent_ops import chunk_gated_delta_rule
+from tilegym.ops.recurrent_ops import recurrent_gated_delta_rule
 
 importlib.import_module("tilegym.ops.pytorch")
 if is_backend_available("cutile"):

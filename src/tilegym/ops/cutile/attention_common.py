@@ -62,7 +62,7 @@ def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
     if x.is_contiguous():
         return x
     strides = x.stride()
-    return x if strides[3] == 1 and 0 not in strides else x.contiguous()
+    return x if strides[-1] == 1 and 0 not in strides else x.contiguous()
 
 
 def prepare_mask(mask: torch.Tensor | None, keys: int) -> tuple[int, torch.Tensor | int]:
@@ -86,8 +86,9 @@ def check_supported(
     scaling: float,
     sinks: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
+    differentiable: bool = False,
 ) -> None:
-    """Raises UnsupportedError for what the attention kernels do not serve."""
+    """Raises UnsupportedError for what the attention kernels do not serve, gradients too unless ``differentiable``."""
     if q.dtype not in DTYPES:
         raise UnsupportedError(f"it does not take {q.dtype}")
     if q.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
@@ -98,11 +99,15 @@ def check_supported(
                 raise UnsupportedError("it takes strides below 2^31")
     if not scaling > 0:
         raise UnsupportedError("it takes positive scalings only")  # the largest score would become the smallest
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-        or (attention_mask is not None and attention_mask.requires_grad)
+    if (
+        not differentiable
+        and torch.is_grad_enabled()
+        and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (sinks is not None and sinks.requires_grad)
+            or (attention_mask is not None and attention_mask.requires_grad)
+        )
     ):
-        raise UnsupportedError("it has no backward kernel yet")
+        raise UnsupportedError("it has no backward kernel")

@@ -1,0 +1,315 @@
+"""``mla`` in cuTile: attention as in :mod:`tilegym.ops.cutile.attention`, with scores that are the sum of two products.
+
+Nothing is joined in memory: a tile of scores is one product over the part of queries and keys that has no position, and
+one over the part that has, whose keys are one head for all.
+"""
+
+import functools
+import math
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.autotuner import Autotuner
+from tilegym.backend.cutile.autotuner import Config
+from tilegym.backend.cutile.autotuner import SearchSpace
+from tilegym.backend.cutile.library import compilable
+from tilegym.backend.cutile.tuning_key import bucket
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
+from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
+from tilegym.ops.cutile.attention_common import KEY_MASK
+from tilegym.ops.cutile.attention_common import MAX_HEAD_DIM
+from tilegym.ops.cutile.attention_common import NO_MASK
+from tilegym.ops.cutile.attention_common import check_supported
+from tilegym.ops.cutile.attention_common import needs_exact
+from tilegym.ops.cutile.attention_common import prepare_mask
+from tilegym.ops.cutile.attention_common import tile_of
+from tilegym.ops.cutile.attention_common import update_softmax
+from tilegym.ops.cutile.attention_common import with_unit_stride
+from tilegym.ops.cutile.attention_tiles import key_tiles
+from tilegym.ops.cutile.attention_tiles import load_mask
+from tilegym.ops.cutile.attention_tiles import partial_tile
+from tilegym.ops.cutile.attention_tiles import valid_keys
+from tilegym.ops.cutile.matmul import uses_tf32
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.pytorch.mla import check_mla
+
+ZERO = ct.PaddingMode.ZERO
+
+
+def load_rows(x, batch, head, i, TILE: Int, TILE_D: Int, TF32: Bool):
+    """Rows ``i * TILE`` and on of a head, [TILE, TILE_D]."""
+    tile = ct.load(x, (batch, head, i, 0), (1, 1, TILE, TILE_D), padding_mode=ZERO).reshape((TILE, TILE_D))
+    return tile.astype(ct.tfloat32) if TF32 else tile
+
+
+def load_columns(x, batch, head, j, TILE: Int, TILE_D: Int, TF32: Bool):
+    """Rows ``j * TILE`` and on of a head as columns, [TILE_D, TILE]."""
+    tile = ct.load(x, (batch, head, 0, j), (1, 1, TILE_D, TILE), order=(0, 1, 3, 2), padding_mode=ZERO)
+    tile = tile.reshape((TILE_D, TILE))
+    return tile.astype(ct.tfloat32) if TF32 else tile
+
+
+def attend(
+    queries,
+    keys_values,
+    mask,
+    place,
+    j,
+    partial,
+    limits,
+    state,
+    scaling,
+    TILE_N: Int,
+    TILE_D: Int,
+    TILE_R: Int,
+    TILE_DV: Int,
+    CAUSAL: Bool,
+    MASK: Int,
+    MASK_ROWS: Int,
+    KV_LEN: Bool,
+    EXACT: Bool,
+    TF32: Bool,
+):
+    """Takes tile ``j`` of the keys and values into ``state``; ``partial``: some query must not see some key of it."""
+    batch, head, kv_head, i = place
+    (q_tile, qpe_tile), (k, kpe, v) = queries, keys_values
+    positions, keys = limits
+    row_max, row_sum, acc = state
+    s = ct.zeros((q_tile.shape[0], TILE_N), dtype=ct.float32)
+    s = ct.mma(q_tile, load_columns(k, batch, kv_head, j, TILE_N, TILE_D, TF32), s)
+    s = ct.mma(qpe_tile, load_columns(kpe, batch, 0, j, TILE_N, TILE_R, TF32), s)
+    if MASK == BOOLEAN_MASK:
+        s = ct.where(load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N), s, -math.inf)
+    if MASK == ADDITIVE_MASK:
+        s = s * scaling + load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N).astype(ct.float32)
+    if partial:
+        columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
+        visible = columns < keys
+        if CAUSAL:
+            visible = visible & (columns <= positions)
+        if MASK == KEY_MASK:
+            visible = visible & load_mask(mask, batch, head, 0, j, 1, TILE_N)
+        s = ct.where(visible, s, -math.inf)
+    unit = 1.0 if MASK == ADDITIVE_MASK else scaling
+    p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, 1, EXACT)
+    v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, False)
+    if KV_LEN and partial:
+        # What a cache holds behind its last key may be NaN, which times zero would be NaN.
+        rows = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
+        v_tile = ct.where(rows < keys, v_tile, ct.zeros((TILE_N, TILE_DV), dtype=v_tile.dtype))
+    if TF32:
+        acc = ct.mma(p.astype(ct.tfloat32), v_tile.astype(ct.tfloat32), acc)
+    else:
+        acc = ct.mma(p.astype(v_tile.dtype), v_tile, acc)
+    return row_max, row_sum, acc
+
+
+@ct.kernel
+def mla_kernel(
+    q,  # [B, H, Sq, D]
+    k,  # [B, Hkv, Skv, D]
+    v,  # [B, Hkv, Skv, Dv]
+    qpe,  # [B, H, Sq, Dr]
+    kpe,  # [B, 1, Skv, Dr]
+    out,  # [B, H, Sq, Dv]
+    mask,  # [B or 1, H or 1, Sq or 1, Skv] if MASK, of booleans or numbers; else 0
+    kv_len,  # [B] if KV_LEN, else 0
+    scaling: float,
+    TILE_M: Int,
+    TILE_N: Int,
+    TILE_D: Int,
+    TILE_R: Int,
+    TILE_DV: Int,
+    CAUSAL: Bool,
+    MASK: Int,
+    MASK_ROWS: Int,  # TILE_M, or 1 for a mask that all queries share
+    KV_LEN: Bool,
+    EXACT: Bool,
+    BOUNDED: Bool,  # whether some tile of keys has a key that some query must not see
+    TWO_LOOPS: Bool,  # one over the tiles that are seen as a whole, one over the others; else one with a branch
+    TF32: Bool,
+):
+    # Neighbouring blocks share a head, whose keys stay in the L2 cache. The last queries see the most keys: they go
+    # first, so that no long block is left over at the end.
+    q_tiles = ct.cdiv(q.shape[2], TILE_M)
+    i = q_tiles - 1 - ct.bid(0) % q_tiles
+    batch, head = ct.bid(0) // q_tiles // q.shape[1], ct.bid(0) // q_tiles % q.shape[1]
+    kv_head = head // (q.shape[1] // k.shape[1])
+    keys = valid_keys(k, kv_len, batch, KV_LEN)
+    start = keys - q.shape[2] + i * TILE_M
+    positions = start + ct.arange(TILE_M, dtype=ct.int32)[:, None]  # of the queries among the keys
+    first, full_first, full_last, last = key_tiles(
+        mask, batch, head, start, keys, 0, TILE_M, TILE_N, CAUSAL, False, MASK
+    )
+
+    queries = (
+        load_rows(q, batch, head, i, TILE_M, TILE_D, TF32),
+        load_rows(qpe, batch, head, i, TILE_M, TILE_R, TF32),
+    )
+    row_max = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
+    row_sum = ct.zeros((TILE_M, 1), dtype=ct.float32)
+    state = (row_max, row_sum, ct.zeros((TILE_M, TILE_DV), dtype=ct.float32))
+
+    place, limits, keys_values = (batch, head, kv_head, i), (positions, keys), (k, kpe, v)
+    options = (TILE_N, TILE_D, TILE_R, TILE_DV, CAUSAL, MASK, MASK_ROWS, KV_LEN, EXACT, TF32)
+    if not BOUNDED:
+        for j in range(first, last):
+            state = attend(queries, keys_values, mask, place, j, False, limits, state, scaling, *options)
+    elif TWO_LOOPS:
+        for j in range(full_first, full_last):
+            state = attend(queries, keys_values, mask, place, j, False, limits, state, scaling, *options)
+        for n in range(full_first - first + last - full_last):
+            j = partial_tile(n, first, full_first, full_last)
+            state = attend(queries, keys_values, mask, place, j, True, limits, state, scaling, *options)
+    else:
+        for j in range(first, last):
+            partial = j < full_first or j >= full_last
+            state = attend(queries, keys_values, mask, place, j, partial, limits, state, scaling, *options)
+
+    row_max, row_sum, acc = state
+    acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
+    ct.store(out, (batch, head, i, 0), acc.reshape((1, 1, TILE_M, TILE_DV)).astype(out.dtype))
+
+
+def _configs(arch: str, tile_d: int) -> list[Config]:
+    """Tiles, loops and hints for head dimensions padded to ``tile_d``, the best for most sizes first.
+
+    Of fmha's for D = 128, those whose keys with their positional part still fit twice into shared memory.
+    """
+    if arch == "cpu":
+        return [Config(TILE_M=32, TILE_N=16, TWO_LOOPS=True)]
+    if tile_d > 128:
+        return [
+            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+            Config(TILE_M=64, TILE_N=32, TWO_LOOPS=False),
+        ]
+    if arch.startswith("sm_9") or arch.startswith("sm_10"):
+        return [
+            Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
+            Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, occupancy=1),
+            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, occupancy=2),
+        ]
+    return [
+        Config(TILE_M=128, TILE_N=32, TWO_LOOPS=False, num_worker_warps=8),
+        Config(TILE_M=64, TILE_N=32, TWO_LOOPS=True, occupancy=2),
+    ]
+
+
+def _configs_fp32(arch: str, tile_d: int) -> list[Config]:
+    """The same for fp32, whose tiles take twice the registers."""
+    if arch == "cpu":
+        return _configs(arch, tile_d)
+    return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=False)]
+
+
+def _suits(q: torch.Tensor, cfg: Config) -> bool:
+    """Few queries do not need tall tiles; sizes rounded as for the keys of the tuning results."""
+    return cfg.TILE_M <= max(64, bucket(q.shape[2]))
+
+
+@functools.cache
+def _autotuner(tile_d: int, fp32: bool) -> Autotuner:
+    configs = functools.partial(_configs_fp32 if fp32 else _configs, tile_d=tile_d)
+    return Autotuner(SearchSpace(configs, _suits))
+
+
+def _fake(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len):
+    # [B, Sq, H, Dv] in memory, so that to join a token's heads takes no copy.
+    batch, heads, queries, _ = q.shape
+    return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
+
+
+@compilable(_fake)
+def mla_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qpe: torch.Tensor,
+    kpe: torch.Tensor,
+    scaling: float,
+    is_causal: bool,
+    attention_mask: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+) -> torch.Tensor:
+    batch, heads, queries, head_dim = q.shape
+    _, kv_heads, keys, v_dim = v.shape
+    out = _fake(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len)
+    if keys == 0:
+        return out.zero_()
+    q, k, v, qpe, kpe = (with_unit_stride(t) for t in (q, k, v, qpe, kpe))
+    tile_d, tile_r, tile_dv = tile_of(head_dim), tile_of(qpe.shape[3]), tile_of(v_dim)
+    mask_kind, mask = prepare_mask(attention_mask, keys)
+    mask_shape = None if mask_kind == NO_MASK else mask.shape
+    one_row = mask_shape is None or mask_shape[2] == 1
+    if one_row and mask_kind == BOOLEAN_MASK:
+        mask_kind = KEY_MASK
+    has_kv_len, dtype = kv_len is not None, q.dtype
+    bounded = is_causal or has_kv_len or mask_kind == KEY_MASK
+    tf32 = uses_tf32(dtype)
+
+    def grid(args, cfg: Config) -> tuple[int]:
+        return (-(-queries // cfg.TILE_M) * batch * heads,)
+
+    def arguments(cfg: Config) -> tuple:
+        return (
+            q,
+            k,
+            v,
+            qpe,
+            kpe,
+            out,
+            mask,
+            0 if kv_len is None else kv_len,
+            scaling,
+            cfg.TILE_M,
+            cfg.TILE_N,
+            tile_d,
+            tile_r,
+            tile_dv,
+            is_causal,
+            mask_kind,
+            1 if one_row else cfg.TILE_M,
+            has_kv_len,
+            needs_exact(dtype, mask_kind),
+            bounded or keys % cfg.TILE_N != 0,
+            cfg.TWO_LOOPS or has_kv_len,
+            tf32,
+        )
+
+    sizes = (batch, heads, kv_heads, queries, keys, head_dim, tile_r, tile_dv, mask_shape)
+    _autotuner(max(tile_d, tile_dv), dtype == torch.float32)(
+        None,
+        grid_fn=grid,
+        kernel=mla_kernel,
+        args_fn=arguments,
+        key=(*sizes, mask_kind, is_causal, has_kv_len, dtype, tf32, q.get_device()),
+    )
+    return out
+
+
+@register_impl("mla", "cutile")
+def mla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qpe: torch.Tensor,
+    kpe: torch.Tensor,
+    is_causal: bool = True,
+    scaling: float | None = None,
+    attention_mask: torch.Tensor | None = None,
+    kv_len: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_mla(q, k, v, qpe, kpe, attention_mask, kv_len)
+    if scaling is None:
+        scaling = (q.shape[3] + qpe.shape[3]) ** -0.5
+    check_supported(q, k, v, scaling, None, attention_mask)
+    if qpe.shape[3] > MAX_HEAD_DIM:
+        raise UnsupportedError(f"it takes head dimensions up to {MAX_HEAD_DIM}")
+    if torch.is_grad_enabled() and (qpe.requires_grad or kpe.requires_grad):
+        raise UnsupportedError("it has no backward kernel yet")
+    return mla_forward(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len)

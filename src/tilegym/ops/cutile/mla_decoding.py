@@ -1,0 +1,330 @@
+"""``mla_decoding`` in cuTile: one query a head, one latent a token, which is the key and the value of all heads.
+
+A block takes a tile of heads and a share of the keys that are valid now. It loads each tile of latents once: in shared
+memory it is an operand of the scores and, transposed, of the weighted sum. With few heads the work is to read the
+latents at the speed of memory; with 128 it is as much computing, and the rows of both products are the heads.
+"""
+
+import functools
+import math
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
+from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
+from tilegym.ops.cutile.attention_common import DTYPES
+from tilegym.ops.cutile.attention_common import NO_MASK
+from tilegym.ops.cutile.attention_common import needs_exact
+from tilegym.ops.cutile.attention_common import prepare_mask
+from tilegym.ops.cutile.attention_common import tile_of
+from tilegym.ops.cutile.attention_common import update_softmax
+from tilegym.ops.cutile.attention_common import with_unit_stride
+from tilegym.ops.cutile.tiling import INT32_MAX
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import hinted
+from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.pytorch.mla_decoding import check_decoding
+
+ZERO = ct.PaddingMode.ZERO
+
+
+def attend(
+    queries,
+    kv,
+    kpe,
+    mask,
+    place,
+    j,
+    keys,
+    state,
+    scaling,
+    TILE_N: Int,
+    KEYS_LEFT: Bool,
+    MASK: Int,
+    MASK_HEADS: Int,
+    EXACT: Bool,
+    PARTIAL: Bool,
+    KV_LEN: Bool,
+):
+    """Takes tile ``j`` of the latents into ``state``; PARTIAL: some of its keys are behind the last one."""
+    batch, head_tile = place
+    q_tile, qpe_tile = queries
+    row_max, row_sum, acc = state
+    latents = ct.load(kv, (batch, j, 0), (1, TILE_N, q_tile.shape[0 if KEYS_LEFT else 1]), padding_mode=ZERO)
+    latents = latents.reshape((TILE_N, latents.shape[2]))
+    positions = ct.load(kpe, (batch, j, 0), (1, TILE_N, qpe_tile.shape[0 if KEYS_LEFT else 1]), padding_mode=ZERO)
+    positions = positions.reshape((TILE_N, positions.shape[2]))
+    if PARTIAL and KV_LEN:
+        # What a cache holds behind its last key may be NaN, which times zero would be NaN.
+        rows = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
+        latents = ct.where(rows < keys, latents, ct.zeros(latents.shape, dtype=latents.dtype))
+    if KEYS_LEFT:
+        s = ct.mma(latents, q_tile, ct.zeros((TILE_N, q_tile.shape[1]), dtype=ct.float32))
+        s = ct.mma(positions, qpe_tile, s)
+    else:
+        s = ct.mma(q_tile, ct.transpose(latents), ct.zeros((q_tile.shape[0], TILE_N), dtype=ct.float32))
+        s = ct.mma(qpe_tile, ct.transpose(positions), s)
+    if MASK != NO_MASK:
+        index = (batch % mask.shape[0], head_tile if MASK_HEADS > 1 else 0, 0, j)
+        tile = ct.load(mask, index, (1, MASK_HEADS, 1, TILE_N), padding_mode=ZERO).reshape((MASK_HEADS, TILE_N))
+        if KEYS_LEFT:
+            tile = ct.transpose(tile)
+        s = ct.where(tile, s, -math.inf) if MASK == BOOLEAN_MASK else s * scaling + tile.astype(ct.float32)
+    if PARTIAL:
+        columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+        s = ct.where((columns[:, None] if KEYS_LEFT else columns[None, :]) < keys, s, -math.inf)
+    unit = 1.0 if MASK == ADDITIVE_MASK else scaling
+    p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, 0 if KEYS_LEFT else 1, EXACT)
+    p = p.astype(kv.dtype)
+    acc = ct.mma(ct.transpose(latents), p, acc) if KEYS_LEFT else ct.mma(p, latents, acc)
+    return row_max, row_sum, acc
+
+
+@ct.kernel
+def mla_decoding_kernel(
+    q,  # [B, H, D]
+    qpe,  # [B, H, Dr]
+    kv,  # [B, S, D]
+    kpe,  # [B, S, Dr]
+    out,  # [B, H, D] if FINAL, else [B, H, splits, D + LSE_COLUMNS]: a split's output, then its lse
+    lse,  # [B, H] if FINAL, else 0
+    mask,  # [B or 1, H or 1, 1, S] if MASK, else 0
+    kv_len,  # [B] if KV_LEN, else 0
+    scaling: float,
+    TILE_H: Int,
+    TILE_N: Int,
+    TILE_D: Int,
+    TILE_R: Int,
+    KEYS_LEFT: Bool,  # scores are [keys, heads], not [heads, keys]
+    MASK: Int,
+    MASK_HEADS: Int,  # TILE_H, or 1 for a mask that all heads share
+    KV_LEN: Bool,
+    EXACT: Bool,
+    FINAL: Bool,  # one split: its output is the result
+):
+    # The blocks of one batch entry follow each other: what one of them reads the others find in the L2 cache.
+    head_tiles = ct.cdiv(q.shape[1], TILE_H)
+    batch, head_tile = ct.bid(0) // head_tiles, ct.bid(0) % head_tiles
+    split = ct.bid(1)
+    keys = kv.shape[1]
+    if KV_LEN:
+        keys = min(max(ct.load(kv_len, (batch,), (1,)).astype(ct.int32).item(), 0), keys)
+    tiles = ct.cdiv(keys, TILE_N)
+    share = ct.cdiv(tiles, ct.num_blocks(1))
+    first = split * share
+    last = min(first + share, tiles)
+    full = min(last, keys // TILE_N)
+
+    q_tile = ct.load(q, (batch, head_tile, 0), (1, TILE_H, TILE_D), padding_mode=ZERO).reshape((TILE_H, TILE_D))
+    qpe_tile = ct.load(qpe, (batch, head_tile, 0), (1, TILE_H, TILE_R), padding_mode=ZERO).reshape((TILE_H, TILE_R))
+    if KEYS_LEFT:
+        q_tile, qpe_tile = ct.transpose(q_tile), ct.transpose(qpe_tile)
+    row = (1, TILE_H) if KEYS_LEFT else (TILE_H, 1)
+    acc = ct.zeros((TILE_D, TILE_H) if KEYS_LEFT else (TILE_H, TILE_D), dtype=ct.float32)
+    state = (ct.full(row, -math.inf, dtype=ct.float32), ct.zeros(row, dtype=ct.float32), acc)
+
+    # Two loops, so that tiles seen as a whole go from memory to the tensor cores without passing through registers.
+    queries, place = (q_tile, qpe_tile), (batch, head_tile)
+    options = (TILE_N, KEYS_LEFT, MASK, MASK_HEADS, EXACT)
+    for j in range(first, full):
+        state = attend(queries, kv, kpe, mask, place, j, keys, state, scaling, *options, False, KV_LEN)
+    for j in range(max(first, full), last):
+        state = attend(queries, kv, kpe, mask, place, j, keys, state, scaling, *options, True, KV_LEN)
+
+    row_max, row_sum, acc = state
+    acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
+    if KEYS_LEFT:
+        acc = ct.transpose(acc)
+    # log(sum of exp(score)) with scores in natural units; -inf where no key was seen.
+    logs = row_max * (1.0 if MASK == ADDITIVE_MASK else scaling) + ct.log(row_sum)
+    if FINAL:
+        ct.store(out, (batch, head_tile, 0), acc.reshape((1, TILE_H, TILE_D)).astype(out.dtype))
+        ct.store(lse, (batch, head_tile), logs.reshape((1, TILE_H)))
+    else:
+        columns = out.shape[3] - LSE_COLUMNS
+        ct.store(out.slice(3, 0, columns), (batch, head_tile, split, 0), acc.reshape((1, TILE_H, 1, TILE_D)))
+        ct.store(out, (batch, head_tile, split, columns), logs.reshape((1, TILE_H, 1, 1)))
+
+
+@ct.kernel
+def merge_kernel(
+    partial,  # [B, H, splits, D + LSE_COLUMNS]
+    out,  # [B, H, D]
+    lse,  # [B, H]
+    TILE_S: Int,
+    TILE_C: Int,
+    SPLITS: Int,  # at least the number of splits
+):
+    # out = sum_s exp(lse_s - lse) partial_s with lse = log(sum_s exp(lse_s)). A block has TILE_C columns of a row.
+    batch, head, column = ct.bid(0) // partial.shape[1], ct.bid(0) % partial.shape[1], ct.bid(1)
+    width = partial.shape[3] - LSE_COLUMNS
+    nothing = ct.PaddingMode.NEG_INF
+    logs = ct.load(partial, (batch, head, 0, width), (1, 1, SPLITS, 1), padding_mode=nothing).reshape((SPLITS, 1))
+    top = ct.max(logs, axis=0, keepdims=True)
+    base = ct.where(top == -math.inf, 0.0, top)
+    total = ct.sum(ct.exp(logs - base), axis=0, keepdims=True)
+    acc = ct.zeros((1, TILE_C), dtype=ct.float32)
+    for s in range(ct.cdiv(partial.shape[2], TILE_S)):
+        weight = ct.load(partial, (batch, head, s, width), (1, 1, TILE_S, 1), padding_mode=nothing)
+        weight = ct.exp(weight.reshape((TILE_S, 1)) - base)
+        tile = ct.load(partial, (batch, head, s, column), (1, 1, TILE_S, TILE_C), padding_mode=ZERO)
+        acc = acc + ct.sum(weight * tile.reshape((TILE_S, TILE_C)), axis=0, keepdims=True)
+    acc = acc / ct.where(total == 0.0, 1.0, total)
+    ct.store(out, (batch, head, column), acc.reshape((1, 1, TILE_C)).astype(out.dtype))
+    if column == 0:
+        ct.store(lse, (batch, head), base + ct.log(total))
+
+
+MAX_DIM = 512
+# Taller tiles of heads do not fit: the accumulator of 64 x 512 takes half of a multiprocessor's registers.
+MAX_TILE_H = 64
+# 64 latents of 512 + 64 in bf16 are 72 KB, of which two fit beside the queries.
+TILE_BYTES = 65536
+LSE_COLUMNS = 4  # one for lse; four keep the rows of fp32 on 16 bytes
+MAX_SPLITS = 256
+MERGE_TILE = (32, 128)  # splits and columns
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_tiles(
+    heads: int, dim: int, rope_dim: int, itemsize: int, transpose: bool | None, device_index: int
+) -> tuple[int, int, int, int, bool]:
+    """TILE_H, TILE_N, TILE_D, TILE_R and KEYS_LEFT.
+
+    The left operand is the one that Hopper's tensor cores take in units of 64 rows: the keys, unless there are as many
+    heads.
+    """
+    tile_h, tile_d, tile_r = min(MAX_TILE_H, tile_of(heads)), tile_of(dim), tile_of(rope_dim)
+    tile_n = 16 if device_index < 0 else max(16, min(64, TILE_BYTES // (tile_d * itemsize)))
+    return tile_h, tile_n, tile_d, tile_r, tile_h < MAX_TILE_H if transpose is None else transpose
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_splits(blocks: int, tiles: int, device_index: int) -> int:
+    """How many blocks share ``tiles`` tiles of keys, where there are ``blocks`` of batch entries and tiles of heads.
+
+    The number for which the last wave of blocks ends first, if starting a block takes as long as one tile and merging
+    as long as two.
+    """
+    multiprocessors = sm_count(device_index)
+
+    def time(splits: int) -> int:
+        waves = -(-blocks * splits // multiprocessors)
+        return waves * (-(-tiles // splits) + 1) + (2 if splits > 1 else 0)
+
+    most = min(tiles, MAX_SPLITS, -(-4 * multiprocessors // max(1, blocks)))
+    return min(range(1, max(1, most) + 1), key=time)
+
+
+def _fake(q, qpe, kv, kpe, sm_scale, transpose, kv_len_per_split, kv_len, attention_mask):
+    batch, heads, dim = q.shape
+    return q.new_empty(batch, heads, dim), q.new_empty(batch, heads, dtype=torch.float32)
+
+
+@compilable(_fake)
+def mla_decoding_forward(
+    q: torch.Tensor,
+    qpe: torch.Tensor,
+    kv: torch.Tensor,
+    kpe: torch.Tensor,
+    sm_scale: float,
+    transpose: bool | None,
+    kv_len_per_split: int | None,
+    kv_len: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, dim = q.shape
+    keys = kv.shape[1]
+    out, lse = q.new_empty(batch, heads, dim), q.new_empty(batch, heads, dtype=torch.float32)
+    if keys == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    q, qpe, kv, kpe = with_unit_stride(q), with_unit_stride(qpe), with_unit_stride(kv), with_unit_stride(kpe)
+    device_index, dtype = q.get_device(), q.dtype
+    tiles = choose_tiles(heads, dim, qpe.shape[2], dtype.itemsize, transpose, device_index)
+    tile_h, tile_n = tiles[0], tiles[1]
+    blocks = batch * -(-heads // tile_h)
+    if kv_len_per_split is None:
+        splits = choose_splits(blocks, -(-keys // tile_n), device_index)
+    else:
+        splits = min(-(-keys // kv_len_per_split), MAX_SPLITS)
+    final = splits == 1
+    partial = out if final else q.new_empty(batch, heads, splits, dim + LSE_COLUMNS, dtype=torch.float32)
+    mask_kind, mask = prepare_mask(attention_mask, keys)
+    launch(
+        partial,
+        (blocks, splits),
+        hinted(mla_decoding_kernel, num_worker_warps=8) if tile_h == MAX_TILE_H else mla_decoding_kernel,
+        (
+            q,
+            qpe,
+            kv,
+            kpe,
+            partial,
+            lse if final else 0,
+            mask,
+            0 if kv_len is None else kv_len,
+            sm_scale,
+            *tiles,
+            mask_kind,
+            tile_h if mask_kind != NO_MASK and mask.shape[1] > 1 else 1,
+            kv_len is not None,
+            needs_exact(dtype, mask_kind),
+            final,
+        ),
+    )
+    if not final:
+        tile_s, tile_c = MERGE_TILE
+        grid = (batch * heads, -(-dim // tile_c))
+        launch(out, grid, merge_kernel, (partial, out, lse, tile_s, tile_c, tile_of(splits)))
+    return out, lse
+
+
+def _check_supported(q: torch.Tensor, qpe: torch.Tensor, kv: torch.Tensor, kpe: torch.Tensor, sm_scale: float) -> None:
+    if q.dtype not in DTYPES:
+        raise UnsupportedError("it takes fp32, fp16 and bf16")
+    if q.shape[2] > MAX_DIM or qpe.shape[2] > MAX_DIM:
+        raise UnsupportedError(f"it takes latents up to {MAX_DIM}")
+    if kv.numel() > INT32_MAX and max(kv.stride()) > INT32_MAX:
+        raise UnsupportedError("it takes strides below 2^31")
+    if not sm_scale > 0:
+        raise UnsupportedError("it takes positive scales only")  # the largest score would become the smallest
+    if torch.is_grad_enabled() and (q.requires_grad or qpe.requires_grad or kv.requires_grad or kpe.requires_grad):
+        raise UnsupportedError("it has no backward kernel")
+
+
+@register_impl("mla_decoding", "cutile")
+def mla_decoding(
+    q: torch.Tensor,
+    qpe: torch.Tensor,
+    kv: torch.Tensor,
+    kpe: torch.Tensor,
+    sm_scale: float,
+    transpose: bool | None = None,
+    kv_len: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_decoding("mla_decoding", q, qpe, kv, kpe, None, kv_len, attention_mask)
+    _check_supported(q, qpe, kv, kpe, sm_scale)
+    return mla_decoding_forward(q, qpe, kv, kpe, sm_scale, transpose, None, kv_len, attention_mask)
+
+
+@register_impl("mla_decoding_split_kv", "cutile")
+def mla_decoding_split_kv(
+    q: torch.Tensor,
+    qpe: torch.Tensor,
+    kv: torch.Tensor,
+    kpe: torch.Tensor,
+    sm_scale: float,
+    kv_len_per_split: int | None = None,
+    kv_len: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_decoding("mla_decoding_split_kv", q, qpe, kv, kpe, kv_len_per_split, kv_len, attention_mask)
+    _check_supported(q, qpe, kv, kpe, sm_scale)
+    return mla_decoding_forward(q, qpe, kv, kpe, sm_scale, None, kv_len_per_split, kv_len, attention_mask)[0]

@@ -1,0 +1,90 @@
+"""``mla_decoding`` and ``mla_decoding_split_kv`` in plain PyTorch: one key and value for all heads."""
+
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.ops.pytorch.attention import attention
+from tilegym.ops.pytorch.attention import check_arguments
+
+
+@register_impl("mla_decoding", "pytorch")
+def mla_decoding(
+    q: torch.Tensor,
+    qpe: torch.Tensor,
+    kv: torch.Tensor,
+    kpe: torch.Tensor,
+    sm_scale: float,
+    transpose: bool | None = None,
+    kv_len: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_decoding("mla_decoding", q, qpe, kv, kpe, None, kv_len, attention_mask)
+    inputs = (q, qpe, kv, kpe, sm_scale, kv_len, attention_mask)
+    return _attend(*inputs), _lse(*inputs)
+
+
+@register_impl("mla_decoding_split_kv", "pytorch")
+def mla_decoding_split_kv(
+    q: torch.Tensor,
+    qpe: torch.Tensor,
+    kv: torch.Tensor,
+    kpe: torch.Tensor,
+    sm_scale: float,
+    kv_len_per_split: int | None = None,
+    kv_len: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_decoding("mla_decoding_split_kv", q, qpe, kv, kpe, kv_len_per_split, kv_len, attention_mask)
+    return _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask)
+
+
+def _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> torch.Tensor:
+    query, key = torch.cat((q, qpe), -1)[:, :, None], torch.cat((kv, kpe), -1)[:, None]
+    out = attention(query, key, kv[:, None], sm_scale, False, None, None, None, attention_mask, kv_len)
+    return out[:, :, 0]
+
+
+def _lse(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> torch.Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, qpe, kv, kpe = (t.to(dtype) for t in (q, qpe, kv, kpe))
+    scores = (q @ kv.mT + qpe @ kpe.mT) * sm_scale  # [B, H, S]
+    if attention_mask is not None:
+        mask = attention_mask.expand(*scores.shape[:2], 1, scores.shape[2])[:, :, 0]
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if kv_len is not None:
+        behind = torch.arange(scores.shape[2], device=q.device) >= kv_len.view(-1, 1, 1)
+        scores = scores.masked_fill(behind, float("-inf"))
+    return scores.logsumexp(-1)
+
+
+def check_decoding(
+    op: str,
+    q: torch.Tensor,
+    qpe: torch.Tensor,
+    kv: torch.Tensor,
+    kpe: torch.Tensor,
+    kv_len_per_split: int | None,
+    kv_len: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+) -> None:
+    """Raises ValueError or TypeError, naming ``op``, unless the arguments fit each other."""
+    if not q.dim() == qpe.dim() == kv.dim() == kpe.dim() == 3:
+        raise ValueError(
+            f"{op}: q, qpe, kv and kpe must have three dimensions, "
+            f"they have {q.dim()}, {qpe.dim()}, {kv.dim()} and {kpe.dim()}"
+        )
+    batch, heads, dim = q.shape
+    rope_dim, keys = qpe.shape[2], kv.shape[1]
+    if qpe.shape[:2] != (batch, heads) or kv.shape != (batch, keys, dim) or kpe.shape != (batch, keys, rope_dim):
+        raise ValueError(
+            f"{op}: expected q [B, H, D], qpe [B, H, Dr], kv [B, S, D] and kpe [B, S, Dr], "
+            f"got {tuple(q.shape)}, {tuple(qpe.shape)}, {tuple(kv.shape)} and {tuple(kpe.shape)}"
+        )
+    if not q.dtype == qpe.dtype == kv.dtype == kpe.dtype:
+        raise TypeError(
+            f"{op}: q, qpe, kv and kpe must have one dtype, they have {q.dtype}, {qpe.dtype}, {kv.dtype}, {kpe.dtype}"
+        )
+    if kv_len_per_split is not None and kv_len_per_split < 1:
+        raise ValueError(f"{op}: kv_len_per_split must be at least 1 (or None), it is {kv_len_per_split}")
+    if kv_len is not None or attention_mask is not None:
+        check_arguments(op, q[:, :, None], kv[:, None], kv[:, None], None, None, None, attention_mask, kv_len)
