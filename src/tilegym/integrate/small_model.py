@@ -43,6 +43,10 @@ def _head_dim(config: dict[str, Any], value: int) -> int:
     return HEAD_DIM if square else 2 * HEAD_DIM
 
 
+def _attention_width(config: dict[str, Any]) -> int:
+    return HIDDEN * max(1, round(config.get("attention_hidden_size", 0) / config["hidden_size"]))
+
+
 def _at_most(limit: int) -> Callable[[dict[str, Any], int], int]:
     return lambda config, value: min(value, limit)
 
@@ -75,18 +79,20 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"(mamba_d_state|state_size)$", 16),
     (r"mamba_dt_rank|time_step_rank", 4),
     (r"(mamba_)?(n_|n)groups$|^n_group$|num_expert_group", _at_most(2)),
-    (r"^topk_group$", _like("n_group", 2, 1)),
-    (r"attention_head_dim", HEAD_DIM),
+    (r"^topk_group$", lambda config, value: min(value, 2) if value == config.get("n_group") else 1),
+    (r"attention_head_dim", lambda config, value: _attention_width(config) // HEADS),
+    (r"attention_hidden_size", lambda config, value: _attention_width(config)),
     (r"(^|_)head_dim$|dim_head|d_head|attention_head_size|kv_channels|d_kv", _head_dim),
     (r"kv_n_heads|num_kv_heads|num_key_value_heads|num_query_groups", _kv_heads),
-    (r"attention_heads$|^n_heads?$|^num_heads$", HEADS),
+    (r"attention_heads$|^n_heads?$", HEADS),
+    (r"^num_heads$", lambda config, value: 2 * HIDDEN // HEAD_DIM if "expand" in config else HEADS),
     (r"kv_lora_rank", 32),
     (r"q_lora_rank", 24),
     (r"o_lora_rank|adapter_rank|laurel_rank|gated_norm_rank|hc_lowrank", 16),
     (r"(num|n_routed|num_local|moe_num)_experts$|zero_expert_num", _at_most(8)),
     (r"experts_per_tok(en)?$|moe_top_?k|moe_k$", _at_most(2)),
     (r"rotary_dim", 8),
-    (r"lru_width|attention_hidden_size", HIDDEN),
+    (r"lru_width", HIDDEN),
     (r"hidden_size_per_layer_input|ple_embed_dim", 16),
     (r"^(hidden_size(_global)?|d_model|n_embd|emb_dim|(input_|output_)?embedding_(dim|size)|dim_model)$", HIDDEN),
     (r"word_embed_proj_dim|backbone_hidden_size|lm_width|input_size|dim_model_base", HIDDEN),
@@ -138,7 +144,7 @@ def small_model(config: Any, seed: int = 0, trust_remote_code: bool = False) -> 
                 failures.append(f"{recipe.__name__}: {type(error).__name__}: {reason[-1] if reason else ''}"[:300])
             else:
                 return SmallModel(model, changes, tuple(failures))
-    last = failures[-1] if failures else "its config has no decoder"
+    last = failures[0] if failures else "its config has no decoder"
     raise ModelError(f"no small model of type {config.model_type!r} can be made ({last}): take a decoder-only model")
 
 
@@ -162,14 +168,15 @@ def _candidates(config: Any, text: Any) -> Iterator[Any]:
     """The config itself, or the text part of one for several modalities where that makes a model by itself."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(text) is not type(config) and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield text
     yield config
 
 
 def example(model: nn.Module, batch: int = 2, length: int = 2 * WINDOW + 3, seed: int = 1) -> torch.Tensor:
     """[batch, length] random token ids for ``model``, longer than the small windows."""
-    vocab = model.get_input_embeddings().num_embeddings
+    vocab = model.get_output_embeddings() or model.get_input_embeddings()
+    vocab = min(vocab.weight.shape[0], model.get_input_embeddings().num_embeddings)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocab - 3, (batch, length), generator=generator)
 
@@ -239,7 +246,31 @@ def few_layers(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return _shrink(config, lambda name: "experts" in name or name.endswith("vocab_size"))
 
 
-_RECIPES = (small_everywhere, heads_from_width, original_heads, few_layers)
+def gaps_filled(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For configs that leave open what their model needs, as some do by default."""
+    filled = dict(config)
+    for name, value in _WHERE_NOTHING_IS_SAID.items():
+        if name in filled and filled[name] is None:
+            filled[name] = value
+    values, changes = _shrink(filled, lambda name: True)
+    return values, {name: (None, v) for name, v in filled.items() if config[name] is None and v is not None} | changes
+
+
+def twice_as_deep(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For models that tie the second layer of a kind to the first."""
+    return _shrink(config, lambda name: True, 2)
+
+
+_WHERE_NOTHING_IS_SAID = {
+    "head_dim": HEAD_DIM,
+    "num_key_value_heads": HEADS,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    "attn_layer_indices": [1],
+    "layer_types": ["conv", "full_attention"],
+}
+_RECIPES = (small_everywhere, heads_from_width, gaps_filled, twice_as_deep, original_heads, few_layers)
 
 
 def _parts(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -249,32 +280,37 @@ def _parts(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _parts(value)
 
 
-def _shrink(config: dict[str, Any], wanted: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _shrink(
+    config: dict[str, Any], wanted: Callable[[str], bool], depths: int = 1
+) -> tuple[dict[str, Any], dict[str, Any]]:
     values = {name: value for name, value in config.items() if name not in ("architectures", "transformers_version")}
     changes: dict[str, Any] = {}
     depth, layers = _depth(values)
+    layers = min(depth, layers * depths) or layers
+    if values.get("is_decoder") is False:  # families that can be encoders too
+        values["is_decoder"], changes["is_decoder"] = True, (False, True)
     for name, value in list(values.items()):
         new = value
         if isinstance(value, bool) or value is None or _NOT_OURS.search(name):
             continue
         if isinstance(value, dict) and "model_type" in value:
-            new, inner = _shrink(value, wanted)
+            new, inner = _shrink(value, wanted, depths)
             changes |= {f"{name}.{key}": change for key, change in inner.items()}
             values[name] = new
             continue
         if name == "per_layer_config" and isinstance(value, dict):
             new = {i: _shrink(part, wanted)[0] for i, part in value.items() if int(i) < layers}
         elif isinstance(value, list):
-            new = _shrink_list(values, name, value, depth, layers, wanted)
+            new = _shrink_list(config, name, value, depth, layers, wanted)
         elif isinstance(value, int):
-            new = _shrink_number(values, name, value, layers, wanted)
+            new = _shrink_number(config, name, value, layers, wanted)
         if new != value:
             values[name], changes[name] = new, (value, new)
     _fit_rotation(values, config)
     return values, changes
 
 
-def _shrink_number(values: dict[str, Any], name: str, value: int, layers: int, wanted: Callable) -> int:
+def _shrink_number(config: dict[str, Any], name: str, value: int, layers: int, wanted: Callable) -> int:
     if _LAYERS.search(name):
         return min(value, layers)
     if name == "num_kv_shared_layers":
@@ -282,15 +318,14 @@ def _shrink_number(values: dict[str, Any], name: str, value: int, layers: int, w
     if name == "moe_layer_end_index":
         return min(value, layers - 1)
     if _TOKEN.search(name):
-        vocab = values.get("vocab_size")
-        return min(value, VOCAB - 1) if isinstance(vocab, int) and vocab <= VOCAB else value
+        return min(value, VOCAB - 1)
     for pattern, rule in _SIZES_COMPILED:
         if value > 0 and pattern.search(name) and wanted(name):
-            return rule if isinstance(rule, int) else rule(values, value)
+            return rule if isinstance(rule, int) else rule(config, value)
     return value
 
 
-def _shrink_list(values: dict[str, Any], name: str, value: list, depth: int, layers: int, wanted: Callable) -> list:
+def _shrink_list(config: dict[str, Any], name: str, value: list, depth: int, layers: int, wanted: Callable) -> list:
     if _INDICES.search(name) and all(isinstance(i, int) for i in value) and name not in ("no_rope_layers",):
         return [i for i in value if i < layers]
     if name == "attention_types":  # GPT-Neo: [[kinds, repetitions], ...]
@@ -299,7 +334,7 @@ def _shrink_list(values: dict[str, Any], name: str, value: list, depth: int, lay
         return [min(i, VOCAB - 1) for i in value]
     if len(value) == depth:
         value = value[:layers]
-    return [_shrink_number(values, name, v, layers, wanted) if type(v) is int and v > 8 else v for v in value]
+    return [_shrink_number(config, name, v, layers, wanted) if type(v) is int and v > 8 else v for v in value]
 
 
 def _depth(values: dict[str, Any]) -> tuple[int, int]:
@@ -308,16 +343,18 @@ def _depth(values: dict[str, Any]) -> tuple[int, int]:
     if not depths:
         return 0, 2
     depth = max(depths)
-    columns = [v for v in values.values() if isinstance(v, list) and len(v) == depth]
-    indices = [
-        v for name, v in values.items() if isinstance(v, list) and v and _INDICES.search(name) and v not in columns
-    ]
+    lists = {name: v for name, v in values.items() if isinstance(v, list) and v}
+    columns = [v for v in lists.values() if len(v) == depth]
+    indices = [v for name, v in lists.items() if len(v) != depth and _INDICES.search(name)]
     special = values.get("per_layer_config") or {}
     kinds = [
         (*(str(c[i]) for c in columns), *(i in v for v in indices), str(special.get(str(i), special.get(f"{i:02}"))))
         for i in range(depth)
     ]
     needed = 1 + max(kinds.index(kind) for kind in set(kinds))
+    for name, value in lists.items():
+        if isinstance(value[0], str) and "type" in name and len(value) < depth:
+            needed = max(needed, len(value))  # a pattern that is repeated
     for name, value in values.items():
         if type(value) is int and 1 <= value <= 16:
             if _PERIOD.search(name):
