@@ -20,7 +20,7 @@ from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
 from tilegym.ops import splitk_reduce
 from tilegym.ops.cutile import flash_decode
-from tilegym.ops.cutile.flash_decode import LSE_COLUMNS
+from tilegym.ops.cutile.flash_decode import ONE_SPLIT
 from tilegym.ops.cutile.flash_decode import TILE_BYTES
 from tilegym.ops.cutile.flash_decode import choose_splits
 from tilegym.ops.cutile.flash_decode import choose_tiles
