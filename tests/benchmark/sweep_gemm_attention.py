@@ -1,4 +1,4 @@
-"""Tries tiles, compiler hints and kernel variants of GEMM, GEMV, attention and decoding on one GPU: a tool for authors.
+"""Tries tiles, compiler hints and kernel variants of GEMM, GEMV and attention on one GPU: a tool for authors.
 
     export CUDA_TILE_CACHE_DIR=/tmp/tile-cache
     for i in $(seq 0 13); do python sweep_gemm_attention.py warm $i 14 & done; wait
@@ -23,18 +23,13 @@ from sweep_common import hints
 from sweep_common import main
 from sweep_common import p2
 from sweep_kernels import attention_experiment
-from sweep_kernels import decode_experiment
 from sweep_kernels import gemm_experiment
 
 from tilegym.ops.cutile.attention import attention_kernel
 from tilegym.ops.cutile.attention_common import KEY_MASK
-from tilegym.ops.cutile.flash_decode import LSE_COLUMNS
-from tilegym.ops.cutile.flash_decode import decode_kernel
 from tilegym.ops.cutile.linear import few_rows_kernel
 from tilegym.ops.cutile.linear import gemv_kernel
 from tilegym.ops.cutile.matmul import matmul_kernel
-from tilegym.ops.cutile.splitk_reduce import TILE_S
-from tilegym.ops.cutile.splitk_reduce import splitk_reduce_kernel
 
 # GEMM: C[M, N] = A[M, K] W[N, K]^T
 
@@ -280,73 +275,6 @@ short = (1, 32, 8, 512, 128)
 for two_loops in (False, True):
     for tile, h in (((128, 128), hints(8)), ((64, 128), hints(None, 2)), ((64, 64), hints(None, 3))):
         attention(short, True, tile, h, two_loops)
-
-
-# Decoding
-
-
-def decode_group(b: int, hq: int, hkv: int, s: int, d: int = 128) -> str:
-    name = f"decode B{b} H{hq}/{hkv} S{s}"
-
-    def tensors(dev):
-        return {
-            "q": empty_or_random(dev, b, hq, 1, d),
-            "k": empty_or_random(dev, b, hkv, s, d),
-            "v": empty_or_random(dev, b, hkv, s, d),
-            "o": torch.empty(b, hq, 1, d, device=dev, dtype=BF16),
-            "partial": torch.empty(b * hq * 256 * (d + LSE_COLUMNS), device=dev),
-            "lse": torch.empty(b * hq * 256, device=dev),
-            "kv_len": torch.full((b,), s, device=dev, dtype=torch.int32),
-        }
-
-    GROUPS[name] = Group(
-        tensors,
-        lambda t: t["o"],
-        {"flash": sdpa("FLASH_ATTENTION", False), "cuDNN": sdpa("CUDNN_ATTENTION", False)},
-        2 * 2 * b * hkv * s * d / 1e9,
-        "GB/s",
-    )
-    return name
-
-
-def decode(group, b, hq, hkv, s, tile_n, splits, h, kv_len=True, experiment=None, d=128):
-    def launches(t):
-        packed = experiment is None
-        width = d + LSE_COLUMNS if packed else d
-        partial = t["partial"][: b * hq * splits * width].view(b, hq, splits, width)
-        lse = t["lse"][: b * hq * splits].view(b, hq, splits)
-        numbers = (d**-0.5, 1.0, 0, 16, tile_n, d, d, d)
-        arrays = (t["q"], t["k"], t["v"], partial)
-        if packed:
-            flags = (False, False, 0, 1, False, kv_len, False, False)
-            first = (decode_kernel, (*arrays, 0, 0, t["kv_len"] if kv_len else 0, *numbers, *flags))
-        else:
-            first = (decode_experiment, (*arrays, lse, t["kv_len"], d**-0.5, 16, tile_n, d, *experiment[1]))
-        lse = 0 if packed else lse.unsqueeze(3)
-        merge = (partial, lse, 0, t["o"], TILE_S, d, max(16, p2(splits)), d, False, packed)
-        return [((b * hkv, splits), *first), ((b * hq,), splitk_reduce_kernel, merge)]
-
-    label = f"keys{tile_n} splits{splits} {experiment[0] if experiment else ''}{'' if kv_len else ' no kv_len'}"
-    VARIANTS.append(Variant(group, label, h, launches))
-
-
-# (name, (latency, bound by slicing the arrays, keys as the left operand))
-QUERIES_LEFT = ("queries left", (0, False, False))
-KEYS_LEFT = ("keys left", (0, False, True))
-for shape, chosen in (((8, 32, 8, 8192), (2, 4, 6, 8)), ((1, 32, 8, 1024), (4, 8)), ((1, 32, 8, 8192), (8, 16, 32))):
-    g = decode_group(*shape)
-    for splits in chosen:
-        for tile_n, h in (
-            (128, hints(None, 2)),
-            (128, hints(None, 1)),
-            (64, hints(None, 4)),
-            (64, hints(None, 2)),
-            (256, hints(None, 1)),
-        ):
-            decode(g, *shape, tile_n, splits, h)
-    decode(g, *shape, 128, chosen[1], hints(None, 2), kv_len=False)
-    decode(g, *shape, 128, chosen[1], hints(None, 2), experiment=QUERIES_LEFT)
-    decode(g, *shape, 128, chosen[1], hints(None, 2), experiment=KEYS_LEFT)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import math
 
 import cuda.tile as ct
 
-from tilegym.ops.cutile.attention_common import LOG2E
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.matmul import tile_of_block
 
@@ -165,97 +164,3 @@ def attention_experiment(
     if HIGH > 0:
         tile = (acc_high / row_sum).reshape((1, 1, TILE_M, HIGH)).astype(out.dtype)
         ct.store(out, (batch, head, i, LOW // HIGH), tile)
-
-
-@ct.kernel
-def decode_experiment(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    kv_len,
-    scaling: float,
-    TILE_M: Int,
-    TILE_N: Int,
-    D: Int,
-    LATENCY: Int,
-    SLICED: Bool,
-    KEYS_LEFT: Bool,
-):
-    batch, kv_head = ct.bid(0) // k.shape[1], ct.bid(0) % k.shape[1]
-    split = ct.bid(1)
-    group = q.shape[1] // k.shape[1]
-    head, next_head = kv_head * group, (kv_head + 1) * group
-    keys = ct.load(kv_len, (batch,), (1,)).item()
-    if SLICED:
-        k = k.slice(2, 0, keys)
-        v = v.slice(2, 0, keys)
-    share = ct.cdiv(ct.cdiv(keys, TILE_N), ct.num_blocks(1))
-    first = split * share
-    last = min(first + share, ct.cdiv(keys, TILE_N))
-    unit = scaling * LOG2E
-    q_tile = ct.load(q.slice(1, head, next_head), (batch, 0, 0, 0), (1, TILE_M, 1, D), padding_mode=ZERO)
-    q_tile = q_tile.reshape((TILE_M, D))
-    if KEYS_LEFT:
-        # scores as [keys, queries]: the tall operand is on the left, where Hopper's wide instruction wants it
-        q_tile = ct.transpose(q_tile)
-        row_max = ct.full((1, TILE_M), -math.inf, dtype=ct.float32)
-        row_sum = ct.zeros((1, TILE_M), dtype=ct.float32)
-        acc = ct.zeros((D, TILE_M), dtype=ct.float32)
-        for j in range(first, last):
-            k_tile = ct.load(
-                k,
-                (batch, kv_head, j, 0),
-                (1, 1, TILE_N, D),
-                padding_mode=ZERO,
-                latency=LATENCY if LATENCY > 0 else None,
-            )
-            s = ct.mma(k_tile.reshape((TILE_N, D)), q_tile, ct.zeros((TILE_N, TILE_M), dtype=ct.float32))
-            if (j + 1) * TILE_N > keys:
-                s = ct.where(j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None] < keys, s, -math.inf)
-            new_max = ct.maximum(row_max, ct.max(s, axis=0, keepdims=True))
-            p = ct.exp2(s * unit - new_max * unit, flush_to_zero=True)
-            shrink = ct.exp2((row_max - new_max) * unit, flush_to_zero=True)
-            row_sum = row_sum * shrink + ct.sum(p, axis=0, keepdims=True)
-            v_tile = ct.load(
-                v,
-                (batch, kv_head, 0, j),
-                (1, 1, D, TILE_N),
-                order=(0, 1, 3, 2),
-                padding_mode=ZERO,
-                latency=LATENCY if LATENCY > 0 else None,
-            )
-            acc = ct.mma(v_tile.reshape((D, TILE_N)), p.astype(v.dtype), acc * shrink)
-            row_max = new_max
-        acc = ct.transpose(acc / row_sum)
-        logits = row_max * scaling + ct.log(row_sum)
-    else:
-        row_max = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
-        row_sum = ct.zeros((TILE_M, 1), dtype=ct.float32)
-        acc = ct.zeros((TILE_M, D), dtype=ct.float32)
-        for j in range(first, last):
-            k_tile = ct.load(
-                k,
-                (batch, kv_head, 0, j),
-                (1, 1, D, TILE_N),
-                order=(0, 1, 3, 2),
-                padding_mode=ZERO,
-                latency=LATENCY if LATENCY > 0 else None,
-            )
-            s = ct.mma(q_tile, k_tile.reshape((D, TILE_N)), ct.zeros((TILE_M, TILE_N), dtype=ct.float32))
-            if (j + 1) * TILE_N > keys:
-                s = ct.where(j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :] < keys, s, -math.inf)
-            p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, scaling, 1, False)
-            v_tile = ct.load(
-                v,
-                (batch, kv_head, j, 0),
-                (1, 1, TILE_N, D),
-                padding_mode=ZERO,
-                latency=LATENCY if LATENCY > 0 else None,
-            )
-            acc = ct.mma(p.astype(v.dtype), v_tile.reshape((TILE_N, D)), acc)
-        acc = acc / row_sum
-        logits = row_max * scaling + ct.log(row_sum)
-    ct.store(out.slice(1, head, next_head), (batch, 0, split, 0), acc.reshape((1, TILE_M, 1, D)))
-    ct.store(lse.slice(1, head, next_head), (batch, 0, split), logits.reshape((1, TILE_M, 1)))

@@ -13,6 +13,7 @@ from common import randn
 from common import recorded_launches
 from common import sanitized
 
+from tilegym import interpreter
 from tilegym.backend import dispatcher
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
@@ -20,13 +21,17 @@ from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
 from tilegym.ops import splitk_reduce
 from tilegym.ops.cutile import flash_decode
+from tilegym.ops.cutile.flash_decode import LAST_BLOCK
+from tilegym.ops.cutile.flash_decode import NEXT_LAUNCH
 from tilegym.ops.cutile.flash_decode import ONE_SPLIT
 from tilegym.ops.cutile.flash_decode import TILE_BYTES
+from tilegym.ops.cutile.flash_decode import choose_merge
 from tilegym.ops.cutile.flash_decode import choose_splits
 from tilegym.ops.cutile.flash_decode import choose_tiles
 from tilegym.ops.cutile.flash_decode import decode_forward
 from tilegym.ops.cutile.flash_decode import decode_kernel
 from tilegym.ops.cutile.flash_decode import max_splits
+from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import splitk_reduce_forward
 from tilegym.ops.pytorch.flash_decode import fmha_decode as reference
 from tilegym.ops.pytorch.splitk_reduce import splitk_reduce as splitk_reference
@@ -84,8 +89,8 @@ OPTIONS = {
     "mask of heads": dict(attention_mask=boolean(2, 8, 1, 150)),
     "all masked": dict(attention_mask=torch.zeros(150, dtype=torch.bool, device=device())),
     "additive mask": dict(attention_mask=randn(1, 8, 1, 150, seed=4).masked_fill(~boolean(150), -math.inf)),
-    # Such scores leave lse no digits for the number of keys: splits of a row that is masked as a whole count alike.
-    "lowest number as mask": dict(attention_mask=lowest_numbers(), kv_len_per_split=1000),
+    "lowest number as mask": dict(attention_mask=lowest_numbers()),
+    "lowest number as mask, one split": dict(attention_mask=lowest_numbers(), kv_len_per_split=1000),
     "all": dict(
         sm_scale=0.3,
         kv_len=lengths(140, 60),
@@ -144,8 +149,37 @@ class Test_FlashDecode(PyTestCase):
         for kv_len in ([1, 1], [150, 150]):
             with recorded_launches() as launches:
                 fmha_decode(**kwargs, kv_len=torch.tensor(kv_len), backend="cutile")
-            grids.append([args[3].shape for _, args in launches])
-        assert grids[0] == grids[1] and len(grids[0]) == 2
+            grids.append([args[4].shape for _, args in launches])
+        assert grids[0] == grids[1] and len(grids[0]) == 1
+
+    @pytest.mark.parametrize("name", ["scale", "sinks", "all"])
+    def test_two_launches(self, name, monkeypatch):
+        """What one block would take too long to merge gets a launch of its own."""
+        monkeypatch.setattr(flash_decode, "choose_merge", lambda *sizes: (NEXT_LAUNCH, 1, 1))
+        kwargs = tensors(*SHAPES[0]) | OPTIONS[name]
+        self.assertCorrectness(fmha_decode, reference, kwargs, {"backend": "cutile"})
+
+    @pytest.mark.parametrize("order", ["shuffled", "threads"])
+    def test_result_does_not_depend_on_which_block_is_last(self, order, monkeypatch):
+        kwargs = {k: v.cpu() for k, v in tensors(*SHAPES[0]).items()}
+        expected = fmha_decode(**kwargs, backend="cutile")
+        launched, run = [], interpreter.launch
+
+        def launch(grid, kernel, args):
+            run(grid, kernel, args, order=order, seed=len(launched))
+            launched.append(args)
+
+        monkeypatch.setattr(interpreter, "launch", launch)
+        for _ in range(3):
+            assert torch.equal(fmha_decode(**kwargs, backend="cutile"), expected)
+        assert len(launched) == 3  # one each
+        assert not any(args[5].any() for args in launched)  # the counters are ready for the next launch
+
+    def test_which_splits_one_block_merges(self):
+        assert choose_merge(4, 128, 1)[0] == ONE_SPLIT
+        assert choose_merge(4, 128, 33) == (LAST_BLOCK, 4, 4)
+        assert choose_merge(71, 64, 5)[:2] == (LAST_BLOCK, 128)
+        assert choose_merge(71, 64, 132)[0] == NEXT_LAUNCH
 
     def test_enough_blocks_for_the_gpu(self, monkeypatch):
         monkeypatch.setattr("tilegym.ops.cutile.flash_decode.sm_count", lambda index: 132)
@@ -198,25 +232,31 @@ class Test_FlashDecode(PyTestCase):
         options = (40, lengths(9, 150), 33, 2.0, randn(8), boolean(2, 1, 1, 150))
         torch.library.opcheck(decode_forward.operator, (q, k, v, 0.25, *options))
 
-    @pytest.mark.parametrize("name", ["lengths", "all"])
-    def test_compiles_for_every_architecture(self, name):
+    @pytest.mark.parametrize(
+        ("name", "kernels"), [("lengths", 1), ("all", 1), ("lengths", 2)], ids=["lengths", "all", "two launches"]
+    )
+    def test_compiles_for_every_architecture(self, name, kernels, monkeypatch):
+        if kernels == 2:
+            monkeypatch.setattr(flash_decode, "choose_merge", lambda *sizes: (NEXT_LAUNCH, 1, 1))
         options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
         kwargs = {k: v.cpu() for k, v in tensors(2, 8, 2, 150, 128, 128, dtype=torch.bfloat16).items()}
         with recorded_launches() as launches:
             fmha_decode(**kwargs, **options, backend="cutile")
-        assert [kernel._pyfunc.__name__ for kernel, _ in launches] == ["decode_kernel", "splitk_reduce_kernel"]
-        for kernel, args in launches:
+        assert [kernel._pyfunc.__name__ for kernel, _ in launches] == ["decode_kernel", "merge_kernel"][:kernels]
+        for kernel, args in launches[kernels - 1 :]:
             assert_compiles(kernel, args, ("sm_80", "sm_90", "sm_100", "sm_120") if name == "lengths" else ("sm_90",))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     @pytest.mark.parametrize("head_dim", [128, 256])
     def test_real_tiles_compile(self, dtype, head_dim):
         q, k, v = (torch.empty(2, n, s, head_dim, dtype=dtype) for n, s in ((32, 1), (8, 4096), (8, 4096)))
-        partial, kv_len = torch.empty(2, 32, 8, head_dim + LSE_COLUMNS), torch.empty(2, dtype=torch.int32)
+        partial, out = torch.empty(2, 32, 8, head_dim + STATE_COLUMNS), torch.empty_like(q)
+        arrivals, kv_len = torch.empty(64, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         tile_n = TILE_BYTES // (head_dim * dtype.itemsize)
         sizes = (16, tile_n, head_dim, head_dim, head_dim)
-        flags = (False, False, 0, 1, False, True, dtype == torch.float32, False)
-        assert_compiles(decode_kernel, (q, k, v, partial, 0, 0, kv_len, 0.1, 1.0, 0, *sizes, *flags), ("sm_90",))
+        flags = (False, False, 0, 1, False, True, dtype == torch.float32, *choose_merge(4, head_dim, 8))
+        arrays = (q, k, v, out, partial, arrivals, 0, 0, kv_len)
+        assert_compiles(decode_kernel, (*arrays, 0.1, 1.0, 0, *sizes, *flags), ("sm_90",))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     def test_many_heads_on_one_kv_head_compile(self, dtype, monkeypatch):
@@ -224,8 +264,8 @@ class Test_FlashDecode(PyTestCase):
         q, k = torch.empty(1, 71, 1, 64, dtype=dtype), torch.empty(1, 1, 600, 64, dtype=dtype)
         with recorded_launches() as launches:
             fmha_decode(q, k, k, kv_len_per_split=128, backend="cutile")
-        (kernel, args), _ = launches
-        assert (128, 32 if dtype == torch.float32 else 128) == args[10:12]
+        ((kernel, args),) = launches
+        assert (128, 32 if dtype == torch.float32 else 128) == args[12:14]
         assert_compiles(kernel, args)
 
     @gpu

@@ -1,7 +1,8 @@
 """``fmha_decode`` in cuTile: attention of one query a head, its keys split among blocks (flash-decoding).
 
 All there is to do is to read the keys and values once, at the speed of memory: for that enough blocks must be at work.
-A block takes one kv head, hence all query heads of its group at a time, and a share of the keys that are valid now.
+A block takes one kv head, hence all query heads of its group at a time, and a share of the keys that are valid now. The
+last block of a kv head to finish merges the shares, in their order: which block that is does not show in the result.
 """
 
 import functools
@@ -13,6 +14,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.ops.cutile.arrivals import arrival_counters
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
 from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import NO_MASK
@@ -23,12 +25,19 @@ from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
-from tilegym.ops.cutile.splitk_reduce import launch_splitk_reduce
+from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
+from tilegym.ops.cutile.splitk_reduce import TILE_S
+from tilegym.ops.cutile.splitk_reduce import merge_kernel
+from tilegym.ops.cutile.splitk_reduce import merge_states
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.attention import check_arguments
 from tilegym.ops.pytorch.flash_decode import check_query
+
+# How the splits become one: there is only one; the block that finishes last merges them; another launch does.
+ONE_SPLIT, LAST_BLOCK, NEXT_LAUNCH = 0, 1, 2
 
 
 @ct.kernel(occupancy=2)
@@ -36,7 +45,9 @@ def decode_kernel(
     q,  # [B, Hq, 1, D]
     k,  # [B, Hkv, Skv, D]
     v,  # [B, Hkv, Skv, Dv]
-    out,  # [B, Hq, 1, Dv] if FINAL, else [B, Hq, splits, Dv + LSE_COLUMNS]: a split's output, then its lse
+    out,  # [B, Hq, 1, Dv]
+    partial,  # [B, Hq, splits, Dv + STATE_COLUMNS], as merge_states takes it; 0 if ONE_SPLIT
+    arrivals,  # [B * Hkv or more] zeros, which they are again afterwards, if LAST_BLOCK, else 0
     mask,  # [B or 1, Hq or 1, 1, Skv] if MASK, else 0
     sinks,  # [Hq] if SINKS, else 0
     kv_len,  # [B] if KV_LEN, else 0
@@ -55,7 +66,9 @@ def decode_kernel(
     SINKS: Bool,
     KV_LEN: Bool,
     EXACT: Bool,
-    FINAL: Bool,  # one split: its output is the result
+    MERGE: Int,
+    TILE_H: Int,  # heads and splits that are merged at a time
+    TILE_S: Int,
 ):
     zero = ct.PaddingMode.ZERO
     batch, kv_head = ct.bid(0) // k.shape[1], ct.bid(0) % k.shape[1]
@@ -79,13 +92,13 @@ def decode_kernel(
     q_tile = ct.transpose(q_tile.reshape((TILE_M, TILE_D)))
     unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
     acc = ct.zeros((TILE_DV, TILE_M), dtype=ct.float32)
-    if SINKS:
+    col_max = ct.full((1, TILE_M), -math.inf, dtype=ct.float32)
+    col_sum = ct.zeros((1, TILE_M), dtype=ct.float32)
+    if SINKS and split == 0:
+        # A sink is one more key, with a score of its own and the value zero.
         sink = ct.load(sinks.slice(0, head, next_head), (0,), (TILE_M,), padding_mode=zero).astype(ct.float32)
         col_max = sink.reshape((1, TILE_M)) / unit
         col_sum = ct.ones((1, TILE_M), dtype=ct.float32)
-    else:
-        col_max = ct.full((1, TILE_M), -math.inf, dtype=ct.float32)
-        col_sum = ct.zeros((1, TILE_M), dtype=ct.float32)
     for j in range(first, last):
         k_tile = ct.load(k, (batch, kv_head, j, 0), (1, 1, TILE_N, TILE_D), padding_mode=zero)
         s = ct.mma(k_tile.reshape((TILE_N, TILE_D)), q_tile, ct.zeros((TILE_N, TILE_M), dtype=ct.float32))
@@ -108,14 +121,27 @@ def decode_kernel(
         p, col_max, col_sum, acc = update_softmax(s, col_max, col_sum, acc, unit, 0, EXACT)
         acc = ct.mma(v_tile, p.astype(v_tile.dtype), acc)
 
-    acc = ct.transpose(acc / ct.where(col_sum == 0.0, 1.0, col_sum))
-    tile = acc.reshape((1, TILE_M, 1, TILE_DV)).astype(out.dtype)
     out = out.slice(1, head, next_head)
-    ct.store(out.slice(3, 0, DV), (batch, 0, split, 0), tile)
-    if not FINAL:
-        # log(sum of exp(score)) with scores in natural units; -inf where no key was seen.
-        lse = (col_max * unit + ct.log(col_sum)).reshape((1, TILE_M, 1, 1))
-        ct.store(out.slice(3, DV, DV + 1), (batch, 0, split, 0), lse)
+    if MERGE == ONE_SPLIT:
+        acc = ct.transpose(acc / ct.where(col_sum == 0.0, 1.0, col_sum))
+        ct.store(out, (batch, 0, 0, 0), acc.reshape((1, TILE_M, 1, TILE_DV)).astype(out.dtype))
+    else:
+        # Kept as they are until all splits are known, they are merged as exactly as the tiles of one split.
+        # Stores by the tensor memory accelerator would take a path of their own to memory.
+        partial = partial.slice(1, head, next_head)
+        place, column = (batch, 0, split, 0), (1, TILE_M, 1, 1)
+        tile = ct.transpose(acc).reshape((1, TILE_M, 1, TILE_DV))
+        ct.store(partial.slice(3, 0, DV), place, tile, allow_tma=False)
+        ct.store(partial.slice(3, DV, DV + 1), place, col_max.reshape(column), allow_tma=False)
+        ct.store(partial.slice(3, DV + 1, DV + 2), place, col_sum.reshape(column), allow_tma=False)
+    if MERGE == LAST_BLOCK:
+        # Acquires and releases: see arrivals.py.
+        arrived = ct.atomic_add(arrivals, (ct.bid(0),), 1)
+        if arrived.item() == ct.num_blocks(1) - 1:
+            ct.atomic_xchg(arrivals, (ct.bid(0),), 0)
+            merged = merge_states(partial, batch, unit, TILE_H, TILE_S, TILE_DV, DV)
+            rows, columns = ct.arange(TILE_H, dtype=ct.int32)[:, None], ct.arange(TILE_DV, dtype=ct.int32)[None, :]
+            ct.scatter(out, (batch, rows, 0, columns), merged.astype(out.dtype))
 
 
 def load_mask(mask, batch, head, next_head, j, HEADS: Int, TILE_N: Int):
@@ -136,7 +162,10 @@ wide_decode_kernel = decode_kernel.replace_hints(num_worker_warps=8)
 MAX_TILE_N = 128
 MAX_SPLITS = 256
 UNSPLIT_KEYS = 512
-LSE_COLUMNS = 4  # one for lse; four keep the rows of fp32 on 16 bytes
+MERGE_ELEMENTS = 2048  # of the splits that a block holds at a time while it merges them; with 4096 registers spill
+# A single block reads the splits of a kv head at a fraction of the speed of memory. Beyond so many bytes of them the
+# blocks of another launch, one for each query head, are faster.
+MAX_MERGE_BYTES = 2**18
 
 
 @functools.lru_cache(maxsize=1024)
@@ -173,9 +202,90 @@ def choose_splits(kv_heads: int, keys: int, keys_per_split: int | None, device_i
     return 1 if keys <= UNSPLIT_KEYS else min(-(-keys // MAX_TILE_N), max_splits(kv_heads, device_index))
 
 
+@functools.lru_cache(maxsize=1024)
+def choose_merge(group: int, v_dim: int, splits: int) -> tuple[int, int, int]:
+    """MERGE, TILE_H and TILE_S for the splits of ``group`` query heads."""
+    if splits == 1:
+        return ONE_SPLIT, 1, 1
+    if 4 * group * splits * v_dim > MAX_MERGE_BYTES:
+        return NEXT_LAUNCH, 1, 1
+    tile_h = next_power_of_2(group)
+    tile_s = MERGE_ELEMENTS // (tile_h * tile_of(v_dim))
+    return LAST_BLOCK, tile_h, max(1, min(tile_s, TILE_S, next_power_of_2(splits)))
+
+
 def _fake(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask):
     batch, heads, _, _ = q.shape
     return q.new_empty(batch, heads, 1, v.shape[3])
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float,
+    kv_len_per_split: int | None,
+    kv_len: torch.Tensor | None,
+    window_size: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    reuse_counters: bool,
+) -> torch.Tensor:
+    batch, heads, _, head_dim = q.shape
+    _, kv_heads, keys, _ = k.shape
+    v_dim = v.shape[3]
+    if keys == 0:
+        return q.new_zeros(batch, heads, 1, v_dim)
+    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    device_index, dtype = q.get_device(), q.dtype
+    out = q.new_empty(batch, heads, 1, v_dim)
+    visible = keys if window_size is None else min(keys, window_size)
+    splits = choose_splits(batch * kv_heads, visible, kv_len_per_split, device_index)
+    merge, tile_h, tile_s = choose_merge(heads // kv_heads, v_dim, splits)
+    partial = arrivals = 0
+    if merge != ONE_SPLIT:
+        # The splits' outputs and states in one: an allocation costs as much as a quarter of a launch.
+        partial = q.new_empty(batch, heads, splits, v_dim + STATE_COLUMNS, dtype=torch.float32)
+    if merge == LAST_BLOCK:
+        arrivals = arrival_counters(q, batch * kv_heads, reuse_counters)
+    mask_kind, mask = prepare_mask(attention_mask, keys)
+    tiles = choose_tiles(heads // kv_heads, head_dim, v_dim, dtype.itemsize, device_index)
+    launch(
+        out,
+        (batch * kv_heads, splits),
+        decode_kernel if tiles[0] <= MAX_TILE_M else wide_decode_kernel,
+        (
+            q,
+            k,
+            v,
+            out,
+            partial,
+            arrivals,
+            mask,
+            0 if sinks is None else sinks,
+            0 if kv_len is None else kv_len,
+            sm_scale,
+            1.0 if soft_cap is None else soft_cap,
+            0 if window_size is None else window_size,
+            *tiles,
+            v_dim,
+            window_size is not None,
+            soft_cap is not None,
+            mask_kind,
+            tiles[0] if mask_kind != NO_MASK and mask.shape[1] > 1 else 1,
+            sinks is not None,
+            kv_len is not None,
+            needs_exact(dtype, mask_kind),
+            merge,
+            tile_h,
+            tile_s,
+        ),
+    )
+    if merge == NEXT_LAUNCH:
+        unit = 1.0 if soft_cap is not None or mask_kind == ADDITIVE_MASK else sm_scale
+        launch(out, (batch * heads,), merge_kernel, (partial, out, unit, TILE_S, tiles[3], v_dim))
+    return out
 
 
 @compilable(_fake)
@@ -191,52 +301,7 @@ def decode_forward(
     sinks: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    batch, heads, _, head_dim = q.shape
-    _, kv_heads, keys, _ = k.shape
-    v_dim = v.shape[3]
-    if keys == 0:
-        return q.new_zeros(batch, heads, 1, v_dim)
-    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
-    device_index, dtype = q.get_device(), q.dtype
-    out = q.new_empty(batch, heads, 1, v_dim)
-    visible = keys if window_size is None else min(keys, window_size)
-    splits = choose_splits(batch * kv_heads, visible, kv_len_per_split, device_index)
-    final = splits == 1
-    # One allocation for the splits' outputs and their lse: an allocation costs as much as a quarter of a launch.
-    partial = out if final else q.new_empty(batch, heads, splits, v_dim + LSE_COLUMNS, dtype=torch.float32)
-    mask_kind, mask = prepare_mask(attention_mask, keys)
-    tiles = choose_tiles(heads // kv_heads, head_dim, v_dim, dtype.itemsize, device_index)
-    has_sinks = sinks is not None and final  # else they join when the splits are merged
-    launch(
-        partial,
-        (batch * kv_heads, splits),
-        decode_kernel if tiles[0] <= MAX_TILE_M else wide_decode_kernel,
-        (
-            q,
-            k,
-            v,
-            partial,
-            mask,
-            sinks if has_sinks else 0,
-            0 if kv_len is None else kv_len,
-            sm_scale,
-            1.0 if soft_cap is None else soft_cap,
-            0 if window_size is None else window_size,
-            *tiles,
-            v_dim,
-            window_size is not None,
-            soft_cap is not None,
-            mask_kind,
-            tiles[0] if mask_kind != NO_MASK and mask.shape[1] > 1 else 1,
-            has_sinks,
-            kv_len is not None,
-            needs_exact(dtype, mask_kind),
-            final,
-        ),
-    )
-    if not final:
-        launch_splitk_reduce(partial, None, sinks, out)
-    return out
+    return _forward(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask, False)
 
 
 @register_impl("fmha_decode", "cutile")
@@ -257,4 +322,7 @@ def fmha_decode(
     if sm_scale is None:
         sm_scale = q.shape[3] ** -0.5
     check_supported(q, k, v, sm_scale, sinks, attention_mask)
-    return decode_forward(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
+    options = (sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
+    if torch.compiler.is_compiling():
+        return decode_forward(q, k, v, *options)
+    return _forward(q, k, v, *options, True)

@@ -12,64 +12,79 @@ from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.splitk_reduce import check_arguments
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TILE_S = 16  # splits whose outputs are in registers at a time
+STATE_COLUMNS = 4  # two for a split's largest score and sum; four keep the rows of fp32 on 16 bytes
+
+
+def merge_splits(partial, top, total, batch, state, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, SUMS: Bool):
+    """In a kernel: attention over all splits, [TILE_H, TILE_D] in fp32, merged in their order.
+
+    partial [B, H, splits, Dv] holds each split's sum of values weighted by ``exp(unit * (score - top))``, top and total
+    [B, H, splits, 1] the largest score and the sum of the weights. Without SUMS (total is 0) partial is normalised and
+    ``unit * top`` the logarithm of the sum of exponentials. ``state``, a pair [TILE_H, 1], is what to start from.
+    """
+    all_top, all_total = state
+    acc = ct.zeros((TILE_H, TILE_D), dtype=ct.float32)
+    heads, columns = ct.arange(TILE_H, dtype=ct.int32), ct.arange(TILE_D, dtype=ct.int32)
+    for s in range(ct.cdiv(partial.shape[2], TILE_S)):
+        splits = span(s, TILE_S)
+        at = (batch, heads[:, None], splits[None, :], 0)
+        tops = ct.gather(top, at, padding_value=-math.inf)
+        new_top = ct.maximum(all_top, ct.max(tops, axis=1, keepdims=True))
+        base = ct.where(new_top == -math.inf, 0.0, new_top)
+        weight = ct.exp((tops - base) * unit)
+        shrink = ct.exp((all_top - base) * unit)
+        tile = ct.gather(partial, (batch, heads[:, None, None], splits[None, :, None], columns[None, None, :]))
+        weighted = weight.reshape((TILE_H, TILE_S, 1)) * tile
+        if SUMS:
+            weight = weight * ct.gather(total, at)
+        else:
+            # A split that saw no key weighs nothing, whatever its output holds.
+            weighted = ct.where(weight.reshape((TILE_H, TILE_S, 1)) == 0.0, 0.0, weighted)
+        all_total = all_total * shrink + ct.sum(weight, axis=1, keepdims=True)
+        acc = acc * shrink + ct.sum(weighted, axis=1)
+        all_top = new_top
+    return acc / ct.where(all_total == 0.0, 1.0, all_total)
+
+
+def merge_states(partial, batch, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, DV: Int):
+    """In a kernel: :func:`merge_splits` of [B, H, splits, DV + STATE_COLUMNS]: column DV is top, the next total."""
+    nothing = (ct.full((TILE_H, 1), -math.inf, dtype=ct.float32), ct.zeros((TILE_H, 1), dtype=ct.float32))
+    top, total = partial.slice(3, DV, DV + 1), partial.slice(3, DV + 1, DV + 2)
+    return merge_splits(partial.slice(3, 0, DV), top, total, batch, nothing, unit, TILE_H, TILE_S, TILE_D, True)
 
 
 @ct.kernel
 def splitk_reduce_kernel(
-    partial,  # [B, Hq, splits, Dv], or more columns if PACKED
-    lse,  # [B, Hq, splits, 1]; 0 if PACKED: it is column Dv of partial
+    partial,  # [B, Hq, splits, Dv]
+    lse,  # [B, Hq, splits, 1]
     sinks,  # [Hq] if SINKS, else 0
     out,  # [B, Hq, 1, Dv]
     TILE_S: Int,
     TILE_D: Int,
-    SPLITS: Int,  # at least the number of splits
-    DV: Int,
     SINKS: Bool,
-    PACKED: Bool,
 ):
     # One block a row of the output.
-    nothing = ct.PaddingMode.NEG_INF
     batch, head = ct.bid(0) // partial.shape[1], ct.bid(0) % partial.shape[1]
-    if PACKED:
-        lse = partial.slice(3, DV, DV + 1)
-        partial = partial.slice(3, 0, DV)
-    logits = ct.load(lse, (batch, head, 0, 0), (1, 1, SPLITS, 1), padding_mode=nothing).reshape((1, SPLITS))
-    top = ct.max(logits, axis=1, keepdims=True)
+    top, total = ct.full((1, 1), -math.inf, dtype=ct.float32), ct.zeros((1, 1), dtype=ct.float32)
     if SINKS:
-        sink = ct.load(sinks, (head,), (1,)).astype(ct.float32).reshape((1, 1))
-        top = ct.maximum(top, sink)
-    top = ct.where(top == -math.inf, 0.0, top)
-    total = ct.sum(ct.exp(logits - top), axis=1, keepdims=True)
-    if SINKS:
-        total = total + ct.exp(sink - top)
-    acc = ct.zeros((1, TILE_D), dtype=ct.float32)
-    for s in range(ct.cdiv(partial.shape[2], TILE_S)):
-        weight = ct.load(lse, (batch, head, s, 0), (1, 1, TILE_S, 1), padding_mode=nothing).reshape((TILE_S, 1))
-        weight = ct.exp(weight - top)
-        tile = ct.load(partial, (batch, head, s, 0), (1, 1, TILE_S, TILE_D), padding_mode=ct.PaddingMode.ZERO)
-        # A split that saw no key weighs nothing, whatever its output holds.
-        weighted = ct.where(weight == 0.0, 0.0, weight * tile.reshape((TILE_S, TILE_D)))
-        acc = acc + ct.sum(weighted, axis=0, keepdims=True)
-    acc = acc / ct.where(total == 0.0, 1.0, total)
+        top = ct.load(sinks, (head,), (1,)).astype(ct.float32).reshape((1, 1))
+        total = ct.ones((1, 1), dtype=ct.float32)
+    partial, lse = partial.slice(1, head, head + 1), lse.slice(1, head, head + 1)
+    acc = merge_splits(partial, lse, 0, batch, (top, total), 1.0, 1, TILE_S, TILE_D, False)
     ct.store(out, (batch, head, 0, 0), acc.reshape((1, 1, 1, TILE_D)).astype(out.dtype))
 
 
-def launch_splitk_reduce(
-    partial: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """Writes the merged [B, Hq, 1, Dv] into ``out``.
-
-    lse is [B, Hq, splits, 1]; if it is None, column Dv of ``partial`` is it.
-    """
-    batch, heads, splits, _ = partial.shape
-    head_dim = out.shape[3]
-    arrays = (partial, 0 if lse is None else lse, 0 if sinks is None else sinks, out)
-    constants = (TILE_S, tile_of(head_dim), tile_of(splits), head_dim, sinks is not None, lse is None)
-    launch(out, (batch * heads,), splitk_reduce_kernel, (*arrays, *constants))
+@ct.kernel
+def merge_kernel(partial, out, unit: float, TILE_S: Int, TILE_D: Int, DV: Int):
+    """:func:`merge_states` with one block a row of ``out``, [B, Hq, 1, Dv]."""
+    batch, head = ct.bid(0) // partial.shape[1], ct.bid(0) % partial.shape[1]
+    acc = merge_states(partial.slice(1, head, head + 1), batch, unit, 1, TILE_S, TILE_D, DV)
+    ct.store(out, (batch, head, 0, 0), acc.reshape((1, 1, 1, TILE_D)).astype(out.dtype))
 
 
 def _fake(partial, lse, dtype, sinks):
@@ -82,9 +97,12 @@ def splitk_reduce_forward(
     partial: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     out = _fake(partial, lse, dtype, sinks)
-    if partial.shape[2] == 0:
+    batch, heads, splits, head_dim = partial.shape
+    if splits == 0:
         return out.zero_()
-    launch_splitk_reduce(partial, lse.unsqueeze(3), sinks, out)
+    arrays = (partial, lse.unsqueeze(3), 0 if sinks is None else sinks, out)
+    constants = (TILE_S, tile_of(head_dim), sinks is not None)
+    launch(out, (batch * heads,), splitk_reduce_kernel, (*arrays, *constants))
     return out
 
 

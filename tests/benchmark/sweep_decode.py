@@ -1,0 +1,118 @@
+"""Tries tiles, splits and ways to merge them for decode attention on one GPU: a tool for authors.
+
+    export CUDA_TILE_CACHE_DIR=/tmp/tile-cache
+    for i in $(seq 0 13); do python sweep_decode.py warm $i 14 & done; wait
+    python sweep_decode.py run [start of a group's name ...]
+
+As in ``sweep_gemm_attention.py``: ``warm i n`` compiles every n-th variant, ``run`` checks and times them, and
+``compile i n`` compiles ahead of time for sm_90 without a GPU.
+"""
+
+import torch
+import torch.nn.functional as F
+from sweep_common import BF16
+from sweep_common import GROUPS
+from sweep_common import VARIANTS
+from sweep_common import Group
+from sweep_common import Variant
+from sweep_common import empty_or_random
+from sweep_common import hints
+from sweep_common import main
+from sweep_common import p2
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel
+
+from tilegym.ops.cutile.flash_decode import LAST_BLOCK
+from tilegym.ops.cutile.flash_decode import NEXT_LAUNCH
+from tilegym.ops.cutile.flash_decode import ONE_SPLIT
+from tilegym.ops.cutile.flash_decode import decode_kernel
+from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
+from tilegym.ops.cutile.splitk_reduce import TILE_S
+from tilegym.ops.cutile.splitk_reduce import merge_kernel
+
+
+def sdpa(backend):
+    def run(t):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(t["q"], t["k"], t["v"], enable_gqa=t["q"].shape[1] != t["k"].shape[1])
+
+    return run
+
+
+def decode_group(b: int, hq: int, hkv: int, s: int, d: int) -> str:
+    name = f"decode B{b} H{hq}/{hkv} S{s} D{d}"
+
+    def tensors(dev):
+        return {
+            "q": empty_or_random(dev, b, hq, 1, d),
+            "k": empty_or_random(dev, b, hkv, s, d),
+            "v": empty_or_random(dev, b, hkv, s, d),
+            "o": torch.empty(b, hq, 1, d, device=dev, dtype=BF16),
+            "partial": torch.empty(b * hq * 256 * (d + STATE_COLUMNS), device=dev),
+            "arrivals": torch.zeros(b * hkv, device=dev, dtype=torch.int32),
+            "kv_len": torch.full((b,), s, device=dev, dtype=torch.int32),
+        }
+
+    references = {"flash": sdpa(SDPBackend.FLASH_ATTENTION), "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION)}
+    GROUPS[name] = Group(tensors, lambda t: t["o"], references, 2 * 2 * b * hkv * s * d / 1e9, "GB/s")
+    return name
+
+
+def decode(group, b, hq, hkv, s, d, tile_n, splits, merge, h, kv_len=True):
+    mode, tile_s = merge
+
+    def launches(t):
+        partial = t["partial"][: b * hq * splits * (d + STATE_COLUMNS)].view(b, hq, splits, d + STATE_COLUMNS)
+        arrays = (
+            t["q"],
+            t["k"],
+            t["v"],
+            t["o"],
+            0 if mode == ONE_SPLIT else partial,
+            t["arrivals"] if mode == LAST_BLOCK else 0,
+            0,
+            0,
+            t["kv_len"] if kv_len else 0,
+        )
+        numbers = (d**-0.5, 1.0, 0, max(16, p2(hq // hkv)), tile_n, d, d, d)
+        flags = (False, False, 0, 1, False, kv_len, False)
+        first = ((b * hkv, splits), decode_kernel, (*arrays, *numbers, *flags, mode, p2(hq // hkv), tile_s))
+        if mode != NEXT_LAUNCH:
+            return [first]
+        return [first, ((b * hq,), merge_kernel, (partial, t["o"], d**-0.5, tile_s, d, d))]
+
+    how = {ONE_SPLIT: "", LAST_BLOCK: f"last block {tile_s}", NEXT_LAUNCH: f"next launch {tile_s}"}[mode]
+    label = f"keys{tile_n} splits{splits} {how} {'' if kv_len else ' no kv_len'}"
+    VARIANTS.append(Variant(group, label, h, launches))
+
+
+SHAPES = (
+    ((8, 32, 8, 8192, 128), (2, 4, 8)),
+    ((1, 32, 8, 640, 128), (1, 5)),
+    ((1, 32, 8, 1024, 128), (1, 4, 8)),
+    ((1, 32, 8, 8192, 128), (8, 16, 32)),
+    ((1, 64, 8, 8192, 128), (16, 32)),
+    ((1, 32, 4, 8192, 128), (16, 33, 64)),
+    ((1, 8, 4, 8192, 256), (16, 33, 64)),
+    ((1, 64, 8, 8192, 64), (16, 32)),
+    ((1, 32, 2, 8192, 128), (33, 64)),
+    ((1, 71, 1, 8192, 64), (16, 33, 64)),
+)
+for shape, chosen in SHAPES:
+    g = decode_group(*shape)
+    group, width = p2(shape[1] // shape[2]), shape[4]
+    widest = max(1, 2048 // (group * width))
+    for splits in chosen:
+        if splits == 1:
+            merges = [(ONE_SPLIT, 1)]
+        else:
+            merges = [(LAST_BLOCK, n) for n in (widest, 2 * widest, 4 * widest) if n <= splits]
+            merges.append((NEXT_LAUNCH, TILE_S))
+        for merge in merges:
+            warps = 8 if group > 64 else None
+            for tile_n, h in ((128, hints(warps, 2)), (64, hints(warps, 4)), (64, hints(warps, 2))):
+                if tile_n * width * 2 <= 32768:
+                    decode(g, *shape, tile_n, splits, merge, h)
+
+if __name__ == "__main__":
+    main(__doc__)
