@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 
 
-def compilable(fake: Callable) -> Callable[[Callable], Callable]:
-    """Decorates a launch function that allocates and returns its outputs and changes none of its inputs.
+def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Decorates a launch function that allocates and returns its outputs and changes no inputs but ``mutates``.
 
     Eager calls go straight to the function. While torch.compile traces, the call becomes the operator
     ``torch.ops.tilegym.<function name>``. The function's parameters are annotated with the types of
@@ -15,10 +15,11 @@ def compilable(fake: Callable) -> Callable[[Callable], Callable]:
 
     Args:
         fake: called like the function, returns empty tensors of the outputs' shapes, dtypes and strides.
+        mutates: the parameters that the function changes in place.
     """
 
     def decorate(function: Callable) -> Callable:
-        operator = torch.library.custom_op(f"tilegym::{function.__name__}", function, mutates_args=())
+        operator = torch.library.custom_op(f"tilegym::{function.__name__}", function, mutates_args=mutates)
         operator.register_fake(fake)
 
         @functools.wraps(function)

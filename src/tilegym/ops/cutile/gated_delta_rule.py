@@ -1,0 +1,151 @@
+"""The gated delta rule, token by token: for decoding.
+
+A block holds a tile of columns of one head's state, [Dk, TILE_V], in registers, and goes through the tokens. The state
+is read once and written once, which is all that a decoding step has to move.
+"""
+
+import functools
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.cutile.tiling import span
+from tilegym.ops.pytorch.gated_delta_rule import NORM_EPS
+from tilegym.ops.pytorch.gated_delta_rule import check_delta_rule
+
+MAX_HEAD_DIM = 256
+
+
+def _vector(x, batch, token, head, places, NORM: Bool):
+    vector = ct.gather(x, (batch, token, head, places)).astype(ct.float32)
+    return vector * ct.rsqrt(ct.sum(vector * vector) + NORM_EPS) if NORM else vector
+
+
+@ct.kernel
+def recurrent_kernel(
+    q, k, v, g, beta, initial, out, final, scale, GROUP: Int, TILE_K: Int, TILE_V: Int, NORM: Bool, INITIAL: Bool,
+    FINAL: Bool,
+):  # fmt: skip
+    """q, k: [B, T, Hk, Dk]; v, out: [B, T, Hv, Dv]; g, beta: [B, T, Hv]; initial, final: [B, Hv, Dk, Dv], used if said.
+
+    Blocks: (batch and value heads, tiles of Dv). GROUP value heads share a key head.
+    """
+    heads = v.shape[2]
+    batch, head = ct.bid(0) // heads, ct.bid(0) % heads
+    rows, cols = span(0, TILE_K), span(ct.bid(1), TILE_V)
+    at_state = (batch, head, rows[:, None], cols[None, :])
+    state = ct.gather(initial, at_state).astype(ct.float32) if INITIAL else ct.zeros((TILE_K, TILE_V), ct.float32)
+    for t in range(q.shape[1]):
+        kt = _vector(k, batch, t, head // GROUP, rows, NORM)
+        qt = _vector(q, batch, t, head // GROUP, rows, NORM)
+        vt = ct.gather(v, (batch, t, head, cols)).astype(ct.float32)
+        decay = ct.exp(ct.gather(g, (batch, t, head)).astype(ct.float32))
+        rate = ct.gather(beta, (batch, t, head)).astype(ct.float32)
+        state = state * decay
+        correction = (vt - ct.sum(state * kt[:, None], axis=0)) * rate
+        # The new state's reading from the old one's, so that both sums over the state can be under way at once.
+        read = ct.sum(state * qt[:, None], axis=0) + ct.sum(qt * kt) * correction
+        ct.scatter(out, (batch, t, head, cols), (read * scale).astype(out.dtype))
+        state = state + kt[:, None] * correction[None, :]
+    if FINAL:
+        ct.scatter(final, at_state, state)
+
+
+@functools.lru_cache(maxsize=1024)
+def recurrent_tiles(states: int, key_dim: int, value_dim: int, device: int) -> tuple[int, int]:
+    """(TILE_K, TILE_V) for so many states on CUDA device ``device`` (-1: CPU).
+
+    Columns are split until every multiprocessor has a block, but not into less than the 64 bytes that it takes to
+    read a row of a tile without waste.
+    """
+    tile_k, tile_v = next_power_of_2(key_dim), next_power_of_2(value_dim)
+    tile_v = min(tile_v, max(16, 8192 // tile_k))
+    while tile_v > 16 and states * ct.cdiv(value_dim, tile_v) < sm_count(device):
+        tile_v //= 2
+    return tile_k, tile_v
+
+
+def _fake_recurrent(q, k, v, g, beta, initial, with_final, normalize):
+    shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if with_final else (0,)
+    return v.new_empty(v.shape), v.new_empty(shape, dtype=torch.float32)
+
+
+@compilable(fake=_fake_recurrent)
+def recurrent_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial: torch.Tensor | None,
+    with_final: bool,
+    normalize: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the final state (empty if not asked for)."""
+    batch, tokens, key_heads, key_dim = k.shape
+    _, _, heads, value_dim = v.shape
+    out = v.new_empty(batch, tokens, heads, value_dim)
+    shape = (batch, heads, key_dim, value_dim) if with_final else (0,)
+    final = v.new_empty(shape, dtype=torch.float32)
+    tiles = recurrent_tiles(batch * heads, key_dim, value_dim, v.get_device())
+    args = (q, k, v, g, beta, out if initial is None else initial, out, final if with_final else out)
+    constants = (key_dim**-0.5, heads // key_heads, *tiles, normalize, initial is not None, with_final)
+    launch(v, (batch * heads, ct.cdiv(value_dim, tiles[1])), recurrent_kernel, (*args, *constants))
+    return out, final
+
+
+def check_supported(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    """Raises UnsupportedError for what the kernels of the gated delta rule do not serve."""
+    dtype = q.dtype
+    if dtype not in FLOATS or k.dtype != dtype or v.dtype != dtype:
+        raise UnsupportedError("query, key and value are not all fp32, all fp16 or all bf16")
+    if g.dtype not in FLOATS or beta.dtype not in FLOATS:
+        raise UnsupportedError("g or beta is not fp32, fp16 or bf16")
+    if initial_state is not None and initial_state.dtype not in FLOATS:
+        raise UnsupportedError("initial_state is not fp32, fp16 or bf16")
+    if k.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
+        raise UnsupportedError(f"it takes head dimensions up to {MAX_HEAD_DIM}")
+    if cu_seqlens is not None:
+        raise UnsupportedError("it does not take cu_seqlens")
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+@register_impl("recurrent_gated_delta_rule", "cutile")
+def recurrent_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    check_delta_rule("recurrent_gated_delta_rule", query, key, value, g, beta, initial_state, cu_seqlens)
+    check_supported(query, key, value, g, beta, initial_state, cu_seqlens)
+    if wants_gradient(query, key, value, g, beta, initial_state):
+        raise UnsupportedError("it has no backward kernel")
+    options = (output_final_state, use_qk_l2norm_in_kernel)
+    out, final = recurrent_forward(query, key, value, g, beta, initial_state, *options)
+    return out, (final if output_final_state else None)

@@ -1,0 +1,122 @@
+"""The ops of linear attention, declared: the gated delta rule and the short convolution before it.
+
+Shapes: B batch, T tokens, Hk and Hv key and value heads, Dk and Dv their dimensions, C channels, K taps. Parameters are
+those of the functions in transformers' Qwen3-Next and Qwen3.5 models. Errors as in :mod:`tilegym.ops.ops`.
+"""
+
+import torch
+
+from tilegym.backend import dispatch
+
+Tensor = torch.Tensor
+
+
+@dispatch("recurrent_gated_delta_rule")
+def recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention by the gated delta rule, token by token: for decoding (Yang et al. 2024, arXiv:2412.06464).
+
+    Each value head has a state S, [Dk, Dv], in fp32. A token decays it, corrects what it holds for the token's key
+    towards the token's value, and reads it: ``S = exp(g) * S``, ``S = S + k (beta * (v - S^T k))^T``,
+    ``out = S^T q / sqrt(Dk)``. Hv / Hk consecutive value heads share a query and a key head.
+
+    Args:
+        query, key: [B, T, Hk, Dk], fp32, fp16 or bf16, any strides.
+        value: [B, T, Hv, Dv].
+        g: [B, T, Hv], the logarithm of the decay, at most 0.
+        beta: [B, T, Hv], how much of the state's error is corrected, in [0, 1] as a rule.
+        initial_state: [B, Hv, Dk, Dv], zeros if None; it is not changed.
+        output_final_state: whether to return the state behind the last token.
+        use_qk_l2norm_in_kernel: multiply query and key by ``rsqrt(sum(x^2) + 1e-6)`` first, in fp32.
+        cu_seqlens: [N + 1] integers, for N sequences packed one behind the other in a batch of one: sequence n is the
+            tokens from cu_seqlens[n] to cu_seqlens[n + 1], and has the state n of N. The pytorch backend serves it.
+
+    Returns:
+        (out [B, T, Hv, Dv] in the dtype of query, the final state [B, Hv, Dk, Dv] in fp32 or None). Differentiable in
+        query, key, value, g, beta and initial_state.
+    """
+
+
+@dispatch("chunk_gated_delta_rule")
+def chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`recurrent_gated_delta_rule` in chunks of tokens, by matrix products: for prompts and for training.
+
+    The updates of a chunk are condensed into one by the inverse of a triangular matrix (the WY representation; Yang
+    et al. 2024, arXiv:2406.06484). Decays enter as exp(g_i + ... + g_j), never as a quotient that could overflow.
+
+    Args:
+        chunk_size: tokens a chunk. It changes speed, not the result; the cuTile kernels use 64 always.
+        query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: as in
+            :func:`recurrent_gated_delta_rule`.
+
+    Returns:
+        As :func:`recurrent_gated_delta_rule`. For inputs in fp16 or bf16 the cuTile kernels multiply in tf32 what is
+        not in that dtype, so that the final state, in fp32, is good to about a thousandth of its norm.
+        Differentiable in query, key, value, g, beta and initial_state; the gradients are the same in every run.
+    """
+
+
+@dispatch("causal_conv1d_fn")
+def causal_conv1d_fn(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """A short convolution over time, a filter of its own for every channel, with its activation.
+
+    ``out[b, c, t] = act(bias[c] + sum_i weight[c, i] * x[b, c, t - K + 1 + i])``, with zeros before the first token.
+
+    Args:
+        hidden_states: [B, C, T], fp32, fp16 or bf16, any strides; the transpose of a contiguous [B, T, C] is fast.
+        weight: [C, K]; the cuTile kernels take K from 2 to 4.
+        bias: [C] or None.
+        activation: "silu" (or "swish", the same), or None.
+        seq_idx: [B, T] integers, which sequence a token of a packed batch belongs to: those of others count as zeros.
+            The pytorch backend serves it.
+
+    Returns:
+        [B, C, T] in the dtype of hidden_states. Differentiable in hidden_states, weight and bias.
+    """
+
+
+@dispatch("causal_conv1d_update")
+def causal_conv1d_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """:func:`causal_conv1d_fn` for the next tokens of a sequence, whose last inputs are in ``conv_state``.
+
+    Args:
+        hidden_states: [B, C, T], the new tokens, usually one.
+        conv_state: [B, C, L] with L at least K - 1, in any floating-point dtype; the inputs before the new tokens.
+            Changed in place: afterwards it holds the last L inputs.
+        weight, bias, activation: as in :func:`causal_conv1d_fn`.
+
+    Returns:
+        [B, C, T] in the dtype of hidden_states. Differentiable, by the pytorch backend.
+    """

@@ -1,0 +1,38 @@
+"""What the tests of the gated delta rule share: arguments as a model makes them."""
+
+import functools
+
+import torch
+from common import randn
+
+
+def arguments(batch, tokens, key_heads, heads, key_dim, value_dim, dtype=torch.float32, normalize=True):
+    """Keyword arguments of both ops, with a state from before, and the state behind the last token asked for."""
+    query, key = (randn(batch, tokens, key_heads, key_dim, dtype=dtype, seed=seed) for seed in (0, 1))
+    if not normalize:  # longer keys than that make the state grow without bound
+        key = key / key_dim**0.5
+    return dict(
+        query=query,
+        key=key,
+        value=randn(batch, tokens, heads, value_dim, dtype=dtype, seed=2),
+        g=-0.3 * randn(batch, tokens, heads, seed=3).exp(),
+        beta=randn(batch, tokens, heads, seed=4).sigmoid(),
+        initial_state=randn(batch, heads, key_dim, value_dim, seed=5),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=normalize,
+    )
+
+
+def floating(kwargs):
+    """The tensors among ``kwargs``."""
+    return tuple(value for value in kwargs.values() if isinstance(value, torch.Tensor))
+
+
+def without_none(op):
+    """``op`` without the final state that was not asked for."""
+
+    @functools.wraps(op)
+    def call(**kwargs):
+        return tuple(x for x in op(**kwargs) if x is not None)
+
+    return call
