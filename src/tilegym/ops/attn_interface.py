@@ -5,24 +5,13 @@ from collections.abc import Callable
 
 import torch
 
+from tilegym.ops.autocast import as_autocast_wants
+from tilegym.ops.mla_interface import latent_attention as latent_attention
+from tilegym.ops.mla_interface import mla_decoding_interface as mla_decoding_interface
+from tilegym.ops.mla_interface import mla_interface as mla_interface
 from tilegym.ops.ops import fmha
 from tilegym.ops.ops import fmha_decode
 from tilegym.ops.pytorch.attention import attention
-
-
-def as_autocast_wants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v in the dtype that attention has under ``torch.autocast``; as they are where it is off.
-
-    Autocast knows PyTorch's functions only. Beside linears that it casts, a norm or a rotation can give q and k in fp32
-    while v is in bf16.
-    """
-    if q.dtype is k.dtype is v.dtype and q.dtype is not torch.float32:
-        return q, k, v
-    kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in (q, k, v))
 
 
 def fmha_interface(

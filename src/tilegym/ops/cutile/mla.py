@@ -178,7 +178,7 @@ def mla_kernel(
 def _configs(arch: str, tile_d: int) -> list[Config]:
     """Tiles, loops and hints for head dimensions padded to ``tile_d``, the best for most sizes first.
 
-    Of fmha's for D = 128, those whose keys with their positional part still fit twice into shared memory.
+    Those of fmha for D = 128 that still fit into shared memory with the positional part of the keys beside them.
     """
     if arch == "cpu":
         return [Config(TILE_M=32, TILE_N=16, TWO_LOOPS=True)]
@@ -190,13 +190,12 @@ def _configs(arch: str, tile_d: int) -> list[Config]:
     if arch.startswith("sm_9") or arch.startswith("sm_10"):
         return [
             Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
+            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, occupancy=2),
             Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
-            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, occupancy=1),
-            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, occupancy=2),
         ]
     return [
         Config(TILE_M=128, TILE_N=32, TWO_LOOPS=False, num_worker_warps=8),
-        Config(TILE_M=64, TILE_N=32, TWO_LOOPS=True, occupancy=2),
+        Config(TILE_M=64, TILE_N=32, TWO_LOOPS=True),
     ]
 
 

@@ -50,7 +50,6 @@ def attend(
     MASK_HEADS: Int,
     EXACT: Bool,
     PARTIAL: Bool,
-    KV_LEN: Bool,
 ):
     """Takes tile ``j`` of the latents into ``state``; PARTIAL: some of its keys are behind the last one."""
     batch, head_tile = place
@@ -60,10 +59,6 @@ def attend(
     latents = latents.reshape((TILE_N, latents.shape[2]))
     positions = ct.load(kpe, (batch, j, 0), (1, TILE_N, qpe_tile.shape[0 if KEYS_LEFT else 1]), padding_mode=ZERO)
     positions = positions.reshape((TILE_N, positions.shape[2]))
-    if PARTIAL and KV_LEN:
-        # What a cache holds behind its last key may be NaN, which times zero would be NaN.
-        rows = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
-        latents = ct.where(rows < keys, latents, ct.zeros(latents.shape, dtype=latents.dtype))
     if KEYS_LEFT:
         s = ct.mma(latents, q_tile, ct.zeros((TILE_N, q_tile.shape[1]), dtype=ct.float32))
         s = ct.mma(positions, qpe_tile, s)
@@ -133,9 +128,12 @@ def mla_decoding_kernel(
     queries, place = (q_tile, qpe_tile), (batch, head_tile)
     options = (TILE_N, KEYS_LEFT, MASK, MASK_HEADS, EXACT)
     for j in range(first, full):
-        state = attend(queries, kv, kpe, mask, place, j, keys, state, scaling, *options, False, KV_LEN)
+        state = attend(queries, kv, kpe, mask, place, j, keys, state, scaling, *options, False)
+    if KV_LEN:
+        # What a cache holds behind its last key may be NaN, which times zero would be NaN.
+        kv = kv.slice(1, 0, keys)
     for j in range(max(first, full), last):
-        state = attend(queries, kv, kpe, mask, place, j, keys, state, scaling, *options, True, KV_LEN)
+        state = attend(queries, kv, kpe, mask, place, j, keys, state, scaling, *options, True)
 
     row_max, row_sum, acc = state
     acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
@@ -185,7 +183,7 @@ MAX_DIM = 512
 # Taller tiles of heads do not fit: the accumulator of 64 x 512 takes half of a multiprocessor's registers.
 MAX_TILE_H = 64
 # 64 latents of 512 + 64 in bf16 are 72 KB, of which two fit beside the queries.
-TILE_BYTES = 65536
+TILE_N = 64
 LSE_COLUMNS = 4  # one for lse; four keep the rows of fp32 on 16 bytes
 MAX_SPLITS = 256
 MERGE_TILE = (32, 128)  # splits and columns
@@ -201,7 +199,11 @@ def choose_tiles(
     heads.
     """
     tile_h, tile_d, tile_r = min(MAX_TILE_H, tile_of(heads)), tile_of(dim), tile_of(rope_dim)
-    tile_n = 16 if device_index < 0 else max(16, min(64, TILE_BYTES // (tile_d * itemsize)))
+    tile_n = TILE_N
+    if itemsize == 4:
+        tile_h = tile_n = 16  # no tensor cores: larger tiles spill, and compile for a quarter of a minute
+    if device_index < 0:
+        tile_n = 16
     return tile_h, tile_n, tile_d, tile_r, tile_h < MAX_TILE_H if transpose is None else transpose
 
 
@@ -248,6 +250,7 @@ def mla_decoding_forward(
     device_index, dtype = q.get_device(), q.dtype
     tiles = choose_tiles(heads, dim, qpe.shape[2], dtype.itemsize, transpose, device_index)
     tile_h, tile_n = tiles[0], tiles[1]
+    wide = tile_h == MAX_TILE_H or dtype == torch.float32
     blocks = batch * -(-heads // tile_h)
     if kv_len_per_split is None:
         splits = choose_splits(blocks, -(-keys // tile_n), device_index)
@@ -259,7 +262,7 @@ def mla_decoding_forward(
     launch(
         partial,
         (blocks, splits),
-        hinted(mla_decoding_kernel, num_worker_warps=8) if tile_h == MAX_TILE_H else mla_decoding_kernel,
+        hinted(mla_decoding_kernel, num_worker_warps=8) if wide else mla_decoding_kernel,
         (
             q,
             qpe,
