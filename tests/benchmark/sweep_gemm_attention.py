@@ -207,10 +207,23 @@ def attention(shape, causal, tile, h, two_loops=False, experiment=None, mask=Fal
     scaling = d**-0.5
 
     def production(t):
-        arrays = (t["q"], t["k"], t["v"], t["o"], t["mask"] if mask else 0, 0, t["kv_len"] if kv_len else 0)
+        arrays = (t["q"], t["k"], t["v"], t["o"], t["mask"] if mask else 0, 0, t["kv_len"] if kv_len else 0, 0)
         numbers = (scaling, 1.0, 0, tm, tn, p2(d), p2(d))
         bounded = causal or kv_len or mask
-        flags = (causal, False, False, KEY_MASK if mask else 0, 1, False, kv_len, False, bounded, two_loops, False)
+        flags = (
+            causal,
+            False,
+            False,
+            KEY_MASK if mask else 0,
+            1,
+            False,
+            kv_len,
+            False,
+            bounded,
+            two_loops,
+            False,
+            False,
+        )
         return [(grid, attention_kernel, (*arrays, *numbers, *flags))]
 
     def trial(t):

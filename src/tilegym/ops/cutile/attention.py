@@ -17,6 +17,8 @@ from tilegym.backend.cutile.autotuner import Config
 from tilegym.backend.cutile.autotuner import SearchSpace
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.cutile.tuning_key import bucket
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.attention_backward import attention_backward
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
 from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
@@ -31,12 +33,14 @@ from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.attention_tiles import key_tiles
 from tilegym.ops.cutile.attention_tiles import load_mask
+from tilegym.ops.cutile.attention_tiles import mask_of_rows
 from tilegym.ops.cutile.attention_tiles import partial_tile
 from tilegym.ops.cutile.attention_tiles import valid_keys
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.pytorch.attention import check_arguments
+
 
 def attend(
     q_tile,
@@ -180,16 +184,16 @@ def attention_kernel(
 
     row_max, row_sum, acc = state
     if LSE:
-        # The logarithm of the sum of exponentials, base 2. Where scores are subtracted exactly it is in two parts, base
-        # e: the largest score, in multiples of its unit, and the rest. Its probabilities are 0 for who sees no key.
-        blind = row_max == -math.inf
-        rest = ct.log2(ct.where(row_sum == 0.0, 1.0, row_sum))
+        # The logarithm of the sum of exponentials, base 2. Where scores are subtracted exactly, the largest score in
+        # multiples of its unit, and one over the sum relative to it. Who sees no key has probabilities of zero.
+        total = ct.where(row_sum == 0.0, 1.0, row_sum)
         if EXACT:
-            ct.store(lse, (1, batch, head, i), (rest * (1 / LOG2E)).reshape((1, 1, 1, TILE_M)))
             largest = row_max
+            ct.store(lse, (1, batch, head, i), (1.0 / total).reshape((1, 1, 1, TILE_M)))
         else:
-            largest = row_max * ((1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling) * LOG2E) + rest
-        ct.store(lse, (0, batch, head, i), ct.where(blind, math.inf, largest).reshape((1, 1, 1, TILE_M)))
+            largest = row_max * ((1.0 if SOFT_CAP else scaling) * LOG2E) + ct.log2(total)
+        largest = ct.where(row_max == -math.inf, math.inf, largest)
+        ct.store(lse, (0, batch, head, i), largest.reshape((1, 1, 1, TILE_M)))
     acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
     ct.store(out, (batch, head, i, 0), acc.reshape((1, 1, TILE_M, TILE_DV)).astype(out.dtype))
 
@@ -259,10 +263,80 @@ def _autotuner(tile_d: int, fp32: bool) -> Autotuner:
     return Autotuner(SearchSpace(configs, _suits))
 
 
+def _launch_forward(
+    q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len, with_lse
+) -> tuple[torch.Tensor, torch.Tensor | int]:
+    batch, heads, queries, head_dim = q.shape
+    _, kv_heads, keys, v_dim = v.shape
+    out = q.new_empty(batch, queries, heads, v_dim).transpose(1, 2)  # as _fake says
+    lse = 0
+    mask_kind, mask, one_row = mask_of_rows(attention_mask, keys)
+    exact = needs_exact(q.dtype, mask_kind)
+    if with_lse:
+        lse = q.new_empty(2 if exact else 1, batch, heads, queries, dtype=torch.float32)
+    if keys == 0:
+        return out.zero_(), lse
+    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    tile_d, tile_dv = tile_of(head_dim), tile_of(v_dim)
+    mask_shape = None if mask_kind == NO_MASK else mask.shape
+    windowed, has_kv_len = window_size is not None, kv_len is not None
+    options = (is_causal, windowed, soft_cap is not None, mask_kind)
+    extras = (sinks is not None, has_kv_len)
+    bounded = is_causal or windowed or has_kv_len or mask_kind == KEY_MASK
+    dtype = q.dtype
+    tf32 = uses_tf32(dtype)
+    flags = (*options, *extras, tf32, with_lse)
+
+    def grid(args, cfg: Config) -> tuple[int]:
+        return (-(-queries // cfg.TILE_M) * batch * heads,)
+
+    def arguments(cfg: Config) -> tuple:
+        return (
+            q,
+            k,
+            v,
+            out,
+            mask,
+            0 if sinks is None else sinks,
+            0 if kv_len is None else kv_len,
+            lse,
+            scaling,
+            1.0 if soft_cap is None else soft_cap,
+            0 if window_size is None else window_size,
+            cfg.TILE_M,
+            cfg.TILE_N,
+            tile_d,
+            tile_dv,
+            *options,
+            1 if one_row else cfg.TILE_M,
+            *extras,
+            exact,
+            bounded or keys % cfg.TILE_N != 0,
+            cfg.TWO_LOOPS or has_kv_len,
+            tf32,
+            with_lse,
+        )
+
+    _autotuner(max(tile_d, tile_dv), dtype == torch.float32)(
+        None,
+        grid_fn=grid,
+        kernel=attention_kernel,
+        args_fn=arguments,
+        key=(batch, heads, kv_heads, queries, keys, head_dim, tile_dv, mask_shape, dtype, q.get_device(), *flags),
+    )
+    return out, lse
+
+
 def _fake(q, k, v, *_):
     # [B, Sq, Hq, Dv] in memory: to join a token's heads then takes no copy.
     batch, heads, queries, _ = q.shape
     return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
+
+
+def _fake_lse(q, k, v, *options):
+    mask_kind, _ = prepare_mask(options[-2], k.shape[2])
+    parts = 2 if needs_exact(q.dtype, mask_kind) else 1
+    return _fake(q, k, v), q.new_empty(parts, *q.shape[:3], dtype=torch.float32)
 
 
 @compilable(_fake)
@@ -278,62 +352,44 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     kv_len: torch.Tensor | None,
 ) -> torch.Tensor:
-    batch, heads, queries, head_dim = q.shape
-    _, kv_heads, keys, v_dim = v.shape
-    out = q.new_empty(batch, queries, heads, v_dim).transpose(1, 2)  # as _fake says
-    if keys == 0:
-        return out.zero_()
-    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
-    tile_d, tile_dv = tile_of(head_dim), tile_of(v_dim)
-    mask_kind, mask = prepare_mask(attention_mask, keys)
-    mask_shape = None if mask_kind == NO_MASK else mask.shape
-    one_row = mask_shape is None or mask_shape[2] == 1
-    if one_row and mask_kind == BOOLEAN_MASK:
-        mask_kind = KEY_MASK
-    windowed, has_kv_len = window_size is not None, kv_len is not None
-    options = (is_causal, windowed, soft_cap is not None, mask_kind)
-    extras = (sinks is not None, has_kv_len)
-    bounded = is_causal or windowed or has_kv_len or mask_kind == KEY_MASK
-    dtype = q.dtype
-    tf32 = uses_tf32(dtype)
-    flags = (*options, *extras, tf32)
+    return _launch_forward(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len, False)[0]
 
-    def grid(args, cfg: Config) -> tuple[int]:
-        return (-(-queries // cfg.TILE_M) * batch * heads,)
 
-    def arguments(cfg: Config) -> tuple:
-        return (
-            q,
-            k,
-            v,
-            out,
-            mask,
-            0 if sinks is None else sinks,
-            0 if kv_len is None else kv_len,
-            scaling,
-            1.0 if soft_cap is None else soft_cap,
-            0 if window_size is None else window_size,
-            cfg.TILE_M,
-            cfg.TILE_N,
-            tile_d,
-            tile_dv,
-            *options,
-            1 if one_row else cfg.TILE_M,
-            *extras,
-            needs_exact(dtype, mask_kind),
-            bounded or keys % cfg.TILE_N != 0,
-            cfg.TWO_LOOPS or has_kv_len,
-            tf32,
+@compilable(_fake_lse)
+def attention_forward_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    is_causal: bool,
+    window_size: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward pass of a training step: the output, and lse as attention_kernel writes it."""
+    return _launch_forward(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len, True)
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, scaling, is_causal, window_size, soft_cap, attention_mask, kv_len):
+        out, lse = attention_forward_lse(
+            q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len
         )
+        ctx.save_for_backward(q, k, v, sinks, attention_mask, kv_len, out, lse)
+        ctx.options = (scaling, is_causal, window_size, soft_cap)
+        return out
 
-    _autotuner(max(tile_d, tile_dv), dtype == torch.float32)(
-        None,
-        grid_fn=grid,
-        kernel=attention_kernel,
-        args_fn=arguments,
-        key=(batch, heads, kv_heads, queries, keys, head_dim, tile_dv, mask_shape, dtype, q.get_device(), *flags),
-    )
-    return out
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do):
+        q, k, v, sinks, attention_mask, kv_len, out, lse = ctx.saved_tensors
+        dsinks = sinks if ctx.needs_input_grad[3] else None
+        dq, dk, dv, dsinks = attention_backward(do, q, k, v, out, lse, *ctx.options, dsinks, attention_mask, kv_len)
+        dsinks = dsinks.to(sinks.dtype) if ctx.needs_input_grad[3] else None
+        return dq, dk, dv, dsinks, None, None, None, None, None, None
 
 
 @register_impl("fmha", "cutile")
@@ -352,5 +408,10 @@ def fmha(
     check_arguments("fmha", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
     if scaling is None:
         scaling = q.shape[3] ** -0.5
-    check_supported(q, k, v, scaling, sinks, attention_mask)
+    check_supported(q, k, v, scaling, sinks, attention_mask, True)
+    if torch.is_grad_enabled():
+        if attention_mask is not None and attention_mask.requires_grad:
+            raise UnsupportedError("it has no gradient for attention_mask")
+        if q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad):
+            return Attention.apply(q, k, v, sinks, scaling, is_causal, window_size, soft_cap, attention_mask, kv_len)
     return attention_forward(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len)

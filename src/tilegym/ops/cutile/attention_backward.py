@@ -1,0 +1,184 @@
+"""The backward pass of ``fmha``: tiles and launches of the kernels in attention_backward_kernels.py."""
+
+import functools
+
+import torch
+
+from tilegym.backend.cutile.autotuner import Autotuner
+from tilegym.backend.cutile.autotuner import Config
+from tilegym.backend.cutile.autotuner import SearchSpace
+from tilegym.backend.cutile.library import compilable
+from tilegym.backend.cutile.tuning_key import bucket
+from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
+from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
+from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
+from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
+from tilegym.ops.cutile.attention_common import KEY_MASK
+from tilegym.ops.cutile.attention_common import LOG2E
+from tilegym.ops.cutile.attention_common import needs_exact
+from tilegym.ops.cutile.attention_common import tile_of
+from tilegym.ops.cutile.attention_common import with_unit_stride
+from tilegym.ops.cutile.attention_tiles import mask_of_rows
+from tilegym.ops.cutile.matmul import uses_tf32
+
+
+def dq_configs(arch: str, tile_d: int) -> list[Config]:
+    """Tiles of the kernel for dq, for head dimensions padded to ``tile_d``, the likely best first.
+
+    Three tiles of fp32 must fit the registers: dq [TILE_M, D], scores and their gradient [TILE_M, TILE_N].
+    """
+    if arch == "cpu":
+        return [Config(TILE_M=32, TILE_N=16, TWO_LOOPS=True)]
+    if arch.startswith(("sm_9", "sm_10")):
+        if tile_d > 128:
+            return [
+                Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+                Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False),
+            ]
+        return [
+            Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
+            Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, occupancy=2),
+        ]
+    if tile_d > 128:
+        return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=False)]
+    return [
+        Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+        Config(TILE_M=64, TILE_N=32, TWO_LOOPS=False),
+    ]
+
+
+def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
+    """The same for the kernel for dk and dv, which has four: dk, dv [TILE_N, D] and two of [TILE_N, TILE_M]."""
+    if arch == "cpu":
+        return [Config(TILE_M=16, TILE_N=32, TWO_LOOPS=True)]
+    if arch.startswith(("sm_9", "sm_10")):
+        if tile_d > 128:
+            return [
+                Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+                Config(TILE_M=32, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+            ]
+        return [
+            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
+            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False),
+            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, num_worker_warps=8),
+        ]
+    if tile_d > 128:
+        return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=False)]
+    return [
+        Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+        Config(TILE_M=32, TILE_N=64, TWO_LOOPS=False),
+    ]
+
+
+def fp32_configs(arch: str, tile_d: int) -> list[Config]:
+    """For either kernel in fp32, whose tiles take twice the room."""
+    if arch == "cpu":
+        return dq_configs(arch, tile_d)
+    return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=False)]
+
+
+def _suits_queries(q: torch.Tensor, cfg: Config) -> bool:
+    return cfg.TILE_M <= max(64, bucket(q.shape[2]))
+
+
+def _suits_keys(k: torch.Tensor, cfg: Config) -> bool:
+    return cfg.TILE_N <= max(64, bucket(k.shape[2]))
+
+
+@functools.cache
+def _autotuners(tile_d: int, fp32: bool) -> tuple[Autotuner, Autotuner]:
+    spaces = (
+        (fp32_configs if fp32 else dq_configs, _suits_queries),
+        (fp32_configs if fp32 else dkdv_configs, _suits_keys),
+    )
+    return tuple(Autotuner(SearchSpace(functools.partial(c, tile_d=tile_d), suits)) for c, suits in spaces)
+
+
+def _fake(do, q, k, v, out, lse, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len):
+    dq, dk, dv = (torch.empty_like(with_unit_stride(x)) for x in (q, k, v))
+    return dq, dk, dv, lse.new_empty(0 if sinks is None else q.shape[1])
+
+
+@compilable(_fake)
+def attention_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scaling: float,
+    is_causal: bool,
+    window_size: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv laid out as q, k and v, and the gradient of the sinks in fp32, empty if none are given.
+
+    ``out`` and ``lse`` are what attention_forward_lse returned for the same arguments.
+    """
+    batch, heads, queries, head_dim = q.shape
+    _, kv_heads, keys, v_dim = v.shape
+    do, q, k, v = with_unit_stride(do), with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if q.numel() == 0 or k.numel() == 0:
+        dsinks = lse.new_zeros(0 if sinks is None else heads)
+        return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
+    delta = lse.new_empty(1 if sinks is None else 2, batch, heads, queries)
+    tile_d, tile_dv = tile_of(head_dim), tile_of(v_dim)
+    mask_kind, mask, one_row = mask_of_rows(attention_mask, keys)
+    mask_shape = None if attention_mask is None else mask.shape
+    windowed, has_kv_len = window_size is not None, kv_len is not None
+    dtype = q.dtype
+    tf32, exact = uses_tf32(dtype), needs_exact(dtype, mask_kind)
+    numbers = (scaling, 1.0 if soft_cap is None else soft_cap, 0 if window_size is None else window_size)
+    lengths = 0 if kv_len is None else kv_len
+    look = (batch, heads, kv_heads, queries, keys, head_dim, tile_dv, mask_shape, dtype, q.get_device())
+    tune_dq, tune_dkdv = _autotuners(max(tile_d, tile_dv), dtype == torch.float32)
+
+    def constants(cfg: Config, kind: int, bounded: bool) -> tuple:
+        mask_rows = 1 if one_row else cfg.TILE_M
+        options = (is_causal, windowed, soft_cap is not None, kind, mask_rows, has_kv_len, exact)
+        return (cfg.TILE_M, cfg.TILE_N, tile_d, tile_dv, *options, bounded, cfg.TWO_LOOPS or has_kv_len, tf32)
+
+    def dq_arguments(cfg: Config) -> tuple:
+        bounded = is_causal or windowed or has_kv_len or mask_kind == KEY_MASK or keys % cfg.TILE_N != 0
+        arrays = (q, k, v, out, do, lse, mask, lengths, dq, delta)
+        return (*arrays, *numbers, *constants(cfg, mask_kind, bounded), sinks is not None)
+
+    # Where the heads of a group can have masks of their own, what is masked shows in the loop over them only.
+    own_masks = mask_kind == KEY_MASK and mask_shape[1] > 1
+    dkdv_kind = BOOLEAN_MASK if own_masks else mask_kind
+
+    def dkdv_arguments(cfg: Config) -> tuple:
+        arrays = (q, k, v, do, lse, delta, mask, lengths, dk, dv)
+        return (*arrays, *numbers, *constants(cfg, dkdv_kind, is_causal or windowed))
+
+    key = (*look, is_causal, windowed, soft_cap is not None, mask_kind, has_kv_len, tf32, sinks is None)
+    tune_dq(
+        None,
+        grid_fn=lambda args, cfg: (-(-queries // cfg.TILE_M) * batch * heads,),
+        kernel=attention_dq_kernel,
+        args_fn=dq_arguments,
+        key=key,
+    )
+    tune_dkdv(
+        None,
+        grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads,),
+        kernel=attention_dkdv_kernel,
+        args_fn=dkdv_arguments,
+        key=key,
+    )
+    if sinks is None:
+        return dq, dk, dv, lse.new_empty(0)
+    # A sink is a key whose value is zero: dP is zero there.
+    sink = sinks.float().view(-1, 1)
+    if exact:
+        unit = 1.0 if soft_cap is not None or mask_kind == ADDITIVE_MASK else scaling
+        p = torch.exp(sink - lse[0] * unit) * lse[1]
+    else:
+        p = torch.exp2(sink * LOG2E - lse[0])
+    return dq, dk, dv, -(p * delta[1]).sum((0, 2))

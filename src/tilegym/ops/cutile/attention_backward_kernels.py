@@ -1,0 +1,308 @@
+"""The gradients of ``fmha`` in cuTile, two passes that compute the scores again (FlashAttention-2, arXiv:2307.08691).
+
+With P the probabilities, dP = dO v^T and delta = rowsum(dO * O):
+
+    dS = P * (dP - delta),  dq = scaling * dS k,  dk = scaling * dS^T q,  dv = P^T dO
+
+A block of the first kernel takes TILE_M queries of one head and walks along the keys; it has dq and delta. A block of
+the second takes TILE_N keys of one kv head and walks along the queries of all heads of its group; it has dk and dv.
+Nobody else adds to what a block writes: no atomics, and the same bits in every run.
+"""
+
+import math
+
+import cuda.tile as ct
+
+from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
+from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
+from tilegym.ops.cutile.attention_common import KEY_MASK
+from tilegym.ops.cutile.attention_common import LOG2E
+from tilegym.ops.cutile.attention_common import cap_scores
+from tilegym.ops.cutile.attention_tiles import key_tiles
+from tilegym.ops.cutile.attention_tiles import load_mask_tile
+from tilegym.ops.cutile.attention_tiles import partial_tile
+from tilegym.ops.cutile.attention_tiles import query_tiles
+from tilegym.ops.cutile.attention_tiles import valid_keys
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+
+
+def load_rows(x, batch, head, i, ROWS: Int, COLUMNS: Int, TF32: Bool):
+    """Rows of one head of x [B, H, S, D], as the operand of a product."""
+    tile = ct.load(x, (batch, head, i, 0), (1, 1, ROWS, COLUMNS), padding_mode=ct.PaddingMode.ZERO)
+    tile = tile.reshape((ROWS, COLUMNS))
+    return tile.astype(ct.tfloat32) if TF32 else tile
+
+
+def load_statistic(x, part, batch, head, i, TILE_M: Int, PADDING):
+    """Of x [parts, B, Hq, Sq] the values of some queries, [TILE_M]."""
+    return ct.load(x, (part, batch, head, i), (1, 1, 1, TILE_M), padding_mode=PADDING).reshape((TILE_M,))
+
+
+def softmax_backward(
+    s, dp, mask, place, index, partial, limits, statistics, scaling, soft_cap, CAUSAL: Bool, WINDOW: Bool,
+    SOFT_CAP: Bool, MASK: Int, MASK_ROWS: Int, KV_LEN: Bool, EXACT: Bool, TILE_N: Int, KEYS_FIRST: Bool,
+):  # fmt: skip
+    """P, dP where keys are seen, and the gradient of ``scaling * q k^T``, of a tile of products ``s`` = q k^T and dP.
+
+    KEYS_FIRST: the tiles are [TILE_N, TILE_M], else [TILE_M, TILE_N]; the numbers in ``index`` (where queries stand,
+    and which keys these are) and the statistics of the queries are shaped accordingly. ``partial``: some query must not
+    see some key.
+    """
+    batch, head, i, j = place
+    positions, columns = index
+    keys, window = limits
+    lse, rest, delta = statistics
+    slope = 1.0
+    if SOFT_CAP:
+        s = cap_scores(s * scaling, soft_cap)
+        ratio = s / soft_cap
+        slope = 1.0 - ratio * ratio
+    if MASK == BOOLEAN_MASK:
+        s = ct.where(load_mask_tile(mask, batch, head, i, j, MASK_ROWS, TILE_N, KEYS_FIRST), s, -math.inf)
+    if MASK == ADDITIVE_MASK:
+        if not SOFT_CAP:
+            s = s * scaling
+        s = s + load_mask_tile(mask, batch, head, i, j, MASK_ROWS, TILE_N, KEYS_FIRST).astype(ct.float32)
+    if partial:
+        visible = columns < keys
+        if CAUSAL:
+            visible = visible & (columns <= positions)
+        if WINDOW:
+            visible = visible & (positions - columns < window)
+        if MASK == KEY_MASK:
+            visible = visible & load_mask_tile(mask, batch, head, 0, j, 1, TILE_N, KEYS_FIRST)
+        s = ct.where(visible, s, -math.inf)
+        if KV_LEN:
+            # What a cache holds behind its last key may be NaN, which times zero would be NaN.
+            dp = ct.where(visible, dp, 0.0)
+    unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
+    if EXACT:
+        p = ct.exp((s - lse) * unit) * rest
+    else:
+        p = ct.exp2(s * (unit * LOG2E) - lse, flush_to_zero=True)
+    ds = p * (dp - delta)
+    if SOFT_CAP:
+        ds = ds * slope
+    return p, dp, ds
+
+
+def cast_operand(tile, like, TF32: Bool):
+    return tile.astype(ct.tfloat32) if TF32 else tile.astype(like.dtype)
+
+
+def add_to_dq(
+    state, q_tile, do_tile, k, v, mask, place, kv_head, positions, partial, limits, statistics, scaling, soft_cap,
+    TILE_N: Int, TILE_D: Int, TILE_DV: Int, KV_LEN: Bool, TF32: Bool, SINKS: Bool, options,
+):  # fmt: skip
+    """What tile ``j`` of the keys adds to dq / scaling and, for the sinks, to delta summed from P and dP."""
+    dq, delta = state
+    batch, head, i, j = place
+    k_tile = load_rows(k, batch, kv_head, j, TILE_N, TILE_D, TF32)
+    v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, TF32)
+    zeros = ct.zeros((q_tile.shape[0], TILE_N), dtype=ct.float32)
+    s = ct.mma(q_tile, ct.transpose(k_tile), zeros)
+    dp = ct.mma(do_tile, ct.transpose(v_tile), zeros)
+    index = (positions, j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :])
+    p, dp, ds = softmax_backward(
+        s, dp, mask, place, index, partial, limits, statistics, scaling, soft_cap, *options, TILE_N, False
+    )
+    if SINKS:
+        delta = delta + ct.sum(p * dp, axis=1)
+    if KV_LEN and partial:
+        rows = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
+        k_tile = ct.where(rows < limits[0], k_tile, ct.zeros((TILE_N, TILE_D), dtype=k_tile.dtype))
+    return ct.mma(cast_operand(ds, k, TF32), k_tile, dq), delta
+
+
+@ct.kernel
+def attention_dq_kernel(
+    q,  # [B, Hq, Sq, D]
+    k,  # [B, Hkv, Skv, D]
+    v,  # [B, Hkv, Skv, Dv]
+    out,  # [B, Hq, Sq, Dv]
+    do,  # [B, Hq, Sq, Dv]
+    lse,  # [2 if EXACT else 1, B, Hq, Sq] as attention_kernel writes it
+    mask,  # mask and kv_len as in attention_kernel
+    kv_len,
+    dq,  # [B, Hq, Sq, D]
+    delta,  # [2 if SINKS else 1, B, Hq, Sq]
+    scaling: float,
+    soft_cap: float,
+    window: int,
+    TILE_M: Int,
+    TILE_N: Int,
+    TILE_D: Int,
+    TILE_DV: Int,
+    CAUSAL: Bool,
+    WINDOW: Bool,
+    SOFT_CAP: Bool,
+    MASK: Int,
+    MASK_ROWS: Int,
+    KV_LEN: Bool,
+    EXACT: Bool,
+    BOUNDED: Bool,
+    TWO_LOOPS: Bool,
+    TF32: Bool,
+    SINKS: Bool,  # whether the sinks have gradients
+):
+    """dq, and delta for the second kernel. The constants are those of attention_kernel."""
+    q_tiles = ct.cdiv(q.shape[2], TILE_M)
+    i = q_tiles - 1 - ct.bid(0) % q_tiles
+    batch, head = ct.bid(0) // q_tiles // q.shape[1], ct.bid(0) // q_tiles % q.shape[1]
+    kv_head = head // (q.shape[1] // k.shape[1])
+    keys = valid_keys(k, kv_len, batch, KV_LEN)
+    start = keys - q.shape[2] + i * TILE_M
+    positions = start + ct.arange(TILE_M, dtype=ct.int32)[:, None]
+    first, full_first, full_last, last = key_tiles(
+        mask, batch, head, start, keys, window, TILE_M, TILE_N, CAUSAL, WINDOW, MASK
+    )
+
+    do_tile = load_rows(do, batch, head, i, TILE_M, TILE_DV, False)
+    out_tile = load_rows(out, batch, head, i, TILE_M, TILE_DV, False)
+    row_delta = ct.sum(do_tile.astype(ct.float32) * out_tile.astype(ct.float32), axis=1)
+    ct.store(delta, (0, batch, head, i), row_delta.reshape((1, 1, 1, TILE_M)))
+    row_lse = load_statistic(lse, 0, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[:, None]
+    rest = load_statistic(lse, 1, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[:, None] if EXACT else 0.0
+    statistics = (row_lse, rest, row_delta[:, None])
+    q_tile = load_rows(q, batch, head, i, TILE_M, TILE_D, TF32)
+    if TF32:
+        do_tile = do_tile.astype(ct.tfloat32)
+
+    state = (ct.zeros((TILE_M, TILE_D), dtype=ct.float32), ct.zeros((TILE_M,), dtype=ct.float32))
+    limits = (keys, window)
+    options = (CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT)
+    tail = (limits, statistics, scaling, soft_cap, TILE_N, TILE_D, TILE_DV, KV_LEN, TF32, SINKS, options)
+    if not BOUNDED:
+        for j in range(first, last):
+            place = (batch, head, i, j)
+            state = add_to_dq(state, q_tile, do_tile, k, v, mask, place, kv_head, positions, False, *tail)
+    elif TWO_LOOPS:
+        for j in range(full_first, full_last):
+            place = (batch, head, i, j)
+            state = add_to_dq(state, q_tile, do_tile, k, v, mask, place, kv_head, positions, False, *tail)
+        for n in range(full_first - first + last - full_last):
+            place = (batch, head, i, partial_tile(n, first, full_first, full_last))
+            state = add_to_dq(state, q_tile, do_tile, k, v, mask, place, kv_head, positions, True, *tail)
+    else:
+        for j in range(first, last):
+            place = (batch, head, i, j)
+            partial = j < full_first or j >= full_last
+            state = add_to_dq(state, q_tile, do_tile, k, v, mask, place, kv_head, positions, partial, *tail)
+    acc, exact_delta = state
+    if SINKS:
+        # Not by way of the rounded output: all queries' errors would add up in the gradient of a sink.
+        ct.store(delta, (1, batch, head, i), exact_delta.reshape((1, 1, 1, TILE_M)))
+    ct.store(dq, (batch, head, i, 0), (acc * scaling).reshape((1, 1, TILE_M, TILE_D)).astype(dq.dtype))
+
+
+def add_to_dk_dv(
+    state, k_tile, v_tile, q, do, lse, delta, mask, place, columns, partial, limits, scaling, soft_cap, TILE_M: Int,
+    TILE_D: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, options,
+):  # fmt: skip
+    """What tile ``i`` of the queries of a head adds to dk / scaling and dv."""
+    dk, dv = state
+    batch, head, i, j = place
+    keys, window, queries = limits
+    tile_n = k_tile.shape[0]
+    # To transpose a tile costs nothing: the tensor cores take it either way from shared memory.
+    q_tile = load_rows(q, batch, head, i, TILE_M, TILE_D, TF32)
+    do_tile = load_rows(do, batch, head, i, TILE_M, TILE_DV, TF32)
+    zeros = ct.zeros((tile_n, TILE_M), dtype=ct.float32)
+    s = ct.mma(k_tile, ct.transpose(q_tile), zeros)
+    dp = ct.mma(v_tile, ct.transpose(do_tile), zeros)
+    # Where there is no query, an infinity makes P zero.
+    row_lse = load_statistic(lse, 0, batch, head, i, TILE_M, ct.PaddingMode.POS_INF)[None, :]
+    rest = load_statistic(lse, 1, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[None, :] if EXACT else 0.0
+    row_delta = load_statistic(delta, 0, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[None, :]
+    positions = keys - queries + i * TILE_M + ct.arange(TILE_M, dtype=ct.int32)[None, :]
+    p, _, ds = softmax_backward(
+        s, dp, mask, place, (positions, columns), partial, (keys, window), (row_lse, rest, row_delta), scaling,
+        soft_cap, *options, tile_n, True,
+    )  # fmt: skip
+    dv = ct.mma(cast_operand(p, do, TF32), do_tile, dv)
+    dk = ct.mma(cast_operand(ds, q, TF32), q_tile, dk)
+    return dk, dv
+
+
+@ct.kernel
+def attention_dkdv_kernel(
+    q,  # [B, Hq, Sq, D]
+    k,  # [B, Hkv, Skv, D]
+    v,  # [B, Hkv, Skv, Dv]
+    do,  # [B, Hq, Sq, Dv]
+    lse,  # [2 if EXACT else 1, B, Hq, Sq]
+    delta,  # [.., B, Hq, Sq]
+    mask,
+    kv_len,
+    dk,  # [B, Hkv, Skv, D]
+    dv,  # [B, Hkv, Skv, Dv]
+    scaling: float,
+    soft_cap: float,
+    window: int,
+    TILE_M: Int,
+    TILE_N: Int,
+    TILE_D: Int,
+    TILE_DV: Int,
+    CAUSAL: Bool,
+    WINDOW: Bool,
+    SOFT_CAP: Bool,
+    MASK: Int,
+    MASK_ROWS: Int,
+    KV_LEN: Bool,
+    EXACT: Bool,
+    BOUNDED: Bool,
+    TWO_LOOPS: Bool,
+    TF32: Bool,
+):
+    """The constants are those of attention_kernel; a KEY_MASK is the same for all heads."""
+    # Of a causal mask the first keys are seen by the most queries: they go first.
+    k_tiles = ct.cdiv(k.shape[2], TILE_N)
+    j = ct.bid(0) % k_tiles
+    batch, kv_head = ct.bid(0) // k_tiles // k.shape[1], ct.bid(0) // k_tiles % k.shape[1]
+    group = q.shape[1] // k.shape[1]
+    keys = valid_keys(k, kv_len, batch, KV_LEN)
+    columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
+    first, full_first, full_last, last = query_tiles(
+        q.shape[2], keys, j * TILE_N, window, TILE_M, TILE_N, CAUSAL, WINDOW
+    )
+    kept = columns < keys
+    if MASK == KEY_MASK:
+        # What is masked for all queries needs no look in the loop: its gradients are not kept.
+        kept = kept & load_mask_tile(mask, batch, 0, 0, j, 1, TILE_N, True)
+        if ct.max(kept.astype(ct.int32)).item() == 0:
+            first, full_first, full_last, last = 0, 0, 0, 0
+
+    k_tile = load_rows(k, batch, kv_head, j, TILE_N, TILE_D, TF32)
+    v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, TF32)
+    state = (ct.zeros((TILE_N, TILE_D), dtype=ct.float32), ct.zeros((TILE_N, TILE_DV), dtype=ct.float32))
+    limits = (keys, window, q.shape[2])
+    options = (CAUSAL, WINDOW, SOFT_CAP, 0 if MASK == KEY_MASK else MASK, MASK_ROWS, False, EXACT)
+    tail = (limits, scaling, soft_cap, TILE_M, TILE_D, TILE_DV, EXACT, TF32, options)
+    arrays = (k_tile, v_tile, q, do, lse, delta, mask)
+    # One loop for the tiles of all heads of the group, so that loads run ahead from one head to the next.
+    if not BOUNDED:
+        for n in range(group * (last - first)):
+            place = (batch, kv_head * group + n // (last - first), first + n % (last - first), j)
+            state = add_to_dk_dv(state, *arrays, place, columns, False, *tail)
+    elif TWO_LOOPS:
+        full = full_last - full_first
+        for n in range(group * full):
+            place = (batch, kv_head * group + n // full, full_first + n % full, j)
+            state = add_to_dk_dv(state, *arrays, place, columns, False, *tail)
+        others = full_first - first + last - full_last
+        for n in range(group * others):
+            i = partial_tile(n % others, first, full_first, full_last)
+            place = (batch, kv_head * group + n // others, i, j)
+            state = add_to_dk_dv(state, *arrays, place, columns, True, *tail)
+    else:
+        for n in range(group * (last - first)):
+            i = first + n % (last - first)
+            place = (batch, kv_head * group + n // (last - first), i, j)
+            state = add_to_dk_dv(state, *arrays, place, columns, i < full_first or i >= full_last, *tail)
+
+    dk_tile, dv_tile = state
+    if KV_LEN or MASK == KEY_MASK:
+        dk_tile, dv_tile = ct.where(kept, dk_tile, 0.0), ct.where(kept, dv_tile, 0.0)
+    ct.store(dk, (batch, kv_head, j, 0), (dk_tile * scaling).reshape((1, 1, TILE_N, TILE_D)).astype(dk.dtype))
+    ct.store(dv, (batch, kv_head, j, 0), dv_tile.reshape((1, 1, TILE_N, TILE_DV)).astype(dv.dtype))

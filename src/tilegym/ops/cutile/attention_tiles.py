@@ -1,0 +1,111 @@
+"""Which tiles of scores an attention kernel looks at, and the part of a mask that belongs to one."""
+
+import cuda.tile as ct
+import torch
+
+from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
+from tilegym.ops.cutile.attention_common import KEY_MASK
+from tilegym.ops.cutile.attention_common import NO_MASK
+from tilegym.ops.cutile.attention_common import prepare_mask
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+
+KEY_MASK_CHUNK = 4096
+
+
+def load_mask(mask, batch, head, i, j, TILE_R: Int, TILE_C: Int):
+    """Rows and columns of a mask [B or 1, H or 1, Sq or 1, Skv]; a dimension of one is broadcast (x % 1 is 0)."""
+    index = (batch % mask.shape[0], head % mask.shape[1], i if TILE_R > 1 else 0, j)
+    tile = ct.load(mask, index, (1, 1, TILE_R, TILE_C), padding_mode=ct.PaddingMode.ZERO)
+    return tile.reshape((TILE_R, TILE_C))
+
+
+def load_mask_tile(mask, batch, head, i, j, TILE_R: Int, TILE_C: Int, KEYS_FIRST: Bool):
+    """:func:`load_mask`, or with KEYS_FIRST its transpose."""
+    if not KEYS_FIRST:
+        return load_mask(mask, batch, head, i, j, TILE_R, TILE_C)
+    index = (batch % mask.shape[0], head % mask.shape[1], j, i if TILE_R > 1 else 0)
+    tile = ct.load(mask, index, (1, 1, TILE_C, TILE_R), order=(0, 1, 3, 2), padding_mode=ct.PaddingMode.ZERO)
+    return tile.reshape((TILE_C, TILE_R))
+
+
+def visible_range(mask, batch, head, keys, CHUNK: Int):
+    """The first visible key of a row of KEY_MASK, the one after the last, and how many there are."""
+    low, high, count = keys, 0, 0
+    for c in range(ct.cdiv(keys, CHUNK)):
+        columns = c * CHUNK + ct.arange(CHUNK, dtype=ct.int32)
+        seen = load_mask(mask, batch, head, 0, c, 1, CHUNK).reshape((CHUNK,)) & (columns < keys)
+        low = min(low, ct.min(ct.where(seen, columns, keys)).item())
+        high = max(high, ct.max(ct.where(seen, columns + 1, 0)).item())
+        count = count + ct.sum(seen.astype(ct.int32)).item()
+    return low, high, count
+
+
+def valid_keys(k, kv_len, batch, KV_LEN: Bool):
+    """How many keys of ``k`` [B, Hkv, Skv, D] a batch entry has."""
+    keys = k.shape[2]
+    if KV_LEN:
+        keys = min(max(ct.load(kv_len, (batch,), (1,)).astype(ct.int32).item(), 0), keys)
+    return keys
+
+
+def key_tiles(
+    mask, batch, head, start, keys, window, TILE_M: Int, TILE_N: Int, CAUSAL: Bool, WINDOW: Bool, MASK: Int
+):  # fmt: skip
+    """The tiles of keys that TILE_M queries see, the first of them standing at position ``start`` among the keys.
+
+    Returns (first, full_first, full_last, last): [first, full_first) and [full_last, last) are seen in part,
+    [full_first, full_last) as a whole.
+    """
+    first, full_first = 0, 0
+    last, full_last = ct.cdiv(keys, TILE_N), keys // TILE_N
+    if CAUSAL:
+        last = ct.cdiv(min(keys, max(start + TILE_M, 0)), TILE_N)
+        full_last = min(keys, max(start + 1, 0)) // TILE_N
+    if WINDOW:
+        first = max(start - window + 1, 0) // TILE_N
+        full_first = ct.cdiv(max(start + TILE_M - window, 0), TILE_N)
+    if MASK == KEY_MASK:
+        # Padding is at one end or the other: between its ends nothing need be looked up.
+        low, high, count = visible_range(mask, batch, head, keys, KEY_MASK_CHUNK)
+        first, full_first = max(first, low // TILE_N), max(full_first, ct.cdiv(low, TILE_N))
+        last, full_last = min(last, ct.cdiv(high, TILE_N)), min(full_last, high // TILE_N)
+        if count < high - low:
+            full_last = 0
+    full_first = min(max(full_first, first), last)
+    full_last = min(max(full_last, full_first), last)
+    return first, full_first, full_last, last
+
+
+def query_tiles(
+    queries, keys, column, window, TILE_M: Int, TILE_N: Int, CAUSAL: Bool, WINDOW: Bool
+):  # fmt: skip
+    """The tiles of queries that see some of TILE_N keys, the first of them number ``column``; as for key_tiles."""
+    first, full_first = 0, 0
+    last = ct.cdiv(queries, TILE_M)
+    full_last = last
+    row = column - (keys - queries)  # the query that stands at that key
+    if CAUSAL:
+        first = max(row, 0) // TILE_M
+        full_first = ct.cdiv(max(row + TILE_N - 1, 0), TILE_M)
+    if WINDOW:
+        last = ct.cdiv(min(max(row + TILE_N - 1 + window, 0), queries), TILE_M)
+        full_last = max(row + window, 0) // TILE_M
+    if column >= keys:
+        last = 0
+    first = min(first, last)
+    full_first = min(max(full_first, first), last)
+    full_last = min(max(full_last, full_first), last)
+    return first, full_first, full_last, last
+
+
+def partial_tile(n, first, full_first, full_last):
+    """Number ``n`` of the tiles in [first, full_first) and from full_last on."""
+    return first + n if first + n < full_first else full_last + n - (full_first - first)
+
+
+def mask_of_rows(attention_mask: torch.Tensor | None, keys: int) -> tuple[int, torch.Tensor | int, bool]:
+    """What prepare_mask gives, a boolean row that all queries share being a KEY_MASK, and whether there is one row."""
+    kind, mask = prepare_mask(attention_mask, keys)
+    one_row = kind == NO_MASK or mask.shape[2] == 1
+    return (KEY_MASK if one_row and kind == BOOLEAN_MASK else kind), mask, one_row
