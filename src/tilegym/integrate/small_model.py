@@ -204,7 +204,9 @@ def _build(config_class: type, values: dict[str, Any], seed: int, trust_remote_c
     config = config_class.from_dict(values)  # a model changes the config that it is made from
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).eval()
+        # Eager attention and experts are plain PyTorch that gets every mask and option as an argument.
+        options |= {"dtype": torch.float32, "attn_implementation": "eager"}
+        model = AutoModelForCausalLM.from_config(config, **options).eval()
         _scatter(model)
     return model
 
