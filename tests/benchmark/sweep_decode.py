@@ -22,10 +22,10 @@ from sweep_common import p2
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel
 
-from tilegym.ops.cutile.flash_decode import LAST_BLOCK
-from tilegym.ops.cutile.flash_decode import NEXT_LAUNCH
-from tilegym.ops.cutile.flash_decode import ONE_SPLIT
 from tilegym.ops.cutile.flash_decode import decode_kernel
+from tilegym.ops.cutile.flash_decode_plan import LAST_BLOCK
+from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
+from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import TILE_S
 from tilegym.ops.cutile.splitk_reduce import merge_kernel

@@ -20,17 +20,17 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
 from tilegym.ops import splitk_reduce
-from tilegym.ops.cutile import flash_decode
-from tilegym.ops.cutile.flash_decode import LAST_BLOCK
-from tilegym.ops.cutile.flash_decode import NEXT_LAUNCH
-from tilegym.ops.cutile.flash_decode import ONE_SPLIT
-from tilegym.ops.cutile.flash_decode import TILE_BYTES
-from tilegym.ops.cutile.flash_decode import choose_merge
-from tilegym.ops.cutile.flash_decode import choose_splits
-from tilegym.ops.cutile.flash_decode import choose_tiles
+from tilegym.ops.cutile import flash_decode_plan
 from tilegym.ops.cutile.flash_decode import decode_forward
 from tilegym.ops.cutile.flash_decode import decode_kernel
-from tilegym.ops.cutile.flash_decode import max_splits
+from tilegym.ops.cutile.flash_decode_plan import LAST_BLOCK
+from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
+from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
+from tilegym.ops.cutile.flash_decode_plan import TILE_BYTES
+from tilegym.ops.cutile.flash_decode_plan import choose_merge
+from tilegym.ops.cutile.flash_decode_plan import choose_splits
+from tilegym.ops.cutile.flash_decode_plan import choose_tiles
+from tilegym.ops.cutile.flash_decode_plan import max_splits
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import splitk_reduce_forward
 from tilegym.ops.pytorch.flash_decode import fmha_decode as reference
@@ -102,6 +102,12 @@ OPTIONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch):
+    """Tests change what plans are made from."""
+    monkeypatch.setattr(flash_decode_plan, "_plans", {})
+
+
 class Test_FlashDecode(PyTestCase):
     @backends("fmha_decode")
     @dtypes()
@@ -155,7 +161,7 @@ class Test_FlashDecode(PyTestCase):
     @pytest.mark.parametrize("name", ["scale", "sinks", "all"])
     def test_two_launches(self, name, monkeypatch):
         """What one block would take too long to merge gets a launch of its own."""
-        monkeypatch.setattr(flash_decode, "choose_merge", lambda *sizes: (NEXT_LAUNCH, 1, 1))
+        monkeypatch.setattr(flash_decode_plan, "choose_merge", lambda *sizes: (NEXT_LAUNCH, 1, 1))
         kwargs = tensors(*SHAPES[0]) | OPTIONS[name]
         self.assertCorrectness(fmha_decode, reference, kwargs, {"backend": "cutile"})
 
@@ -182,7 +188,7 @@ class Test_FlashDecode(PyTestCase):
         assert choose_merge(71, 64, 132)[0] == NEXT_LAUNCH
 
     def test_enough_blocks_for_the_gpu(self, monkeypatch):
-        monkeypatch.setattr("tilegym.ops.cutile.flash_decode.sm_count", lambda index: 132)
+        monkeypatch.setattr("tilegym.ops.cutile.flash_decode_plan.sm_count", lambda index: 132)
         max_splits.cache_clear()
         assert choose_splits(8, 64, None, 0) == choose_splits(8, 512, None, 0) == 1
         assert choose_splits(8, 8192, None, 0) * 8 >= 128
@@ -237,7 +243,7 @@ class Test_FlashDecode(PyTestCase):
     )
     def test_compiles_for_every_architecture(self, name, kernels, monkeypatch):
         if kernels == 2:
-            monkeypatch.setattr(flash_decode, "choose_merge", lambda *sizes: (NEXT_LAUNCH, 1, 1))
+            monkeypatch.setattr(flash_decode_plan, "choose_merge", lambda *sizes: (NEXT_LAUNCH, 1, 1))
         options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
         kwargs = {k: v.cpu() for k, v in tensors(2, 8, 2, 150, 128, 128, dtype=torch.bfloat16).items()}
         with recorded_launches() as launches:
@@ -260,7 +266,7 @@ class Test_FlashDecode(PyTestCase):
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     def test_many_heads_on_one_kv_head_compile(self, dtype, monkeypatch):
-        monkeypatch.setattr(flash_decode, "choose_tiles", lambda *a: choose_tiles(*a[:-1], 0))  # those of a GPU
+        monkeypatch.setattr(flash_decode_plan, "choose_tiles", lambda *a: choose_tiles(*a[:-1], 0))  # those of a GPU
         q, k = torch.empty(1, 71, 1, 64, dtype=dtype), torch.empty(1, 1, 600, 64, dtype=dtype)
         with recorded_launches() as launches:
             fmha_decode(q, k, k, kv_len_per_split=128, backend="cutile")
@@ -268,12 +274,72 @@ class Test_FlashDecode(PyTestCase):
         assert (128, 32 if dtype == torch.float32 else 128) == args[12:14]
         assert_compiles(kernel, args)
 
+    @pytest.mark.parametrize("change", ["dtype", "scale", "window", "lengths", "mask", "keys", "sinks"])
+    def test_plans_are_for_one_kind_of_call(self, change):
+        kwargs = tensors(1, 4, 2, 60, 16, 16)
+        fmha_decode(**kwargs, backend="cutile")
+        other = {
+            "dtype": {name: t.half() for name, t in kwargs.items()},
+            "scale": {"sm_scale": 0.5},
+            "window": {"window_size": 7},
+            "lengths": {"kv_len": lengths(9)},
+            "mask": {"attention_mask": boolean(60)},
+            "keys": tensors(1, 4, 2, 30, 16, 16),
+            "sinks": {"sinks": randn(4)},
+        }
+        self.assertCorrectness(fmha_decode, reference, kwargs | other[change], {"backend": "cutile"})
+        with pytest.raises(TypeError, match="one dtype"):
+            fmha_decode(**kwargs | {"v": kwargs["v"].half()}, backend="cutile")
+        with pytest.raises(ValueError, match="expected q"):
+            fmha_decode(**kwargs | {"v": kwargs["v"][:, :, 1:]}, backend="cutile")
+
+    def test_old_plans_make_room(self, monkeypatch):
+        monkeypatch.setattr(flash_decode_plan, "MAX_PLANS", 3)
+        for keys in range(1, 9):
+            kwargs = tensors(1, 2, 2, keys, 16, 16)
+            torch.testing.assert_close(fmha_decode(**kwargs, backend="cutile"), reference(**kwargs))
+            assert len(flash_decode_plan._plans) <= 3
+
+    @gpu
+    def test_streams_share_nothing(self):
+        """Launches on two streams at once: each counts by itself."""
+        calls = [tensors(1, 32, 8, 4096 + n, 128, 128, dtype=torch.bfloat16) for n in range(2)]
+        expected = [fmha_decode(**kwargs, backend="cutile") for kwargs in calls]
+        streams = [torch.cuda.Stream() for _ in calls]
+        torch.cuda.synchronize()
+        got = []
+        for _ in range(50):
+            for stream, kwargs in zip(streams, calls, strict=True):
+                with torch.cuda.stream(stream):
+                    got.append(fmha_decode(**kwargs, backend="cutile"))
+        torch.cuda.synchronize()
+        for i, out in enumerate(got):
+            assert torch.equal(out, expected[i % 2])
+
     @gpu
     def test_more_than_2_to_the_31_elements(self):
         k = torch.empty(66, 8, 32768, 128, device=device(), dtype=torch.bfloat16).normal_()
         q = randn(66, 8, 1, 128, dtype=torch.bfloat16)
         out = fmha_decode(q, k, k, backend="cutile")
         torch.testing.assert_close(out[-1:], reference(q[-1:], k[-1:], k[-1:]), rtol=2e-2, atol=2e-2)
+
+    @gpu
+    def test_graphs_replay_beside_each_other(self):
+        kwargs = tensors(1, 32, 8, 4096, 128, 128, dtype=torch.bfloat16)
+        expected = fmha_decode(**kwargs, backend="cutile")
+        graphs, outs = [torch.cuda.CUDAGraph() for _ in range(2)], []
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                outs.append([fmha_decode(**kwargs, backend="cutile") for _ in range(4)])
+        streams = [torch.cuda.Stream() for _ in graphs]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            for graph, stream in zip(graphs, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            assert torch.equal(fmha_decode(**kwargs, backend="cutile"), expected)
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in outs[0] + outs[1])
 
     @gpu
     def test_graph_replays_with_new_inputs_and_lengths(self):

@@ -5,7 +5,6 @@ A block takes one kv head, hence all query heads of its group at a time, and a s
 last block of a kv head to finish merges the shares, in their order: which block that is does not show in the result.
 """
 
-import functools
 import math
 
 import cuda.tile as ct
@@ -14,30 +13,25 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
-from tilegym.ops.cutile.arrivals import arrival_counters
+from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
 from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
-from tilegym.ops.cutile.attention_common import NO_MASK
 from tilegym.ops.cutile.attention_common import cap_scores
 from tilegym.ops.cutile.attention_common import check_supported
-from tilegym.ops.cutile.attention_common import needs_exact
 from tilegym.ops.cutile.attention_common import prepare_mask
-from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
-from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
-from tilegym.ops.cutile.splitk_reduce import TILE_S
+from tilegym.ops.cutile.flash_decode_plan import LAST_BLOCK
+from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
+from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
+from tilegym.ops.cutile.flash_decode_plan import plan_of
 from tilegym.ops.cutile.splitk_reduce import merge_kernel
 from tilegym.ops.cutile.splitk_reduce import merge_states
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import next_power_of_2
-from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.cutile.workspace import workspace
 from tilegym.ops.pytorch.attention import check_arguments
 from tilegym.ops.pytorch.flash_decode import check_query
-
-# How the splits become one: there is only one; the block that finishes last merges them; another launch does.
-ONE_SPLIT, LAST_BLOCK, NEXT_LAUNCH = 0, 1, 2
 
 
 @ct.kernel(occupancy=2)
@@ -135,7 +129,7 @@ def decode_kernel(
         ct.store(partial.slice(3, DV, DV + 1), place, col_max.reshape(column), allow_tma=False)
         ct.store(partial.slice(3, DV + 1, DV + 2), place, col_sum.reshape(column), allow_tma=False)
     if MERGE == LAST_BLOCK:
-        # Acquires and releases: see arrivals.py.
+        # Acquires and releases: see workspace.py.
         arrived = ct.atomic_add(arrivals, (ct.bid(0),), 1)
         if arrived.item() == ct.num_blocks(1) - 1:
             ct.atomic_xchg(arrivals, (ct.bid(0),), 0)
@@ -153,138 +147,52 @@ def load_mask(mask, batch, head, next_head, j, HEADS: Int, TILE_N: Int):
     return ct.transpose(tile.reshape((HEADS, TILE_N)))
 
 
-# Measured on an H200, D 128 in bf16, B8 Hq32 Hkv8 T8192: with tiles of 128 keys (32 KB) and two blocks a multiprocessor
-# it takes 85 us (64 keys: 87; one block: 93; cuDNN 80). Wider rows get fewer keys.
-TILE_BYTES = 32768
-# More heads than this share a kv head in few models (Falcon-7B: 71); their tiles need the registers of more warps.
-MAX_TILE_M = 64
 wide_decode_kernel = decode_kernel.replace_hints(num_worker_warps=8)
-MAX_TILE_N = 128
-MAX_SPLITS = 256
-UNSPLIT_KEYS = 512
-MERGE_ELEMENTS = 2048  # of the splits that a block holds at a time while it merges them; with 4096 registers spill
-# A single block reads the splits of a kv head at a fraction of the speed of memory. Beyond so many bytes of them the
-# blocks of another launch, one for each query head, are faster.
-MAX_MERGE_BYTES = 2**18
 
 
-@functools.lru_cache(maxsize=1024)
-def choose_tiles(group: int, head_dim: int, v_dim: int, itemsize: int, device_index: int) -> tuple[int, int, int, int]:
-    """TILE_M, TILE_N, TILE_D and TILE_DV for ``group`` query heads that share a kv head."""
-    tile_m, tile_d, tile_dv = tile_of(group), tile_of(head_dim), tile_of(v_dim)
-    tile_n = 16 if device_index < 0 else min(MAX_TILE_N, TILE_BYTES // (max(tile_d, tile_dv) * itemsize))
-    if tile_m > MAX_TILE_M and itemsize == 4:
-        tile_n = min(tile_n, 32)  # larger ones compile for a quarter of a minute
-    return tile_m, tile_n, tile_d, tile_dv
-
-
-@functools.lru_cache(maxsize=1024)
-def max_splits(kv_heads: int, device_index: int) -> int:
-    """How many blocks at most share the keys of each of ``kv_heads`` (in all batch entries).
-
-    Enough to fill the GPU, but for few heads not more than once: on an H200 8 heads of 8192 keys take 23.5 us in 16
-    splits and 24.7 in 33, since merging costs too; 64 heads in 4 splits 84.7, in 8 88.
-    """
-    multiprocessors, kv_heads = sm_count(device_index), max(1, kv_heads)
-    return max(1, min(2 * multiprocessors // kv_heads, max(16, multiprocessors // kv_heads), MAX_SPLITS))
-
-
-def choose_splits(kv_heads: int, keys: int, keys_per_split: int | None, device_index: int) -> int:
-    """How many blocks share ``keys``, the most that a query can see, of each of ``kv_heads``.
-
-    It depends on shapes only, not on ``kv_len``, so that a captured graph stays right; the blocks share what is valid.
-    """
-    if keys_per_split is not None:
-        return min(-(-keys // keys_per_split), MAX_SPLITS)
-    if device_index < 0:
-        return min(-(-keys // 32), MAX_SPLITS)
-    # What a block does with a few tiles of keys takes less time than launching the merge.
-    return 1 if keys <= UNSPLIT_KEYS else min(-(-keys // MAX_TILE_N), max_splits(kv_heads, device_index))
-
-
-@functools.lru_cache(maxsize=1024)
-def choose_merge(group: int, v_dim: int, splits: int) -> tuple[int, int, int]:
-    """MERGE, TILE_H and TILE_S for the splits of ``group`` query heads."""
-    if splits == 1:
-        return ONE_SPLIT, 1, 1
-    if 4 * group * splits * v_dim > MAX_MERGE_BYTES:
-        return NEXT_LAUNCH, 1, 1
-    tile_h = next_power_of_2(group)
-    tile_s = MERGE_ELEMENTS // (tile_h * tile_of(v_dim))
-    return LAST_BLOCK, tile_h, max(1, min(tile_s, TILE_S, next_power_of_2(splits)))
-
-
-def _fake(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask):
-    batch, heads, _, _ = q.shape
-    return q.new_empty(batch, heads, 1, v.shape[3])
+def _fake(q, k, v, *_):
+    return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    sm_scale: float,
+    sm_scale: float | None,
     kv_len_per_split: int | None,
     kv_len: torch.Tensor | None,
     window_size: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
-    reuse_counters: bool,
+    reuse_workspace: bool,
 ) -> torch.Tensor:
-    batch, heads, _, head_dim = q.shape
-    _, kv_heads, keys, _ = k.shape
-    v_dim = v.shape[3]
-    if keys == 0:
-        return q.new_zeros(batch, heads, 1, v_dim)
-    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
-    device_index, dtype = q.get_device(), q.dtype
-    out = q.new_empty(batch, heads, 1, v_dim)
-    visible = keys if window_size is None else min(keys, window_size)
-    splits = choose_splits(batch * kv_heads, visible, kv_len_per_split, device_index)
-    merge, tile_h, tile_s = choose_merge(heads // kv_heads, v_dim, splits)
-    partial = arrivals = 0
-    if merge != ONE_SPLIT:
-        # The splits' outputs and states in one: an allocation costs as much as a quarter of a launch.
-        partial = q.new_empty(batch, heads, splits, v_dim + STATE_COLUMNS, dtype=torch.float32)
+    plan = plan_of(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
+    out = q.new_empty(plan.out_shape)
+    grid, merge = plan.grid, plan.merge
+    if grid[1] == 0:
+        return out.zero_()
+    partial = arrivals = mask = 0
     if merge == LAST_BLOCK:
-        arrivals = arrival_counters(q, batch * kv_heads, reuse_counters)
-    mask_kind, mask = prepare_mask(attention_mask, keys)
-    tiles = choose_tiles(heads // kv_heads, head_dim, v_dim, dtype.itemsize, device_index)
-    launch(
+        partial, arrivals = workspace(q, plan.partial_shape, grid[0], reuse_workspace)
+    elif merge == NEXT_LAUNCH:
+        partial = q.new_empty(plan.partial_shape, dtype=torch.float32)
+    if attention_mask is not None:
+        mask = prepare_mask(attention_mask, k.shape[2])[1]
+    arrays = (
+        with_unit_stride(q),
+        with_unit_stride(k),
+        with_unit_stride(v),
         out,
-        (batch * kv_heads, splits),
-        decode_kernel if tiles[0] <= MAX_TILE_M else wide_decode_kernel,
-        (
-            q,
-            k,
-            v,
-            out,
-            partial,
-            arrivals,
-            mask,
-            0 if sinks is None else sinks,
-            0 if kv_len is None else kv_len,
-            sm_scale,
-            1.0 if soft_cap is None else soft_cap,
-            0 if window_size is None else window_size,
-            *tiles,
-            v_dim,
-            window_size is not None,
-            soft_cap is not None,
-            mask_kind,
-            tiles[0] if mask_kind != NO_MASK and mask.shape[1] > 1 else 1,
-            sinks is not None,
-            kv_len is not None,
-            needs_exact(dtype, mask_kind),
-            merge,
-            tile_h,
-            tile_s,
-        ),
+        partial,
+        arrivals,
+        mask,
+        0 if sinks is None else sinks,
+        0 if kv_len is None else kv_len,
     )
+    launch(out, grid, wide_decode_kernel if plan.wide else decode_kernel, arrays + plan.scalars + plan.constants)
     if merge == NEXT_LAUNCH:
-        unit = 1.0 if soft_cap is not None or mask_kind == ADDITIVE_MASK else sm_scale
-        launch(out, (batch * heads,), merge_kernel, (partial, out, unit, TILE_S, tiles[3], v_dim))
+        launch(out, (grid[0] * (q.shape[1] // k.shape[1]),), merge_kernel, (partial, out, *plan.merge_args))
     return out
 
 
@@ -317,12 +225,18 @@ def fmha_decode(
     sinks: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+        or (attention_mask is not None and attention_mask.requires_grad)
+    ):
+        raise UnsupportedError("it has no backward kernel")
+    if not torch.compiler.is_compiling():
+        return _forward(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask, True)
     check_query(q, kv_len_per_split)
     check_arguments("fmha_decode", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
-    if sm_scale is None:
-        sm_scale = q.shape[3] ** -0.5
-    check_supported(q, k, v, sm_scale, sinks, attention_mask)
-    options = (sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
-    if torch.compiler.is_compiling():
-        return decode_forward(q, k, v, *options)
-    return _forward(q, k, v, *options, True)
+    scaling = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
+    check_supported(q, k, v, scaling, sinks, attention_mask)
+    return decode_forward(q, k, v, scaling, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)

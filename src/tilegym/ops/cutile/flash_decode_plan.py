@@ -1,0 +1,186 @@
+"""How ``fmha_decode`` divides its work: tiles, splits, and who merges them, for each shape of its arguments."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
+from tilegym.ops.cutile.attention_common import NO_MASK
+from tilegym.ops.cutile.attention_common import check_supported
+from tilegym.ops.cutile.attention_common import needs_exact
+from tilegym.ops.cutile.attention_common import prepare_mask
+from tilegym.ops.cutile.attention_common import tile_of
+from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
+from tilegym.ops.cutile.splitk_reduce import TILE_S
+from tilegym.ops.cutile.tiling import INT32_MAX
+from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.pytorch.attention import check_arguments
+from tilegym.ops.pytorch.flash_decode import check_query
+
+# How the splits become one: there is only one; the block that finishes last merges them; another launch does.
+ONE_SPLIT, LAST_BLOCK, NEXT_LAUNCH = 0, 1, 2
+
+# Measured on an H200, D 128 in bf16, B8 Hq32 Hkv8 T8192: with tiles of 128 keys (32 KB) and two blocks a multiprocessor
+# it takes 85 us (64 keys: 87; one block: 93; cuDNN 80). Wider rows get fewer keys.
+TILE_BYTES = 32768
+# More heads than this share a kv head in few models (Falcon-7B: 71); their tiles need the registers of more warps.
+MAX_TILE_M = 64
+MAX_TILE_N = 128
+MAX_SPLITS = 256
+UNSPLIT_KEYS = 512
+MERGE_ELEMENTS = 2048  # of the splits that a block holds at a time while it merges them; with 4096 registers spill
+# A single block reads the splits of a kv head at a fraction of the speed of memory. Beyond so many bytes of them the
+# blocks of another launch, one for each query head, are faster.
+MAX_MERGE_BYTES = 2**18
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_tiles(group: int, head_dim: int, v_dim: int, itemsize: int, device_index: int) -> tuple[int, int, int, int]:
+    """TILE_M, TILE_N, TILE_D and TILE_DV for ``group`` query heads that share a kv head."""
+    tile_m, tile_d, tile_dv = tile_of(group), tile_of(head_dim), tile_of(v_dim)
+    tile_n = 16 if device_index < 0 else min(MAX_TILE_N, TILE_BYTES // (max(tile_d, tile_dv) * itemsize))
+    if tile_m > MAX_TILE_M and itemsize == 4:
+        tile_n = min(tile_n, 32)  # larger ones compile for a quarter of a minute
+    return tile_m, tile_n, tile_d, tile_dv
+
+
+@functools.lru_cache(maxsize=1024)
+def max_splits(kv_heads: int, device_index: int) -> int:
+    """How many blocks at most share the keys of each of ``kv_heads`` (in all batch entries).
+
+    Enough to fill the GPU, but for few heads not more than once: on an H200 8 heads of 8192 keys take 23.5 us in 16
+    splits and 24.7 in 33, since merging costs too; 64 heads in 4 splits 84.7, in 8 88.
+    """
+    multiprocessors, kv_heads = sm_count(device_index), max(1, kv_heads)
+    return max(1, min(2 * multiprocessors // kv_heads, max(16, multiprocessors // kv_heads), MAX_SPLITS))
+
+
+def choose_splits(kv_heads: int, keys: int, keys_per_split: int | None, device_index: int) -> int:
+    """How many blocks share ``keys``, the most that a query can see, of each of ``kv_heads``.
+
+    It depends on shapes only, not on ``kv_len``, so that a captured graph stays right; the blocks share what is valid.
+    """
+    if keys_per_split is not None:
+        return min(-(-keys // keys_per_split), MAX_SPLITS)
+    if device_index < 0:
+        return min(-(-keys // 32), MAX_SPLITS)
+    # What a block does with a few tiles of keys takes less time than launching the merge.
+    return 1 if keys <= UNSPLIT_KEYS else min(-(-keys // MAX_TILE_N), max_splits(kv_heads, device_index))
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_merge(group: int, v_dim: int, splits: int) -> tuple[int, int, int]:
+    """MERGE, TILE_H and TILE_S for the splits of ``group`` query heads."""
+    if splits == 1:
+        return ONE_SPLIT, 1, 1
+    if 4 * group * splits * v_dim > MAX_MERGE_BYTES:
+        return NEXT_LAUNCH, 1, 1
+    tile_h = next_power_of_2(group)
+    tile_s = MERGE_ELEMENTS // (tile_h * tile_of(v_dim))
+    return LAST_BLOCK, tile_h, max(1, min(tile_s, TILE_S, next_power_of_2(splits)))
+
+
+class Plan(NamedTuple):
+    """What a call needs to know of its arguments besides where they are."""
+
+    grid: tuple[int, int]
+    wide: bool  # needs more warps
+    scalars: tuple[float, float, int]  # scaling, soft_cap, window
+    constants: tuple[int | bool, ...]  # those of decode_kernel
+    merge: int
+    out_shape: tuple[int, ...]
+    partial_shape: tuple[int, ...]
+    merge_args: tuple  # of merge_kernel behind its arrays
+    long: bool  # a tensor has elements beyond 2^31, so that its strides have to be looked at
+
+
+# To look a plan up takes a third of the time of checking and planning, which the GPU would wait for.
+_plans: dict[tuple, Plan] = {}
+MAX_PLANS = 4096
+
+
+def plan_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float | None,
+    kv_len_per_split: int | None,
+    kv_len: torch.Tensor | None,
+    window_size: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+) -> Plan:
+    """The plan for these arguments of ``fmha_decode``, or the exception that they deserve."""
+    key = (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.get_device(),
+        sm_scale,
+        kv_len_per_split,
+        window_size,
+        soft_cap,
+        None if kv_len is None else (kv_len.shape, kv_len.dtype),
+        None if sinks is None else sinks.shape,
+        None if attention_mask is None else (attention_mask.shape, attention_mask.dtype),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        check_query(q, kv_len_per_split)
+        check_arguments("fmha_decode", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
+        scaling = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
+        check_supported(q, k, v, scaling, sinks, attention_mask, True)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        sizes = (*q.shape[:2], *k.shape[1:], v.shape[3])
+        extras = (kv_len is not None, sinks is not None, attention_mask)
+        plan = _plans[key] = _make_plan(
+            sizes, q.dtype, q.get_device(), scaling, kv_len_per_split, window_size, soft_cap, *extras
+        )
+    elif plan.long:
+        check_supported(q, k, v, plan.scalars[0], sinks, attention_mask, True)
+    return plan
+
+
+def _make_plan(
+    sizes, dtype, device_index, scaling, kv_len_per_split, window_size, soft_cap, has_kv_len, has_sinks, attention_mask
+) -> Plan:
+    batch, heads, kv_heads, keys, head_dim, v_dim = sizes
+    group = heads // kv_heads
+    visible = keys if window_size is None else min(keys, window_size)
+    splits = choose_splits(batch * kv_heads, visible, kv_len_per_split, device_index)
+    tiles = choose_tiles(group, head_dim, v_dim, dtype.itemsize, device_index)
+    merge, tile_h, tile_s = choose_merge(group, v_dim, splits)
+    mask_kind, mask = prepare_mask(attention_mask, keys)
+    constants = (
+        *tiles,
+        v_dim,
+        window_size is not None,
+        soft_cap is not None,
+        mask_kind,
+        tiles[0] if mask_kind != NO_MASK and mask.shape[1] > 1 else 1,
+        has_sinks,
+        has_kv_len,
+        needs_exact(dtype, mask_kind),
+        merge,
+        tile_h,
+        tile_s,
+    )
+    longest = max(batch * heads * head_dim, batch * kv_heads * keys * max(head_dim, v_dim), batch * heads * keys)
+    return Plan(
+        (batch * kv_heads, splits if keys else 0),
+        tiles[0] > MAX_TILE_M,
+        (float(scaling), 1.0 if soft_cap is None else float(soft_cap), 0 if window_size is None else window_size),
+        constants,
+        merge,
+        (batch, heads, 1, v_dim),
+        (batch, heads, splits, v_dim + STATE_COLUMNS),
+        (1.0 if soft_cap is not None or mask_kind == ADDITIVE_MASK else float(scaling), TILE_S, tiles[3], v_dim),
+        longest > INT32_MAX,
+    )
