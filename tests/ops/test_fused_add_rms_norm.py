@@ -13,9 +13,9 @@ from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import fused_add_rms_norm
 from tilegym.ops import rms_norm
-from tilegym.ops.cutile.fused_add_rms_norm import add_rms_norm_backward
 from tilegym.ops.cutile.fused_add_rms_norm import add_rms_norm_forward
 from tilegym.ops.cutile.fused_add_rms_norm import add_rms_norm_forward_rstd
+from tilegym.ops.cutile.row_norms import norm_backward
 from tilegym.ops.pytorch.fused_add_rms_norm import fused_add_rms_norm as reference
 
 SHAPES = [(1, 4), (37, 128), (2, 7, 96), (3, 4099)]
@@ -138,14 +138,18 @@ class Test_FusedAddRMSNorm(PyTestCase):
         _, total, rstd = add_rms_norm_forward_rstd(x, residual, w, *options)
         torch.library.opcheck(add_rms_norm_forward.operator, (x, residual, None, *options))
         torch.library.opcheck(add_rms_norm_forward_rstd.operator, (x, residual, w, *options))
-        torch.library.opcheck(add_rms_norm_backward.operator, (dy, dtotal, total, w, rstd, 0.0, True))
+        torch.library.opcheck(
+            norm_backward.operator, (dy, total, dtotal, w, None, rstd, 0.0, 1, True, False, torch.float32)
+        )
 
     @pytest.mark.parametrize("n", [4096, 20000])
     def test_compiles_for_every_architecture(self, n):
         x, residual, dy = (torch.empty(64, n, dtype=torch.bfloat16) for _ in range(3))
         w, rstd = torch.empty(n, dtype=torch.bfloat16), torch.empty(64)
         assert_launches_compile(lambda: add_rms_norm_forward_rstd(x, residual, w, 1e-6, 0.0, True))
-        assert_launches_compile(lambda: add_rms_norm_backward(dy, torch.empty_like(dy), x, w, rstd, 1.0, True))
+        assert_launches_compile(
+            lambda: norm_backward(dy, x, residual, w, None, rstd, 1.0, 1, True, False, torch.bfloat16)
+        )
 
     @gpu
     def test_graph_capture(self):

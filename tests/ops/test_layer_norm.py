@@ -11,9 +11,9 @@ from common import randn
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import layer_norm
-from tilegym.ops.cutile.layer_norm import layer_norm_backward
 from tilegym.ops.cutile.layer_norm import layer_norm_forward
 from tilegym.ops.cutile.layer_norm import layer_norm_forward_save
+from tilegym.ops.cutile.row_norms import norm_backward
 from tilegym.ops.pytorch.layer_norm import layer_norm as reference
 
 SHAPES = [(1, 4), (37, 128), (2, 7, 96), (3, 4099)]
@@ -152,14 +152,14 @@ class Test_LayerNorm(PyTestCase):
         _, mean, rstd = layer_norm_forward_save(x, w, None, 1e-5, 2)
         torch.library.opcheck(layer_norm_forward.operator, (x, w, None, 1e-5, 2))
         torch.library.opcheck(layer_norm_forward_save.operator, (x, None, w, 1e-5, 2))
-        torch.library.opcheck(layer_norm_backward.operator, (dy, x, w, mean, rstd, 2, True, False))
+        torch.library.opcheck(norm_backward.operator, (dy, x, None, w, mean, rstd, 0.0, 2, True, False, torch.float32))
 
     @pytest.mark.parametrize("n", [4096, 20000])
     def test_compiles_for_every_architecture(self, n):
         x, dy = (torch.empty(64, n, dtype=torch.bfloat16) for _ in range(2))
         w, b, mean, rstd = (torch.empty(size) for size in (n, n, 64, 64))
         assert_launches_compile(lambda: layer_norm_forward_save(x, w, b, 1e-5, 1))
-        assert_launches_compile(lambda: layer_norm_backward(dy, x, w, mean, rstd, 1, True, True))
+        assert_launches_compile(lambda: norm_backward(dy, x, None, w, mean, rstd, 0.0, 1, True, True, torch.float32))
 
     @gpu
     def test_more_than_32_bits_of_elements(self):

@@ -12,9 +12,9 @@ from common import sanitized
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import rms_norm
-from tilegym.ops.cutile.rms_norm import rms_norm_backward
 from tilegym.ops.cutile.rms_norm import rms_norm_forward
 from tilegym.ops.cutile.rms_norm import rms_norm_forward_rstd
+from tilegym.ops.cutile.row_norms import norm_backward
 from tilegym.ops.pytorch.rms_norm import rms_norm as reference
 
 MODES = ["static_persistent", "multi_wave_reload", "multi_wave_cached"]
@@ -169,7 +169,7 @@ class Test_RMSNorm(PyTestCase):
         _, rstd = rms_norm_forward_rstd(x, w, None, 1e-6, None, 0.0, True)
         torch.library.opcheck(rms_norm_forward.operator, (x, w, None, 1e-6, None, 0.0, True))
         torch.library.opcheck(rms_norm_forward_rstd.operator, (x, None, w, 1e-6, None, 0.0, True))
-        torch.library.opcheck(rms_norm_backward.operator, (dy, x, w, rstd, 0.0, True, False))
+        torch.library.opcheck(norm_backward.operator, (dy, x, None, w, None, rstd, 0.0, 1, True, False, torch.float32))
 
     @pytest.mark.parametrize(("mode", "shape"), [*((mode, (64, 4096)) for mode in MODES), (None, (2, 3, 4096))])
     def test_compiles_for_every_architecture(self, mode, shape):
@@ -179,7 +179,8 @@ class Test_RMSNorm(PyTestCase):
     @pytest.mark.parametrize("n", [4096, 10000])
     def test_backward_compiles_for_every_architecture(self, n):
         x, w, rstd = torch.empty(64, n, dtype=torch.bfloat16), torch.empty(n), torch.empty(64)
-        assert_launches_compile(lambda: rms_norm_backward(x, torch.empty_like(x), w, rstd, 0.0, True, True))
+        dy = torch.empty_like(x)
+        assert_launches_compile(lambda: norm_backward(dy, x, None, w, None, rstd, 0.0, 1, True, True, torch.bfloat16))
 
     @gpu
     def test_more_than_32_bits_of_elements(self):

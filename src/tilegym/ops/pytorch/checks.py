@@ -1,0 +1,26 @@
+"""Checks of arguments that many ops share."""
+
+import torch
+
+CASTINGS = ("llama", "gemma")
+
+
+def check_floating(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raises TypeError, naming op and argument, for a tensor that is not of floating point; None is passed over."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_floating_point():
+            raise TypeError(f"{op}: {name} is {tensor.dtype}, it must be floating point")
+
+
+def check_same_dtype(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raises TypeError, naming op and arguments, unless all tensors have the first one's dtype; None is passed over."""
+    (first, of_first), *others = tensors.items()
+    for name, tensor in others:
+        if tensor is not None and tensor.dtype != of_first.dtype:
+            raise TypeError(f"{op}: {first} is {of_first.dtype}, {name} is {tensor.dtype}; they must be the same")
+
+
+def check_option(op: str, name: str, value: object, allowed: tuple) -> None:
+    """Raises ValueError, naming op and argument, for a value that is not among ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} is {value!r}, allowed are {', '.join(map(repr, allowed))}")
