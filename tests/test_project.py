@@ -166,6 +166,7 @@ MAY_IMPORT = {
     "interpreter": set(),
     "backend": {"interpreter"},
     "ops": {"backend", "interpreter"},
+    "inventory": {"backend", "interpreter", "ops"},
     "transformers": {"backend", "interpreter", "ops"},
     "kernel": {"backend", "interpreter", "ops", "transformers"},
 }

@@ -169,6 +169,7 @@ def test_source_paths_and_back(tmp_path):
 
 
 def test_pydantic_is_imported_with_the_inventory_alone():
-    code = "import sys, tilegym; print('pydantic' in sys.modules)\nimport tilegym.inventory; print('pydantic' in sys.modules)"
+    loaded = "print('pydantic' in sys.modules)"
+    code = f"import sys, tilegym; {loaded}; import tilegym.inventory; {loaded}"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.split() == ["False", "True"]

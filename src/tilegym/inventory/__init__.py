@@ -1,5 +1,17 @@
-"""The inventory: every kernel as a Definition (what is computed) and a Solution (which code computes it)."""
+"""The inventory: every kernel as a Definition (what is computed) and a Solution (which code computes it).
 
+``load()`` gives the shipped catalog, ``validate()`` the rules that are broken in it; ``check_solution`` runs a Solution
+beside its Definition's reference.
+"""
+
+from tilegym.inventory.loading import Catalog
+from tilegym.inventory.loading import Folder
+from tilegym.inventory.loading import family_folder
+from tilegym.inventory.loading import folders_in
+from tilegym.inventory.loading import load
+from tilegym.inventory.rules import Problem
+from tilegym.inventory.rules import check_definition
+from tilegym.inventory.rules import validate
 from tilegym.inventory.schema import AxisConst
 from tilegym.inventory.schema import AxisVar
 from tilegym.inventory.schema import BuildSpec
@@ -9,3 +21,5 @@ from tilegym.inventory.schema import SourceFile
 from tilegym.inventory.schema import TensorSpec
 from tilegym.inventory.schema import Trace
 from tilegym.inventory.schema import Workload
+from tilegym.inventory.verify import check_solution
+from tilegym.inventory.verify import load_solution

@@ -1,0 +1,1 @@
+"""The Definitions and Solutions of the op library."""

@@ -1,0 +1,99 @@
+"""The reference of a Definition: Python source with a global ``run`` and the lines that say where it comes from."""
+
+import ast
+import functools
+import linecache
+import re
+from collections.abc import Callable
+from collections.abc import Iterator
+
+from tilegym.errors import InventoryError
+
+_SOURCE = re.compile(r"# Source: (\S+)")
+# A commit never changes; a branch or a tag can.
+_PERMALINK = re.compile(
+    r"https://(?:github\.com|huggingface\.co)/[\w.-]+/[\w.-]+/blob/[0-9a-f]{40}/[^\s#]+#L[1-9]\d*(?:-L[1-9]\d*)?"
+)
+PERMALINK_FORM = "https://github.com/OWNER/REPOSITORY/blob/COMMIT/PATH#L10-L20, with the commit's 40 digits"
+
+
+def sources(reference: str) -> list[str]:
+    """The addresses in the ``# Source:`` lines that ``reference`` begins with."""
+    found = []
+    for line in reference.splitlines():
+        match = _SOURCE.fullmatch(line.strip())
+        if match is None:
+            break
+        found.append(match[1])
+    return found
+
+
+def is_permalink(url: str) -> bool:
+    """Whether ``url`` names lines of a file at one commit, on GitHub or (remote code) on the Hugging Face Hub."""
+    return _PERMALINK.fullmatch(url) is not None
+
+
+def run_functions(reference: str) -> list[ast.FunctionDef]:
+    """The definitions of ``run`` at the top level.
+
+    Raises:
+        SyntaxError: the reference is not Python.
+    """
+    return [node for node in ast.parse(reference).body if isinstance(node, ast.FunctionDef) and node.name == "run"]
+
+
+def parameters(function: ast.FunctionDef) -> list[str] | None:
+    """The names of the parameters, or None if there are others than plain ones without a default."""
+    arguments = function.args
+    if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults or arguments.posonlyargs:
+        return None
+    return [argument.arg for argument in arguments.args]
+
+
+def returns(function: ast.FunctionDef) -> list[list[str] | None]:
+    """For each ``return`` of the function itself, the names that it returns, or None if it returns anything else."""
+    return [_names(node.value) for node in _own_nodes(function) if isinstance(node, ast.Return)]
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+            yield node
+            yield from _own_nodes(node)
+
+
+def _names(value: ast.expr | None) -> list[str] | None:
+    elements = value.elts if isinstance(value, ast.Tuple) else [value]
+    return [e.id for e in elements] if all(isinstance(e, ast.Name) for e in elements) else None
+
+
+@functools.lru_cache(maxsize=256)
+def load(reference: str, name: str = "reference") -> Callable:
+    """The function ``run`` of ``reference``; ``name`` is what tracebacks call its file.
+
+    Raises:
+        InventoryError: the source does not run, or defines no ``run``.
+    """
+    file = f"<{name}>"
+    scope = {"__name__": name}
+    try:
+        exec(compile(reference, file, "exec"), scope)  # noqa: S102
+    except Exception as error:
+        raise InventoryError(f"the reference of {name!r} cannot be loaded: {error!r}") from error
+    if not callable(scope.get("run")):
+        raise InventoryError(f"the reference of {name!r} defines no function 'run'; add one that takes the inputs")
+    linecache.cache[file] = (len(reference), None, reference.splitlines(True), file)
+    return scope["run"]
+
+
+def numbers(reference: str) -> list[bool | int | float]:
+    """The numbers written in ``reference``, each once, negated where a minus stands before them."""
+    found: dict[tuple[type, float], bool | int | float] = {}
+    for node in ast.walk(ast.parse(reference)):
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+            value = node.operand.value
+            value = -value if isinstance(value, int | float) else None
+        if isinstance(value, bool | int | float):
+            found[type(value), value] = value
+    return list(found.values())
