@@ -24,6 +24,8 @@ from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
+from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
+from tilegym.ops.cutile.splitk_reduce import merge_splits
 from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -87,7 +89,7 @@ def mla_decoding_kernel(
     qpe,  # [B, H, Dr]
     kv,  # [B, S, D]
     kpe,  # [B, S, Dr]
-    out,  # [B, H, D] if FINAL, else [B, H, splits, D + LSE_COLUMNS]: a split's output, then its lse
+    out,  # [B, H, D] if FINAL, else [B, H, splits, D + STATE_COLUMNS]: what merge_splits takes
     lse,  # [B, H] if FINAL, else 0
     mask,  # [B or 1, H or 1, 1, S] if MASK, else 0
     kv_len,  # [B] if KV_LEN, else 0
@@ -136,47 +138,47 @@ def mla_decoding_kernel(
         state = attend(queries, kv, kpe, mask, place, j, keys, state, scaling, *options, True)
 
     row_max, row_sum, acc = state
-    acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
+    if FINAL:
+        unit = 1.0 if MASK == ADDITIVE_MASK else scaling
+        acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
+        ct.store(lse, (batch, head_tile), log_sum_exp(row_max, row_sum, unit).reshape((1, TILE_H)))
     if KEYS_LEFT:
         acc = ct.transpose(acc)
-    # log(sum of exp(score)) with scores in natural units; -inf where no key was seen.
-    logs = row_max * (1.0 if MASK == ADDITIVE_MASK else scaling) + ct.log(row_sum)
     if FINAL:
         ct.store(out, (batch, head_tile, 0), acc.reshape((1, TILE_H, TILE_D)).astype(out.dtype))
-        ct.store(lse, (batch, head_tile), logs.reshape((1, TILE_H)))
     else:
-        columns = out.shape[3] - LSE_COLUMNS
+        # Kept as they are until all splits are known, they are merged as exactly as the tiles of one split.
+        columns = out.shape[3] - STATE_COLUMNS
         ct.store(out.slice(3, 0, columns), (batch, head_tile, split, 0), acc.reshape((1, TILE_H, 1, TILE_D)))
-        ct.store(out, (batch, head_tile, split, columns), logs.reshape((1, TILE_H, 1, 1)))
+        ct.store(out, (batch, head_tile, split, columns), row_max.reshape((1, TILE_H, 1, 1)))
+        ct.store(out, (batch, head_tile, split, columns + 1), row_sum.reshape((1, TILE_H, 1, 1)))
+
+
+def log_sum_exp(top, total, unit):
+    """The natural logarithm of the sum of exponentials; -inf where no key was seen."""
+    return top * unit + ct.log(total)
 
 
 @ct.kernel
 def merge_kernel(
-    partial,  # [B, H, splits, D + LSE_COLUMNS]
+    partial,  # [B, H, splits, D + STATE_COLUMNS], as mla_decoding_kernel leaves it
     out,  # [B, H, D]
     lse,  # [B, H]
+    unit: float,
     TILE_S: Int,
     TILE_C: Int,
-    SPLITS: Int,  # at least the number of splits
 ):
-    # out = sum_s exp(lse_s - lse) partial_s with lse = log(sum_s exp(lse_s)). A block has TILE_C columns of a row.
+    # A block has TILE_C columns of a row of the output: there are few rows where there are many splits.
     batch, head, column = ct.bid(0) // partial.shape[1], ct.bid(0) % partial.shape[1], ct.bid(1)
-    width = partial.shape[3] - LSE_COLUMNS
-    nothing = ct.PaddingMode.NEG_INF
-    logs = ct.load(partial, (batch, head, 0, width), (1, 1, SPLITS, 1), padding_mode=nothing).reshape((SPLITS, 1))
-    top = ct.max(logs, axis=0, keepdims=True)
-    base = ct.where(top == -math.inf, 0.0, top)
-    total = ct.sum(ct.exp(logs - base), axis=0, keepdims=True)
-    acc = ct.zeros((1, TILE_C), dtype=ct.float32)
-    for s in range(ct.cdiv(partial.shape[2], TILE_S)):
-        weight = ct.load(partial, (batch, head, s, width), (1, 1, TILE_S, 1), padding_mode=nothing)
-        weight = ct.exp(weight.reshape((TILE_S, 1)) - base)
-        tile = ct.load(partial, (batch, head, s, column), (1, 1, TILE_S, TILE_C), padding_mode=ZERO)
-        acc = acc + ct.sum(weight * tile.reshape((TILE_S, TILE_C)), axis=0, keepdims=True)
-    acc = acc / ct.where(total == 0.0, 1.0, total)
+    width = partial.shape[3] - STATE_COLUMNS
+    partial = partial.slice(1, head, head + 1)
+    top, total = partial.slice(3, width, width + 1), partial.slice(3, width + 1, width + 2)
+    part = partial.slice(3, column * TILE_C, min((column + 1) * TILE_C, width))
+    nothing = (ct.full((1, 1), -math.inf, dtype=ct.float32), ct.zeros((1, 1), dtype=ct.float32))
+    acc, state = merge_splits(part, top, total, batch, nothing, unit, 1, TILE_S, TILE_C, True)
     ct.store(out, (batch, head, column), acc.reshape((1, 1, TILE_C)).astype(out.dtype))
     if column == 0:
-        ct.store(lse, (batch, head), base + ct.log(total))
+        ct.store(lse, (batch, head), log_sum_exp(*state, unit))
 
 
 MAX_DIM = 512
@@ -184,7 +186,6 @@ MAX_DIM = 512
 MAX_TILE_H = 64
 # 64 latents of 512 + 64 in bf16 are 72 KB, of which two fit beside the queries.
 TILE_N = 64
-LSE_COLUMNS = 4  # one for lse; four keep the rows of fp32 on 16 bytes
 MAX_SPLITS = 256
 MERGE_TILE = (32, 128)  # splits and columns
 
@@ -214,6 +215,8 @@ def choose_splits(blocks: int, tiles: int, device_index: int) -> int:
     The number for which the last wave of blocks ends first, if starting a block takes as long as one tile and merging
     as long as two.
     """
+    if device_index < 0:
+        return min(-(-tiles // 2), MAX_SPLITS)
     multiprocessors = sm_count(device_index)
 
     def time(splits: int) -> int:
@@ -257,7 +260,7 @@ def mla_decoding_forward(
     else:
         splits = min(-(-keys // kv_len_per_split), MAX_SPLITS)
     final = splits == 1
-    partial = out if final else q.new_empty(batch, heads, splits, dim + LSE_COLUMNS, dtype=torch.float32)
+    partial = out if final else q.new_empty(batch, heads, splits, dim + STATE_COLUMNS, dtype=torch.float32)
     mask_kind, mask = prepare_mask(attention_mask, keys)
     launch(
         partial,
@@ -284,7 +287,8 @@ def mla_decoding_forward(
     if not final:
         tile_s, tile_c = MERGE_TILE
         grid = (batch * heads, -(-dim // tile_c))
-        launch(out, grid, merge_kernel, (partial, out, lse, tile_s, tile_c, tile_of(splits)))
+        unit = 1.0 if mask_kind == ADDITIVE_MASK else sm_scale
+        launch(out, grid, merge_kernel, (partial, out, lse, unit, tile_s, tile_c))
     return out, lse
 
 

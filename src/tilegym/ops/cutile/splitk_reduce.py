@@ -21,7 +21,7 @@ STATE_COLUMNS = 4  # two for a split's largest score and sum; four keep the rows
 
 
 def merge_splits(partial, top, total, batch, state, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, SUMS: Bool):
-    """In a kernel: attention over all splits, [TILE_H, TILE_D] in fp32, merged in their order.
+    """In a kernel: all splits merged in their order, [TILE_H, TILE_D] in fp32, and the state after them.
 
     partial [B, H, splits, Dv] holds each split's sum of values weighted by ``exp(unit * (score - top))``, top and total
     [B, H, splits, 1] the largest score and the sum of the weights. Without SUMS (total is 0) partial is normalised and
@@ -48,14 +48,15 @@ def merge_splits(partial, top, total, batch, state, unit, TILE_H: Int, TILE_S: I
         all_total = all_total * shrink + ct.sum(weight, axis=1, keepdims=True)
         acc = acc * shrink + ct.sum(weighted, axis=1)
         all_top = new_top
-    return acc / ct.where(all_total == 0.0, 1.0, all_total)
+    return acc / ct.where(all_total == 0.0, 1.0, all_total), (all_top, all_total)
 
 
 def merge_states(partial, batch, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, DV: Int):
     """In a kernel: :func:`merge_splits` of [B, H, splits, DV + STATE_COLUMNS]: column DV is top, the next total."""
     nothing = (ct.full((TILE_H, 1), -math.inf, dtype=ct.float32), ct.zeros((TILE_H, 1), dtype=ct.float32))
     top, total = partial.slice(3, DV, DV + 1), partial.slice(3, DV + 1, DV + 2)
-    return merge_splits(partial.slice(3, 0, DV), top, total, batch, nothing, unit, TILE_H, TILE_S, TILE_D, True)
+    acc, _ = merge_splits(partial.slice(3, 0, DV), top, total, batch, nothing, unit, TILE_H, TILE_S, TILE_D, True)
+    return acc
 
 
 @ct.kernel
@@ -75,7 +76,7 @@ def splitk_reduce_kernel(
         top = ct.load(sinks, (head,), (1,)).astype(ct.float32).reshape((1, 1))
         total = ct.ones((1, 1), dtype=ct.float32)
     partial, lse = partial.slice(1, head, head + 1), lse.slice(1, head, head + 1)
-    acc = merge_splits(partial, lse, 0, batch, (top, total), 1.0, 1, TILE_S, TILE_D, False)
+    acc, _ = merge_splits(partial, lse, 0, batch, (top, total), 1.0, 1, TILE_S, TILE_D, False)
     ct.store(out, (batch, head, 0, 0), acc.reshape((1, 1, 1, TILE_D)).astype(out.dtype))
 
 
