@@ -3,6 +3,10 @@
 import importlib
 
 from tilegym.backend import is_backend_available
+from tilegym.ops.attention_ops import attention_sink
+from tilegym.ops.attention_ops import attention_sink_decode
+from tilegym.ops.attention_ops import gemma_attention
+from tilegym.ops.attention_ops import gemma_attention_decode
 from tilegym.ops.attention_ops import mla
 from tilegym.ops.attention_ops import mla_decoding
 from tilegym.ops.attention_ops import mla_decoding_split_kv

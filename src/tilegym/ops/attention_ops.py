@@ -5,6 +5,125 @@ from torch import Tensor
 from tilegym.backend import dispatch
 
 
+@dispatch("attention_sink")
+def attention_sink(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    start_q: int | Tensor | None = None,
+) -> Tensor:
+    """Causal attention with a learned logit for each head in the softmax's denominator, as gpt-oss has it.
+
+    ``sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))`` with ``s = sm_scale * q k^T`` (arXiv:2508.10925, section 2).
+    Query i stands at key position ``start_q + i`` and sees the keys up to its own, the last ``sliding_window`` of them.
+
+    Args:
+        query: [B, Sq, Hkv, G, D] with the G query heads of each kv head, or [B, Sq, Hkv * G, D]; fp32, fp16 or bf16.
+        key, value: [B, Skv, Hkv, D], any strides; keys behind the last query's position count for nothing.
+        sinks: [Hkv * G].
+        sm_scale: factor on the scores, default 1/sqrt(D).
+        sliding_window: W keys including the query's own; None for all.
+        start_q: the position of the first query: a number, or integers [1] or [B], one for each row, on query's device,
+            where they are read (a captured graph replays with those of the moment). The last query's position is less
+            than Skv. None: the last query stands at the last key, as for a chunk of a prompt behind its cache.
+
+    Returns:
+        [B, Sq, Hkv * G * D] in query's dtype. Differentiable in query, key, value and sinks.
+
+    Raises:
+        ValueError: shapes do not fit, or a number start_q lets a query stand behind the last key.
+        TypeError: dtypes do not fit.
+    """
+
+
+@dispatch("attention_sink_decode")
+def attention_sink_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    start_q: int | Tensor | None = None,
+    kv_len_per_split: int | None = None,
+) -> Tensor:
+    """:func:`attention_sink` for a decoding step, its keys split among blocks as in :func:`tilegym.ops.fmha_decode`.
+
+    Args:
+        query: as for :func:`attention_sink` with Sq = 1; more queries, as speculative decoding has them, are a short
+            prefill.
+        key, value, sinks, sm_scale, sliding_window, start_q: as for :func:`attention_sink`.
+        kv_len_per_split: how many keys one block takes; None picks from shape and GPU.
+
+    Returns:
+        [B, Sq, Hkv * G * D] in query's dtype. Differentiable if Sq > 1.
+
+    Raises:
+        ValueError, TypeError: as for :func:`attention_sink`.
+    """
+
+
+@dispatch("gemma_attention")
+def gemma_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float | None = None,
+    window_size: int | None = None,
+    soft_cap: float | None = None,
+    is_causal: bool = True,
+    attention_mask: Tensor | None = None,
+    kv_len: Tensor | None = None,
+) -> Tensor:
+    """Attention as Gemma has it: ``softmax(mask(soft_cap * tanh(scaling * q k^T / soft_cap))) v`` (arXiv:2408.00118).
+
+    Args:
+        q: [B, Hq, Sq, D]; k: [B, Hkv, Skv, D]; v: [B, Hkv, Skv, Dv]; fp32, fp16 or bf16, any strides.
+        scaling: factor on the scores, default 1/sqrt(D); Gemma's own is ``query_pre_attn_scalar ** -0.5``.
+        window_size: W keys including the query's own (the local layers); None or 0 for all.
+        soft_cap: bound of the scores (Gemma 2: 50); None for none (Gemma 3).
+        is_causal, attention_mask, kv_len: as in :func:`tilegym.ops.fmha`.
+
+    Returns:
+        [B, Hq, Sq, Dv] in q's dtype. Differentiable in q, k and v.
+
+    Raises:
+        ValueError: shapes or options do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+@dispatch("gemma_attention_decode")
+def gemma_attention_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float | None = None,
+    window_size: int | None = None,
+    soft_cap: float | None = None,
+    kv_len_per_split: int | None = None,
+    attention_mask: Tensor | None = None,
+    kv_len: Tensor | None = None,
+) -> Tensor:
+    """:func:`gemma_attention` for a decoding step, its keys split among blocks as in :func:`tilegym.ops.fmha_decode`.
+
+    Args:
+        q: as for :func:`gemma_attention` with Sq = 1; more queries, as speculative decoding has them, are a short
+            prefill.
+        k, v, scaling, window_size, soft_cap, attention_mask, kv_len: as for :func:`gemma_attention`.
+        kv_len_per_split: how many keys one block takes; None picks from shape and GPU.
+
+    Returns:
+        [B, Hq, Sq, Dv] in q's dtype. Differentiable if Sq > 1.
+
+    Raises:
+        ValueError, TypeError: as for :func:`gemma_attention`.
+    """
+
+
 @dispatch("mla")
 def mla(
     q: Tensor,

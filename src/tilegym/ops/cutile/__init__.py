@@ -2,6 +2,7 @@
 
 from tilegym.ops.cutile import activations
 from tilegym.ops.cutile import attention
+from tilegym.ops.cutile import attention_sink
 from tilegym.ops.cutile import bmm
 from tilegym.ops.cutile import causal_conv1d
 from tilegym.ops.cutile import cross_entropy
@@ -11,6 +12,7 @@ from tilegym.ops.cutile import fused_add_rms_norm
 from tilegym.ops.cutile import fused_linear_cross_entropy
 from tilegym.ops.cutile import gated_delta_rule
 from tilegym.ops.cutile import geglu
+from tilegym.ops.cutile import gemma_attention
 from tilegym.ops.cutile import layer_norm
 from tilegym.ops.cutile import linear
 from tilegym.ops.cutile import matmul

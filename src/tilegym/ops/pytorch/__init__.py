@@ -2,6 +2,7 @@
 
 from tilegym.ops.pytorch import activations
 from tilegym.ops.pytorch import attention
+from tilegym.ops.pytorch import attention_sink
 from tilegym.ops.pytorch import bmm
 from tilegym.ops.pytorch import causal_conv1d
 from tilegym.ops.pytorch import cross_entropy
@@ -11,6 +12,7 @@ from tilegym.ops.pytorch import fused_add_rms_norm
 from tilegym.ops.pytorch import fused_linear_cross_entropy
 from tilegym.ops.pytorch import gated_delta_rule
 from tilegym.ops.pytorch import geglu
+from tilegym.ops.pytorch import gemma_attention
 from tilegym.ops.pytorch import group_gemm
 from tilegym.ops.pytorch import layer_norm
 from tilegym.ops.pytorch import linear
