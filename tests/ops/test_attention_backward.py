@@ -1,0 +1,317 @@
+import math
+
+import pytest
+import torch
+from common import ARCHITECTURES
+from common import HAS_GPU
+from common import PyTestCase
+from common import assert_compiles
+from common import device
+from common import dtypes
+from common import gpu
+from common import randn
+from common import recorded_launches
+from common import sanitized
+from test_attention import GPU_SHAPES
+from test_attention import OPTIONS
+from test_attention import SHAPES
+from test_attention import additive
+from test_attention import boolean
+from test_attention import lengths
+from test_attention import lowest_numbers
+from test_attention import tensors
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel
+
+from tilegym import interpreter
+from tilegym.ops import fmha
+from tilegym.ops.cutile.attention import attention_forward_lse
+from tilegym.ops.cutile.attention_backward import attention_backward
+from tilegym.ops.cutile.attention_backward import dkdv_configs
+from tilegym.ops.cutile.attention_backward import dq_configs
+from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
+from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
+from tilegym.ops.pytorch.attention import fmha as reference
+
+QKV = ("q", "k", "v")
+# A query that sees one key has gradients of zero, of which PyTorch's error is none: shapes have more keys than that.
+HEAD_DIMS = [(1, 2, 1, 33, 40, d, d) for d in (64, 96, 128, 256)]
+# PyTorch's fused CPU kernel loses the sum of exponentials beside such a number; and nothing is to be seen of errors
+# that cancel where a query sees a handful of keys.
+ELSEWHERE = ("lowest number as mask", "all masked", "window of one", "all, additive")
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(monkeypatch):
+    monkeypatch.setenv("DISABLE_FALLBACK", "1")
+
+
+def leaves(kwargs, names=QKV):
+    return [kwargs[name].detach().clone().requires_grad_() for name in names]
+
+
+def gradients(kwargs, names=QKV, function=fmha, **more):
+    """The gradients of all outputs' weighted sum, with respect to ``names``."""
+    inputs = leaves(kwargs, names)
+    out = function(**kwargs | dict(zip(names, inputs, strict=True)) | more)
+    return torch.autograd.grad(out, inputs, randn(*out.shape, dtype=out.dtype, seed=7).to(out))
+
+
+def with_sinks_of(dtype, options):
+    """Sinks in the dtype of the model."""
+    return options | {"sinks": options["sinks"].to(dtype)} if "sinks" in options else options
+
+
+class Test_FMHA_Backward(PyTestCase):
+    @dtypes()
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("shape", SHAPES[:3] + (GPU_SHAPES if HAS_GPU else []), ids=str)
+    def test_op(self, dtype, is_causal, shape):
+        kwargs = tensors(*shape, dtype=dtype) | {"is_causal": is_causal}
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+
+    @pytest.mark.parametrize("shape", HEAD_DIMS, ids=str)
+    def test_head_dims(self, shape):
+        kwargs = tensors(*shape, dtype=torch.bfloat16)
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+
+    @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ELSEWHERE])
+    @dtypes(torch.float32, torch.bfloat16)
+    def test_options(self, dtype, name):
+        kwargs = tensors(*SHAPES[1], dtype=dtype) | with_sinks_of(dtype, OPTIONS[name])
+        wanted = (*QKV, "sinks") if "sinks" in kwargs else QKV
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=wanted)
+
+    @dtypes(torch.float32, torch.bfloat16)
+    def test_everything_at_once(self, dtype):
+        options = dict(
+            window_size=25,
+            soft_cap=2.0,
+            sinks=randn(4, seed=5, dtype=dtype),
+            attention_mask=additive(17, 50),
+            kv_len=lengths(50, 33),
+        )
+        kwargs = tensors(*SHAPES[1], dtype=dtype) | options
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=(*QKV, "sinks"))
+
+    def test_lowest_number_as_mask(self):
+        """The first query's keys are all masked by a finite number: it attends to all alike."""
+        kwargs = tensors(*SHAPES[1]) | {"attention_mask": lowest_numbers(1, 1, 17, 50)}
+        with sdpa_kernel(SDPBackend.MATH):
+            self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+
+    def test_large_scores(self):
+        kwargs = tensors(1, 2, 2, 40, 40, 16, 16) | {"scaling": 30.0}
+        with sdpa_kernel(SDPBackend.MATH):
+            self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+
+    @pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double")
+    @pytest.mark.parametrize("options", [{}, {"window_size": 3, "soft_cap": 2.0}, {"is_causal": False}], ids=str)
+    def test_gradcheck(self, options):
+        kwargs = tensors(1, 2, 1, 3, 5, 4, 3) | {"sinks": randn(2)}
+
+        def call(q, k, v, sinks):
+            return fmha(q, k, v, sinks=sinks, **options, backend="cutile")
+
+        inputs = leaves(kwargs, (*QKV, "sinks"))
+        assert torch.autograd.gradcheck(call, inputs, eps=1e-2, atol=1e-2, rtol=1e-2)
+
+    @pytest.mark.parametrize("name", ["full", "padding mask", "all"])
+    def test_three_runs_are_equal(self, name):
+        kwargs = tensors(*(GPU_SHAPES[0] if HAS_GPU and name == "full" else SHAPES[1]), dtype=torch.bfloat16)
+        first, *others = [gradients(kwargs | OPTIONS[name], backend="cutile") for _ in range(3)]
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+    @pytest.mark.parametrize("kind", ["boolean", "additive", "keys", "lengths", "few keys"])
+    def test_who_sees_nothing_has_no_gradient(self, kind):
+        mask = torch.ones(2, 1, 24, 24, dtype=torch.bool, device=device())
+        mask[0, :, 3] = mask[1, :, 8:] = False
+        options = {
+            "boolean": {"attention_mask": mask},
+            "additive": {"attention_mask": torch.zeros(mask.shape, device=device()).masked_fill(~mask, -math.inf)},
+            "keys": {"attention_mask": torch.tensor([True, False], device=device()).view(2, 1, 1, 1)},
+            "lengths": {"kv_len": lengths(24, 0)},
+            "few keys": {"kv_len": lengths(24, 5), "is_causal": True},
+        }[kind]
+        kwargs = tensors(2, 2, 1, 24, 24, 16, 16) | {"is_causal": False} | options
+        dq, dk, dv = gradients(kwargs, backend="cutile")
+        if kind in ("boolean", "additive"):
+            assert not dq[0, :, 3].any() and not dq[1, :, 8:].any() and dq[1, :, :8].any()
+        elif kind == "few keys":
+            assert not dq[1, :, :19].any() and not dk[1, :, 5:].any() and not dv[1, :, 5:].any()
+        else:
+            assert not dq[1].any() and not dk[1].any() and not dv[1].any()
+        for got, expected in zip((dq, dk, dv), gradients(kwargs, function=reference), strict=True):
+            torch.testing.assert_close(got, expected)
+
+    def test_what_lies_behind_the_last_key_does_not_matter(self):
+        kwargs = tensors(*SHAPES[1]) | {"kv_len": lengths(20, 41)}
+        expected = gradients(kwargs, function=reference)
+        for b, length in enumerate((20, 41)):
+            kwargs["k"][b, :, length:] = math.nan
+            kwargs["v"][b, :, length:] = math.inf
+        for got, want in zip(gradients(kwargs, backend="cutile"), expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+    def test_tiles_that_are_not_seen_are_not_read(self):
+        """NaN in keys that no query sees, and in queries that see none of some keys, would spread."""
+        kwargs = tensors(1, 1, 1, 64, 256, 16, 16) | {"window_size": 16}
+        kwargs["v"][:, :, : 256 - 64 - 32] = math.nan
+        assert gradients(kwargs, backend="cutile")[0].isfinite().all()
+        kwargs = tensors(1, 2, 1, 96, 96, 16, 16)
+        kwargs["q"][:, :, :32] = math.nan
+        _, dk, dv = gradients(kwargs, backend="cutile")
+        assert dk[:, :, 32:].isfinite().all() and dv[:, :, 32:].isfinite().all() and dk[:, :, :32].isnan().all()
+
+    def test_masks_of_heads_in_one_group(self):
+        """Padding that differs between the heads of a group: [B, Hq, 1, Skv]."""
+        kwargs = tensors(*SHAPES[1]) | {"attention_mask": boolean(2, 4, 1, 50), "is_causal": False}
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+
+    def test_padded_tiles(self):
+        """Whole tiles of keys that are masked for all queries, at either end."""
+        mask = torch.zeros(2, 1, 1, 100, dtype=torch.bool, device=device())
+        mask[0, ..., 70:] = mask[1, ..., 5:30] = True
+        kwargs = tensors(2, 2, 1, 20, 100, 16, 16) | {"attention_mask": mask, "is_causal": False}
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+        assert not any(g[~mask.view(2, 1, 100)].any() for g in gradients(kwargs, backend="cutile")[1:])
+
+    @pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("sinks",), ("q", "sinks")], ids=str)
+    def test_some_gradients(self, wanted):
+        kwargs = tensors(1, 2, 1, 20, 24, 16, 16) | {"sinks": randn(2)}
+        got, expected = gradients(kwargs, wanted, backend="cutile"), gradients(kwargs, wanted, reference)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+    @pytest.mark.parametrize(
+        "view",
+        [lambda x: x.mT.contiguous().mT, lambda x: x[:, :1].expand(-1, 4, -1, -1), lambda x: x[:, :, ::2]],
+        ids=["transposed", "expanded", "every_other_token"],
+    )
+    def test_not_contiguous(self, view):
+        kwargs = {name: view(t) for name, t in tensors(1, 4, 4, 40, 40, 16, 16).items()}
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+
+    @pytest.mark.parametrize(
+        "change", [lambda do: do.sum(), lambda do: do.mT.contiguous().mT.mean()], ids=["sum", "mean"]
+    )
+    def test_upstream_gradients_of_any_strides(self, change):
+        inputs = leaves(tensors(1, 2, 1, 20, 24, 16, 16))
+        for q, k, v in [inputs]:
+            got = torch.autograd.grad(change(fmha(q, k, v, backend="cutile")), inputs)
+            expected = torch.autograd.grad(change(reference(q, k, v)), inputs)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_gradients_are_laid_out_as_the_inputs(self):
+        """Those of a model's q, k and v, [B, S, H, D] in memory, go back through its views without a copy."""
+        inputs = [randn(2, 20, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
+        for gradient in torch.autograd.grad(fmha(*inputs, backend="cutile").sum(), inputs):
+            assert gradient.stride() == inputs[0].stride()
+
+    @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 4, 4), (1, 0, 4), (1, 4, 0)])
+    def test_empty(self, batch, queries, keys):
+        kwargs = tensors(batch, 2, 1, queries, keys, 16, 16) | {"sinks": randn(2)}
+        names = (*QKV, "sinks")
+        for name, gradient in zip(names, gradients(kwargs, names, backend="cutile"), strict=True):
+            assert gradient.shape == kwargs[name].shape and not gradient.any()
+
+    @pytest.mark.parametrize("name", ["scaling", "window", "window, not causal", "padding mask", "mask of heads"])
+    def test_one_loop_or_two(self, name):
+        """The interpreter's configurations have two loops; one with a branch gives the same."""
+        options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
+        kwargs = {k: v.cpu() for k, v in tensors(*SHAPES[1]).items()} | options
+        with recorded_launches(run=True) as launches:
+            expected = gradients(kwargs, backend="cutile")
+        _, (dq_kernel, dq_args), (dkdv_kernel, dkdv_args) = launches
+        names = [*attention_dq_kernel._pyfunc.__code__.co_varnames]
+        one, tile_m = names.index("TWO_LOOPS"), names.index("TILE_M")
+        assert dq_args[one] and dkdv_args[one]
+        arrays = dq_args[8], dkdv_args[8], dkdv_args[9]
+        for t in arrays:
+            t.fill_(math.nan)
+        grids = (8 * -(-17 // dq_args[tile_m]),), (4 * -(-50 // dkdv_args[tile_m + 1]),)
+        for grid, kernel, args in zip(grids, (dq_kernel, dkdv_kernel), (dq_args, dkdv_args), strict=True):
+            with interpreter.sanitize():
+                interpreter.launch(grid, kernel, (*args[:one], False, *args[one + 1 :]))
+        for got, want in zip(arrays, expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+    @pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "sinks": True}], ids=["plain", "soft cap, sinks"])
+    def test_lse(self, options):
+        """Base 2 in half precision; in fp32 the largest score and one over the sum relative to it."""
+        for dtype in (torch.bfloat16, torch.float32):
+            q, k, v = tensors(1, 4, 2, 9, 12, 16, 16, dtype=dtype).values()
+            sinks = randn(4) if options.get("sinks") else None
+            with sanitized():
+                _, lse = attention_forward_lse(q, k, v, 0.5, False, None, options.get("soft_cap"), sinks, None, None)
+            scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 0.5
+            if "soft_cap" in options:
+                scores = 2.0 * torch.tanh(scores / 2.0)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double().view(1, 4, 1, 1).expand(1, 4, 9, 1)), 3)
+            unit = 1.0 if "soft_cap" in options else 0.5
+            got = lse[0].double() / math.log2(math.e) if len(lse) == 1 else lse[0] * unit - lse[1].double().log()
+            torch.testing.assert_close(got, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("options", ["full", "window", "all"])
+    def test_compiled(self, options):
+        kwargs = tensors(*SHAPES[1]) | OPTIONS[options]
+
+        def call(q, k, v):
+            return fmha(**kwargs | {"q": q * 2, "k": k, "v": v}, backend="cutile").relu()
+
+        with sanitized():
+            self.assertCompiledEqualsEager(call, *(kwargs[name] for name in QKV))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_operators(self, dtype):
+        plain = dtype is torch.bfloat16
+        q, k, v = tensors(1, 2, 1, 9, 12, 16, 16, dtype=dtype).values()
+        more = (None,) * 5 if plain else (5, 2.0, randn(2), boolean(1, 1, 1, 12), lengths(11))
+        options = (0.25, True, *more)
+        torch.library.opcheck(attention_forward_lse.operator, (q, k, v, *options))
+        out, lse = attention_forward_lse(q, k, v, *options)
+        torch.library.opcheck(attention_backward.operator, (out, q, k, v, out, lse, *options))
+
+    @pytest.mark.parametrize(("arch", "head_dim"), [*((arch, 128) for arch in ARCHITECTURES), ("sm_90", 256)])
+    def test_compiles(self, arch, head_dim):
+        q, k, v = (torch.empty(1, heads, 512, head_dim, dtype=torch.bfloat16) for heads in (8, 2, 2))
+        lse = torch.empty(1, 1, 8, 512)
+        tail = (head_dim, head_dim, True, False, False, 0, 1, False, False, True)
+        for kernel, arrays, configs, more in (
+            (attention_dq_kernel, (q, k, v, q, q, lse, 0, 0, q, lse), dq_configs, (False,)),
+            (attention_dkdv_kernel, (q, k, v, q, lse, lse, 0, 0, k, v), dkdv_configs, ()),
+        ):
+            config = configs(arch, head_dim)[0]
+            constants = (config.TILE_M, config.TILE_N, *tail, config.TWO_LOOPS, False, *more)
+            arrays = [t.clone() if isinstance(t, torch.Tensor) else t for t in arrays]
+            assert_compiles(kernel.replace_hints(**config.hints), (*arrays, 0.1, 1.0, 0, *constants), (arch,))
+
+    def test_everything_compiles(self):
+        kwargs = {k: v.half().cpu() for k, v in tensors(*SHAPES[1]).items()}
+        options = dict(soft_cap=2.0, sinks=randn(4).cpu(), attention_mask=additive(17, 50).cpu(), window_size=9)
+        with recorded_launches() as launches:
+            gradients(kwargs | options | {"kv_len": torch.tensor([50, 33])}, backend="cutile")
+        assert len(launches) == 3
+        for kernel, args in launches[1:]:
+            assert_compiles(kernel, args, ("sm_90",))
+
+    @gpu
+    def test_graph_capture(self):
+        kwargs = tensors(2, 8, 2, 300, 500, 128, 128, dtype=torch.bfloat16)
+
+        def call(q, k, v):
+            inputs = [t.requires_grad_() for t in (q.detach(), k.detach(), v.detach())]
+            return torch.autograd.grad(fmha(*inputs, backend="cutile").square().sum(), inputs)
+
+        self.assertCaptures(call, *kwargs.values())
+
+
+class Test_BackwardConfigs:
+    @pytest.mark.parametrize("arch", ARCHITECTURES)
+    @pytest.mark.parametrize("tile_d", [16, 128, 256])
+    def test_something_suits_every_length(self, arch, tile_d):
+        for configs, name in ((dq_configs, "TILE_M"), (dkdv_configs, "TILE_N")):
+            assert min(getattr(config, name) for config in configs(arch, tile_d)) <= 64
