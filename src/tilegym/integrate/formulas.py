@@ -205,3 +205,9 @@ def mlp(act: str, biases: tuple[str, ...], transposed: bool = False) -> Formula:
 def elementwise(act: str) -> Formula:
     """An activation by itself."""
     return Formula("activation", {"x": ("M", "N")}, {"y": ("M", "N")}, f"return {activation(act)}")
+
+
+def elementwise_gate(act: str) -> Formula:
+    """A product with an activated gate."""
+    inputs: dict[str, tuple[str, ...] | None] = {"x": ("M", "N"), "gate": ("M", "N")}
+    return Formula("activation", inputs, {"y": ("M", "N")}, f"return x * {activation(act, 'gate')}")

@@ -27,6 +27,7 @@ class Call:
         arguments: by parameter name; what tensors they were, and ``values``: what they held when the call began.
         output: what came back.
         stage: "train", "prefill" or "decode".
+        within: the call of a function that this one is part of.
     """
 
     callee: Any
@@ -34,6 +35,7 @@ class Call:
     arguments: dict[str, Any]
     values: dict[str, Any]
     stage: str
+    within: "Call | None" = None
     output: Any = None
 
 
@@ -57,7 +59,12 @@ class Trace:
 
     def producers(self) -> dict[int, Step]:
         """The step that each tensor, by ``id``, came out of last."""
-        return {id(t): step for step in self.steps for t in tensors(step.output)}
+        found = {}
+        for step in self.steps:
+            given = {id(t) for t in tensors(step.inputs)}
+            changes = step.name.endswith("_")  # in place; others that return their argument do nothing to it
+            found |= {id(t): step for t in tensors(step.output) if changes or id(t) not in given}
+        return found
 
     def consumers(self) -> dict[int, list[Step]]:
         """The steps that each tensor, by ``id``, went into."""
@@ -138,7 +145,8 @@ def _profiled(trace: Trace, functions: dict[types.CodeType, types.FunctionType],
                 arguments |= frame.f_locals.get(frame.f_code.co_varnames[index], {})
             values = {name: _copied(value) for name, value in arguments.items()}
             path = stack[-1] if stack else ""
-            opened[frame] = Call(functions[frame.f_code], path, arguments, values, stage[0])
+            within = next(reversed(opened.values()), None)
+            opened[frame] = Call(functions[frame.f_code], path, arguments, values, stage[0], within)
             trace.functions.append(opened[frame])
         elif event == "return" and frame in opened:
             opened.pop(frame).output = argument
