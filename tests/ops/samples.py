@@ -41,15 +41,39 @@ def _splitk_reduce(make: Make) -> tuple:
     return (partial, make(make.tokens, 2, 3, dtype=torch.float32), make.dtype), {}
 
 
+def _fused_moe(make: Make) -> tuple:
+    biases = {"b1": make(12, 40), "b2": make(12, 24)}
+    chosen = make(make.tokens, 2), make.integers(12, make.tokens, 2)
+    return (make(make.tokens, 24), make(12, 40, 24), make(12, 24, 20), *chosen), biases
+
+
+def _group_gemm(make: Make) -> tuple:
+    return ([make(make.tokens, 24), make(12, 20)], [make(24, 20), make(20, 36)]), {}
+
+
+def _ragged_group_gemm(make: Make) -> tuple:
+    bounds = make.integers(make.tokens + 1, 12).sort().values
+    return (make(make.tokens, 24), make(11, 20, 24), bounds), {"bias": make(11, 20)}
+
+
 Sample = Callable[[Make], tuple[tuple, dict[str, Any]]]
 
 SAMPLES: dict[str, Sample] = {
     "apply_rope_base": _rope,
+    "attention_sink": lambda make: (
+        (make(2, make.tokens, 2, 2, 16), make(2, 13, 2, 16), make(2, 13, 2, 16), make(4)), {"sliding_window": 5}
+    ),
+    "attention_sink_decode": lambda make: (
+        (make(2, 1, 2, 2, 16), make(2, make.tokens, 2, 16), make(2, make.tokens, 2, 16), make(4)), {}
+    ),
     "bmm": lambda make: ((make(2, make.tokens, 24), make(2, 24, 20)), {}),
     "cross_entropy": lambda make: (
         (make(make.tokens, 70), make.integers(70, make.tokens)), {"reduction": "sum", "softcap": 3.0, "z_loss": 0.1}
     ),
     "dropout": lambda make: ((make(make.tokens, 40), 1234), {}),
+    "dual_rms_norm": lambda make: (
+        (make(make.tokens, 4, 24), make(make.tokens, 2, 24), make(24), make(24), 1e-6), {"offset": 1.0}
+    ),
     "fmha": lambda make: ((make(2, 4, make.tokens, 16), make(2, 2, 13, 16), make(2, 2, 13, 16)), {"is_causal": False}),
     "fmha_decode": lambda make: (
         tuple(make(*shape) for shape in ((2, 4, 1, 16), (2, 2, make.tokens, 16), (2, 2, make.tokens, 16))), {}
@@ -58,40 +82,43 @@ SAMPLES: dict[str, Sample] = {
     "fused_linear_cross_entropy": lambda make: (
         (make(make.tokens, 24), make(70, 24), make.integers(70, make.tokens), make(70)), {"reduction": "sum"}
     ),
+    "fused_moe": _fused_moe,
+    "gemma_attention": lambda make: (
+        (make(2, 4, make.tokens, 16), make(2, 2, 13, 16), make(2, 2, 13, 16)), {"soft_cap": 2.0, "window_size": 5}
+    ),
+    "gemma_attention_decode": lambda make: (
+        tuple(make(*shape) for shape in ((2, 4, 1, 16), (2, 2, make.tokens, 16), (2, 2, make.tokens, 16))),
+        {"soft_cap": 2.0},
+    ),
     "geglu": lambda make: ((make(make.tokens, 40), make(make.tokens, 40)), {}),
     "gelu": lambda make: ((make(make.tokens, 40),), {}),
+    "group_gemm": _group_gemm,
+    "group_norm": lambda make: ((make(make.tokens, 12, 15), 3, make(12), make(12)), {}),
     "layer_norm": lambda make: ((make(make.tokens, 24), 24, make(24), make(24)), {}),
     "linear": lambda make: ((make(make.tokens, 24), make(20, 24), make(20)), {}),
     "matmul": lambda make: ((make(make.tokens, 24), make(24, 20)), {}),
+    "moe_align_block_size": lambda make: ((make.integers(5, make.tokens, 2), 16, 5), {}),
+    "moe_topk_routing": lambda make: ((make(make.tokens, 24), 3), {"renormalize": True}),
+    "ragged_group_gemm": _ragged_group_gemm,
     "relu": lambda make: ((make(make.tokens, 40),), {}),
     "rms_norm": lambda make: ((make(make.tokens, 24), 24, make(24), 1e-6), {"bias": make(24)}),
+    "rms_norm_gated": lambda make: ((make(make.tokens, 24), make(make.tokens, 24), make(24), 1e-6), {"group_size": 12}),
+    "sigmoid_mul": lambda make: ((make(make.tokens, 40), make(make.tokens, 1)), {}),
     "silu_and_mul": lambda make: ((make(make.tokens, 40),), {}),
     "softmax": lambda make: ((make(make.tokens, 40),), {}),
     "splitk_reduce": _splitk_reduce,
     "swiglu": lambda make: ((make(make.tokens, 40), make(make.tokens, 40)), {}),
 }  # fmt: skip
 
-NOT_DIFFERENTIABLE = {"fmha", "fmha_decode", "splitk_reduce"}  # fmha: until it has a backward kernel
+NOT_DIFFERENTIABLE = {"attention_sink_decode", "fmha", "fmha_decode", "gemma_attention_decode", "moe_align_block_size", "splitk_reduce"}  # fmha: until it has a backward kernel
 
 # Ops that are being written: whoever adds one moves it from here to SAMPLES.
 WITHOUT_SAMPLE = {
-    "attention_sink",
-    "attention_sink_decode",
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
-    "dual_rms_norm",
-    "fused_moe",
-    "gemma_attention",
-    "gemma_attention_decode",
-    "group_gemm",
-    "group_norm",
     "mla",
     "mla_decoding",
     "mla_decoding_split_kv",
-    "moe_align_block_size",
-    "moe_topk_routing",
     "recurrent_gated_delta_rule",
-    "rms_norm_gated",
-    "sigmoid_mul",
 }

@@ -19,6 +19,10 @@ from tilegym.ops.moe_ops import group_gemm
 from tilegym.ops.moe_ops import moe_align_block_size
 from tilegym.ops.moe_ops import moe_topk_routing
 from tilegym.ops.moe_ops import ragged_group_gemm
+from tilegym.ops.norm_ops import dual_rms_norm
+from tilegym.ops.norm_ops import group_norm
+from tilegym.ops.norm_ops import rms_norm_gated
+from tilegym.ops.norm_ops import sigmoid_mul
 from tilegym.ops.ops import apply_rope_base
 from tilegym.ops.ops import bmm
 from tilegym.ops.ops import cross_entropy

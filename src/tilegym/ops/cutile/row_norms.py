@@ -220,11 +220,15 @@ def sums_of_blocks(
 def add_blocks(blocks: int, *pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Adds up the sums of one or two pairs from :func:`sums_of_blocks`, in one launch."""
     wanted = [pair for pair in pairs if pair[1].numel()]
-    if blocks <= 1 or not wanted:
-        return
-    (parts0, out0), (parts1, out1) = wanted[0], wanted[-1]
-    grid = (max(ct.cdiv(out.shape[0], ADD_N) for _, out in wanted), len(wanted))
-    launch(out0, grid, add_blocks_kernel, (parts0, parts1, out0, out1, ADD_M, ADD_N, len(wanted) == 2))
+    if blocks > 1 and wanted:
+        add_rows(*wanted)
+
+
+def add_rows(*pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Adds up the rows of the first of one or two pairs, fp32 [M, N], into the second, [N] of any dtype."""
+    (parts0, out0), (parts1, out1) = pairs[0], pairs[-1]
+    grid = (ct.cdiv(out0.shape[0], ADD_N), len(pairs))
+    launch(out0, grid, add_blocks_kernel, (parts0, parts1, out0, out1, ADD_M, ADD_N, len(pairs) == 2))
 
 
 def rows_over(x: torch.Tensor, dims: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from tilegym.ops.pytorch import bmm
 from tilegym.ops.pytorch import causal_conv1d
 from tilegym.ops.pytorch import cross_entropy
 from tilegym.ops.pytorch import dropout
+from tilegym.ops.pytorch import dual_rms_norm
 from tilegym.ops.pytorch import flash_decode
 from tilegym.ops.pytorch import fused_add_rms_norm
 from tilegym.ops.pytorch import fused_linear_cross_entropy
@@ -14,6 +15,7 @@ from tilegym.ops.pytorch import gated_delta_rule
 from tilegym.ops.pytorch import geglu
 from tilegym.ops.pytorch import gemma_attention
 from tilegym.ops.pytorch import group_gemm
+from tilegym.ops.pytorch import group_norm
 from tilegym.ops.pytorch import layer_norm
 from tilegym.ops.pytorch import linear
 from tilegym.ops.pytorch import matmul
@@ -23,7 +25,9 @@ from tilegym.ops.pytorch import moe_align
 from tilegym.ops.pytorch import moe_experts
 from tilegym.ops.pytorch import moe_routing
 from tilegym.ops.pytorch import rms_norm
+from tilegym.ops.pytorch import rms_norm_gated
 from tilegym.ops.pytorch import rope
+from tilegym.ops.pytorch import sigmoid_mul
 from tilegym.ops.pytorch import silu_and_mul
 from tilegym.ops.pytorch import softmax
 from tilegym.ops.pytorch import splitk_reduce

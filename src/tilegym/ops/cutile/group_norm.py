@@ -1,0 +1,258 @@
+"""Group normalisation, ``y = (x - mean) * rstd * w + b`` with mean and variance over a group of channels.
+
+Kernels take x as [B * C, S], a channel of a sample a row. A first kernel reads it once and leaves each row's mean and
+sum of squared differences to it; tiles are merged as Chan, Golub and LeVeque 1979 do, so that nothing cancels. A second
+one merges those of a group in the same way, and writes y.
+
+Backward: a first kernel leaves each row's ``sum(dy)`` and ``sum(dy * xhat)``. With ``g = dy * w``, those of a group
+give the means in ``dx = rstd * (g - mean(g) - xhat * mean(g * xhat))``, and those of a channel, added up over batches,
+the gradients of b and w. Sums are in a fixed order.
+"""
+
+import functools
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.row_norms import add_rows
+from tilegym.ops.cutile.row_norms import contiguous_like
+from tilegym.ops.cutile.row_norms import load
+from tilegym.ops.cutile.row_norms import store
+from tilegym.ops.cutile.row_norms import sums_dtype
+from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import span
+from tilegym.ops.pytorch.checks import check_floating
+from tilegym.ops.pytorch.group_norm import check_group_norm
+
+MAX_GROUP = 8192  # channels, of whose statistics a block holds all
+
+
+@ct.kernel
+def channel_statistics_kernel(x, means, squares, S: Int, TILE_M: Int, TILE_N: Int):
+    """x: [B * C, S]; means, squares: [B * C], the mean and the sum of squared differences to it."""
+    rows = span(ct.bid(0), TILE_M)
+    mean = ct.zeros((TILE_M, 1), ct.float32)
+    total = ct.zeros((TILE_M, 1), ct.float32)
+    for tile in range(ct.cdiv(S, TILE_N)):
+        cols = span(tile, TILE_N)
+        part = load(x, rows, cols).astype(ct.float32)
+        seen, new = tile * TILE_N, min(TILE_N, S - tile * TILE_N)
+        part_mean = ct.sum(part, axis=1, keepdims=True) / new
+        rest = ct.where(cols[None, :] < S, part - part_mean, 0.0)
+        # What rounding left of the mean: a long sum of large values is off by more than one such value's rounding.
+        off = ct.sum(rest, axis=1, keepdims=True) / new
+        part_mean, rest = part_mean + off, ct.where(cols[None, :] < S, rest - off, 0.0)
+        delta, share = part_mean - mean, new / (seen + new)
+        mean = mean + delta * share
+        total = total + ct.sum(rest * rest, axis=1, keepdims=True) + delta * delta * (seen * share)
+    ct.scatter(means, rows[:, None], mean)
+    ct.scatter(squares, rows[:, None], total)
+
+
+def _of_group(values, rows, CHANNELS: Int):
+    """The values [B * C] of all channels of each row's group, [TILE_M, next power of 2], and which of them exist."""
+    at = ct.arange(ct.static_eval(next_power_of_2(CHANNELS)), dtype=ct.int32)[None, :]
+    inside = (at < CHANNELS) & (rows[:, None] >= 0)
+    return ct.gather(values, (rows // CHANNELS * CHANNELS)[:, None] + at, mask=inside), inside
+
+
+def _statistics(means, squares, rows, eps, S: Int, CHANNELS: Int):
+    """Mean, what rounding left of it, and rstd of each row's group, [TILE_M, 1]."""
+    of_channels, inside = _of_group(means, rows, CHANNELS)
+    mean = ct.sum(of_channels, axis=1, keepdims=True) / CHANNELS
+    rest = ct.where(inside, of_channels - mean, 0.0)
+    off = ct.sum(rest, axis=1, keepdims=True) / CHANNELS
+    rest = ct.where(inside, rest - off, 0.0)
+    total = ct.sum(_of_group(squares, rows, CHANNELS)[0], axis=1, keepdims=True)
+    total = total + ct.sum(rest * rest, axis=1, keepdims=True) * S
+    return mean, off, ct.rsqrt(total / (CHANNELS * S) + eps)
+
+
+def _of_channel(vector, rows, C: Int, GIVEN: Bool):
+    return ct.gather(vector, rows % C)[:, None].astype(ct.float32) if GIVEN else None
+
+
+@ct.kernel
+def group_norm_kernel(
+    x, means, squares, weight, bias, y, eps, S: Int, C: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int, WEIGHT: Bool,
+    BIAS: Bool,
+):  # fmt: skip
+    """Given the statistics of the rows; CHANNELS in a group, C in all."""
+    across = ct.cdiv(S, TILE_N)
+    rows, cols = span(ct.bid(0) // across, TILE_M), span(ct.bid(0) % across, TILE_N)
+    row = load(x, rows, cols)
+    mean, off, rstd = _statistics(means, squares, rows, eps, S, CHANNELS)
+    w, b = _of_channel(weight, rows, C, WEIGHT), _of_channel(bias, rows, C, BIAS)
+    out = (row.astype(ct.float32) - mean - off) * rstd
+    out = out * w if WEIGHT else out
+    store(y, rows, cols, out + b if BIAS else out)
+
+
+@ct.kernel
+def channel_sums_kernel(
+    dy, x, means, squares, sums, products, eps, S: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int
+):  # fmt: skip
+    """sums, products: [B * C], each row's sum of dy and of dy * xhat."""
+    rows = span(ct.bid(0), TILE_M)
+    mean, off, rstd = _statistics(means, squares, rows, eps, S, CHANNELS)
+    total = ct.zeros((TILE_M, TILE_N), ct.float32)
+    product = ct.zeros((TILE_M, TILE_N), ct.float32)
+    for tile in range(ct.cdiv(S, TILE_N)):
+        cols = span(tile, TILE_N)
+        up = load(dy, rows, cols).astype(ct.float32)  # 0 beyond the row's end
+        total = total + up
+        product = product + up * ((load(x, rows, cols).astype(ct.float32) - mean - off) * rstd)
+    ct.scatter(sums, rows, ct.sum(total, axis=1))
+    ct.scatter(products, rows, ct.sum(product, axis=1))
+
+
+@ct.kernel
+def group_norm_backward_kernel(
+    dy, x, means, squares, sums, products, weight, dx, eps, S: Int, C: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int,
+    WEIGHT: Bool,
+):  # fmt: skip
+    across = ct.cdiv(S, TILE_N)
+    rows, cols = span(ct.bid(0) // across, TILE_M), span(ct.bid(0) % across, TILE_N)
+    g, row = load(dy, rows, cols).astype(ct.float32), load(x, rows, cols).astype(ct.float32)
+    mean, off, rstd = _statistics(means, squares, rows, eps, S, CHANNELS)
+    of_g, of_product = _of_group(sums, rows, CHANNELS)[0], _of_group(products, rows, CHANNELS)[0]
+    if WEIGHT:
+        g = g * _of_channel(weight, rows, C, True)
+        at = ct.arange(ct.static_eval(next_power_of_2(CHANNELS)), dtype=ct.int32)[None, :]
+        of_group = ct.gather(weight, (rows % C // CHANNELS * CHANNELS)[:, None] + at).astype(ct.float32)
+        of_g, of_product = of_g * of_group, of_product * of_group
+    mean_g = ct.sum(of_g, axis=1, keepdims=True) / (CHANNELS * S)
+    mean_product = ct.sum(of_product, axis=1, keepdims=True) / (CHANNELS * S)
+    store(dx, rows, cols, rstd * (g - mean_g - (row - mean - off) * rstd * mean_product))
+
+
+@functools.lru_cache(maxsize=1024)
+def reduction_plan(rows: int, s: int, channels: int) -> tuple[tuple[int], int, int]:
+    """(grid, TILE_M, TILE_N) of the kernels that walk along rows [rows, s]."""
+    tile_n = min(4096, next_power_of_2(s))
+    tile_m = max(1, min(4096 // tile_n, 8192 // next_power_of_2(channels)))
+    return (ct.cdiv(rows if s else 0, tile_m),), tile_m, tile_n
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_plan(rows: int, s: int, channels: int) -> tuple[tuple[int], int, int]:
+    """(grid, TILE_M, TILE_N) of the kernels whose blocks take a tile each; statistics count as elements."""
+    tile_n = min(2048, next_power_of_2(s))
+    tile_m = max(1, min(2048 // tile_n, 8192 // next_power_of_2(channels)))
+    return (ct.cdiv(rows, tile_m) * ct.cdiv(s, tile_n),), tile_m, tile_n
+
+
+def _channels(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [B, C, ...] as [B * C, S]."""
+    batch, channels = x.shape[:2]
+    return x.reshape(batch * channels, x.shape[2:].numel())
+
+
+def _fake_forward(x, num_groups, *_):
+    statistics = x.new_empty(x.shape[0] * x.shape[1], dtype=torch.float32)
+    return contiguous_like(x), statistics, torch.empty_like(statistics)
+
+
+@compilable(fake=_fake_forward)
+def group_norm_forward(
+    x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, and of every channel of every sample the mean and the sum of squared differences to it, [B * C]."""
+    y, rows = contiguous_like(x), _channels(x)
+    m, s = rows.shape
+    c = x.shape[1]
+    in_group = c // num_groups
+    means, squares = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
+    grid, tile_m, tile_n = reduction_plan(m, s, in_group)
+    launch(x, grid, channel_statistics_kernel, (rows, means, squares, s, tile_m, tile_n))
+    grid, *tiles = tile_plan(m, s, in_group)
+    vectors = (rows if weight is None else weight, rows if bias is None else bias)
+    constants = (s, c, in_group, *tiles, weight is not None, bias is not None)
+    launch(x, grid, group_norm_kernel, (rows, means, squares, *vectors, y.view(m, s), eps, *constants))
+    return y, means, squares
+
+
+def _fake_backward(dy, x, means, squares, num_groups, weight, eps, dweight, dbias, dtype):
+    return contiguous_like(x), *(x.new_empty(x.shape[1] if wanted else 0, dtype=dtype) for wanted in (dweight, dbias))
+
+
+@compilable(fake=_fake_backward)
+def group_norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    means: torch.Tensor,
+    squares: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None,
+    eps: float,
+    dweight: bool,
+    dbias: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of x and, in ``dtype``, of weight and bias, empty where not asked for."""
+    dx, dy, rows = contiguous_like(x), _channels(dy), _channels(x)
+    m, s = rows.shape
+    c = x.shape[1]
+    in_group = c // num_groups
+    sums, products = (torch.empty_like(means) if s else torch.zeros_like(means) for _ in range(2))
+    grid, *tiles = reduction_plan(m, s, in_group)
+    launch(x, grid, channel_sums_kernel, (dy, rows, means, squares, sums, products, eps, s, in_group, *tiles))
+    grid, *tiles = tile_plan(m, s, in_group)
+    arrays = (dy, rows, means, squares, sums, products, rows if weight is None else weight, dx.view(m, s))
+    launch(x, grid, group_norm_backward_kernel, (*arrays, eps, s, c, in_group, *tiles, weight is not None))
+    results = tuple(x.new_empty(c if wanted else 0, dtype=dtype) for wanted in (dweight, dbias))
+    pairs = [(t.view(-1, c), out) for t, out in zip((products, sums), results, strict=True) if out.numel()]
+    if pairs:
+        add_rows(*pairs)
+    return dx, *results
+
+
+class GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, num_groups, weight, bias, eps):
+        y, means, squares = group_norm_forward(x, num_groups, weight, bias, eps)
+        ctx.save_for_backward(x, means, squares, weight)
+        ctx.options = num_groups, eps
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, means, squares, weight = ctx.saved_tensors
+        num_groups, eps = ctx.options
+        _, _, dweight, dbias, _ = ctx.needs_input_grad
+        dtype = sums_dtype(weight, ctx.bias_dtype)
+        dx, dw, db = group_norm_backward(dy, x, means, squares, num_groups, weight, eps, dweight, dbias, dtype)
+        dw = dw.to(weight.dtype) if dweight else None
+        return dx, None, dw, db.to(ctx.bias_dtype) if dbias else None, None
+
+
+@register_impl("group_norm", "cutile")
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    check_group_norm(input, num_groups, weight, bias)
+    if input.dtype not in FLOATS:
+        check_floating("group_norm", input=input)
+        raise UnsupportedError("input is not fp32, fp16 or bf16")
+    if input.shape[1] > MAX_GROUP * num_groups:
+        raise UnsupportedError(f"a group has more than {MAX_GROUP} channels")
+    if torch.is_grad_enabled() and (
+        input.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        return GroupNorm.apply(input, num_groups, weight, bias, eps)
+    return group_norm_forward(input, num_groups, weight, bias, eps)[0]

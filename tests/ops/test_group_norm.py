@@ -1,0 +1,128 @@
+import pytest
+import torch
+from common import HAS_GPU
+from common import PyTestCase
+from common import assert_launches_compile
+from common import backends
+from common import dtypes
+from common import gpu
+from common import randn
+
+from tilegym.backend import use_backend
+from tilegym.errors import FallbackWarning
+from tilegym.ops import group_norm
+from tilegym.ops.cutile.group_norm import group_norm_backward
+from tilegym.ops.cutile.group_norm import group_norm_forward
+from tilegym.ops.pytorch.group_norm import group_norm as reference
+
+# [B, C, ...] and groups: one channel a group, all in one, no positions, more of them than a tile holds.
+SHAPES = [((1, 4, 2), 1), ((2, 12, 5, 7), 3), ((3, 6, 37), 6), ((5, 24), 4), ((2, 4, 4099), 2), ((2, 40, 9), 1)]
+GPU_SHAPES = [((2, 320, 128, 128), 32), ((2, 1280, 16, 16), 32), ((16, 4096), 32)]
+
+
+def arguments(shape, num_groups, dtype=torch.float32, **options):
+    return dict(
+        input=randn(*shape, dtype=dtype),
+        num_groups=num_groups,
+        weight=randn(shape[1], dtype=dtype, seed=1),
+        bias=randn(shape[1], dtype=dtype, seed=2),
+    ) | options  # fmt: skip
+
+
+class Test_GroupNorm(PyTestCase):
+    @backends("group_norm")
+    @dtypes()
+    @pytest.mark.parametrize(("shape", "num_groups"), SHAPES + (GPU_SHAPES if HAS_GPU else []), ids=str)
+    def test_op(self, backend, dtype, shape, num_groups):
+        kwargs = arguments(shape, num_groups, dtype=dtype)
+        self.assertCorrectness(group_norm, reference, kwargs, {"backend": backend}, gradient=True)
+
+    @pytest.mark.parametrize("shape", [(2, 12, 80), (2, 4, 5000)], ids=str)
+    def test_a_large_mean_does_not_cancel(self, shape):
+        kwargs = arguments(shape, 2)
+        kwargs["input"] += 1000.0
+        self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_channels_far_from_each_other(self):
+        kwargs = arguments((2, 12, 33), 3)
+        kwargs["input"] += 100.0 * torch.arange(12, device=kwargs["input"].device)[:, None]
+        self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("missing", [("bias",), ("weight",), ("weight", "bias")], ids="+".join)
+    def test_without(self, missing):
+        kwargs = arguments((2, 12, 7), 3) | dict.fromkeys(missing)
+        self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
+    def test_gradients_of_some(self, frozen):
+        wanted = tuple({"input", "weight", "bias"} - {frozen})
+        self.assertCorrectness(group_norm, reference, arguments((2, 6, 9), 3), {"backend": "cutile"}, gradient=wanted)
+
+    def test_weight_of_another_dtype(self):
+        kwargs = arguments((2, 12, 7), 3, dtype=torch.bfloat16)
+        kwargs["weight"] = kwargs["weight"].float()
+        self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_not_contiguous(self):
+        kwargs = arguments((2, 12, 6, 8), 3, dtype=torch.bfloat16)
+        x = kwargs["input"]
+        for view in (
+            x.to(memory_format=torch.channels_last),
+            x[..., ::2],
+            x.transpose(2, 3),
+            x[:1].expand(3, 12, 6, 8),
+        ):
+            self.assertCorrectness(
+                group_norm, reference, kwargs | {"input": view}, {"backend": "cutile"}, gradient=True
+            )
+
+    @pytest.mark.parametrize("shape", [(0, 4, 3), (0, 4)], ids=str)
+    def test_empty(self, shape):
+        self.assertCorrectness(group_norm, reference, arguments(shape, 2), {"backend": "cutile"}, gradient=True)
+
+    @backends("group_norm")
+    def test_no_positions(self, backend):
+        kwargs = arguments((2, 4, 0), 2)
+        kwargs["bias"].requires_grad_()
+        y = group_norm(**kwargs, backend=backend)
+        assert y.shape == (2, 4, 0)
+        assert not torch.autograd.grad(y.sum(), kwargs["bias"])[0].any()
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0], ids=str)
+    def test_special_values(self, value):
+        kwargs = arguments((2, 6, 9), 3, dtype=torch.bfloat16)
+        kwargs["input"][0, 1, 3] = value
+        kwargs["input"][1] = value
+        self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"})
+
+    def test_falls_back(self):
+        for kwargs, why in (
+            (arguments((2, 6, 3), 3, dtype=torch.float64), "not fp32, fp16 or bf16"),
+            (arguments((1, 9000, 1), 1), "more than 8192 channels"),
+        ):
+            with use_backend("cutile"), pytest.warns(FallbackWarning, match=why):
+                y = group_norm(**kwargs)
+            assert torch.equal(y, reference(**kwargs))
+
+    @backends("group_norm")
+    def test_wrong_arguments(self, backend):
+        for error, message, wrong in (
+            (ValueError, "input has shape", {"input": randn(6)}),
+            (ValueError, "num_groups is 4", {"num_groups": 4}),
+            (ValueError, "num_groups is 0", {"num_groups": 0}),
+            (ValueError, "weight has shape", {"weight": randn(7)}),
+            (TypeError, "input is torch.int32", {"input": torch.ones(2, 6, 3, dtype=torch.int32)}),
+        ):
+            with pytest.raises(error, match=f"group_norm: {message}"):
+                group_norm(**arguments((2, 6, 3), 3) | wrong, backend=backend)
+
+    def test_compiles_for_every_architecture(self):
+        x, dy = (torch.empty(2, 320, 1024, dtype=torch.bfloat16) for _ in range(2))
+        w, statistics = torch.empty(320, dtype=torch.bfloat16), torch.empty(2 * 320)
+        assert_launches_compile(lambda: group_norm_forward(x, 32, w, w.clone(), 1e-5))
+        arrays = (dy, x, statistics, statistics.clone())
+        assert_launches_compile(lambda: group_norm_backward(*arrays, 32, w, 1e-5, True, True, torch.bfloat16))
+
+    @gpu
+    def test_more_than_32_bits_of_elements(self):
+        self.assertLargeInput(lambda x: group_norm(x, 8, backend="cutile"), 2**14 + 5, 32, 2**12)
