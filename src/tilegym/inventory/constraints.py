@@ -58,6 +58,7 @@ def holds(constraint: str, values: Mapping[str, Any]) -> bool:
         raise InventoryError(f"constraint {constraint!r} cannot be evaluated: {error}") from error
 
 
+@functools.lru_cache(maxsize=1024)
 def conjuncts(constraint: str) -> list[ast.expr]:
     """The expressions that ``and`` joins in ``constraint``."""
     tree = ast.parse(constraint.strip(), mode="eval").body
@@ -72,6 +73,7 @@ def alternatives(constraint: str) -> list[str]:
     return [constraint]
 
 
+@functools.lru_cache(maxsize=1024)
 def equations(constraint: str) -> list[tuple[str, str]]:
     """What ``constraint`` fixes: (name, expression) for ``name == expression`` and ``expression == name``."""
     found = []
