@@ -1,0 +1,278 @@
+"""``group_gemm`` and ``ragged_group_gemm`` in cuTile: many matrix products in one launch.
+
+A list of products: a block goes along the list to the one that its tile belongs to. Ragged rows: tiles of rows stand
+where they would without groups, a tile that several groups share is computed for each of them, and only the group's
+own rows are stored. Which tile and group an item of work is, a first kernel finds out, so that the host need not know.
+"""
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.matmul import GROUP_M
+from tilegym.ops.cutile.matmul import multiply_tiles
+from tilegym.ops.cutile.matmul import tile_of_block
+from tilegym.ops.cutile.matmul import uses_tf32
+from tilegym.ops.cutile.moe_experts import as_stored
+from tilegym.ops.cutile.moe_experts import choose
+from tilegym.ops.cutile.moe_gemm import grouped_outer_kernel
+from tilegym.ops.cutile.moe_gemm import grouped_sum_kernel
+from tilegym.ops.cutile.moe_gemm import load_bias
+from tilegym.ops.cutile.moe_gemm import product
+from tilegym.ops.cutile.moe_gemm import scalar_at
+from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import span
+from tilegym.ops.pytorch.group_gemm import check_group
+from tilegym.ops.pytorch.group_gemm import check_ragged
+
+
+@ct.kernel
+def group_gemm_kernel(
+    group_a,  # [M_i, K_i] each, or [K_i, M_i] if TRANS_A
+    group_b,  # [K_i, N_i] each, or [N_i, K_i] if TRANS_B
+    group_c,  # [M_i, N_i] each
+    count,
+    TILE_M: Int,
+    TILE_N: Int,
+    TILE_K: Int,
+    GROUP_M: Int,
+    TRANS_A: Bool,
+    TRANS_B: Bool,
+    TF32: Bool,
+):
+    block = ct.bid(0)
+    for i in range(count):
+        a, b, c = group_a[i], group_b[i], group_c[i]
+        m_tiles, n_tiles = ct.cdiv(c.shape[0], TILE_M), ct.cdiv(c.shape[1], TILE_N)
+        if (block >= 0) & (block < m_tiles * n_tiles):
+            m, n = tile_of_block(block, m_tiles, n_tiles, GROUP_M)
+            k_tiles = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
+            acc = multiply_tiles(a, b, m, n, k_tiles, TILE_M, TILE_N, TILE_K, TRANS_A, TRANS_B, TF32, True)
+            ct.store(c, (m, n), acc.astype(c.dtype))
+        block = block - m_tiles * n_tiles
+
+
+@ct.kernel
+def ragged_schedule_kernel(offsets, expert_of, tile_of, TILE_M: Int, EXPERTS: Int, STEP: Int):
+    """For each item of work: its group (-1 behind the last) and its tile of rows; offsets [E + 1]."""
+    groups = ct.arange(EXPERTS, dtype=ct.int32)
+    # Groups beyond the last one are empty: both their bounds read as 0.
+    inside = groups < offsets.shape[0] - 1
+    begins = ct.gather(offsets, groups, mask=inside).astype(ct.int32)
+    ends = ct.gather(offsets, groups + 1, mask=inside).astype(ct.int32)
+    first = begins // TILE_M
+    tiles = ct.where(ends > begins, ct.cdiv(ends, TILE_M) - first, 0)
+    last = ct.cumsum(tiles, axis=0)
+    items = span(ct.bid(0), STEP)
+    group = ct.sum((items[:, None] >= last[None, :]).astype(ct.int32), axis=1)
+    # Its first tile, less the number of items before the group's.
+    shift = ct.sum(ct.where(groups[None, :] == group[:, None], (first - last + tiles)[None, :], 0), axis=1)
+    ct.scatter(expert_of, items, ct.where(group < EXPERTS, group, -1))
+    ct.scatter(tile_of, items, items + shift)
+
+
+@ct.kernel
+def ragged_gemm_kernel(
+    x,  # [T, K]
+    w,  # [E, N, K], or [E, K, N] if TRANSPOSED
+    bias,  # [E, N] if BIAS, else 0
+    offsets,  # [E + 1]
+    expert_of,  # [items]
+    tile_of,  # [items]
+    c,  # [T, N]
+    TILE_M: Int,
+    TILE_N: Int,
+    TILE_K: Int,
+    GROUP_M: Int,
+    TRANSPOSED: Bool,
+    BIAS: Bool,
+    WEIGHT_LEFT: Bool,
+    TF32: Bool,
+):
+    item, n = tile_of_block(ct.bid(0), expert_of.shape[0], ct.cdiv(c.shape[1], TILE_N), GROUP_M)
+    expert = scalar_at(expert_of, item)
+    if expert >= 0:
+        m = scalar_at(tile_of, item)
+        acc = product(x, w, expert, m, n, TILE_M, TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT, TF32)
+        if BIAS:
+            acc = acc + load_bias(bias, expert, n, TILE_N, WEIGHT_LEFT)
+        rows, columns = span(m, TILE_M), span(n, TILE_N)
+        begin, end = scalar_at(offsets, expert).astype(ct.int32), scalar_at(offsets, expert + 1).astype(ct.int32)
+        mine = (rows >= begin) & (rows < end)
+        if WEIGHT_LEFT:
+            ct.scatter(c, (rows[None, :], columns[:, None]), acc.astype(c.dtype), mask=mine[None, :])
+        else:
+            ct.scatter(c, (rows[:, None], columns[None, :]), acc.astype(c.dtype), mask=mine[:, None])
+
+
+def _fake_group(group_a, group_b, trans_a, trans_b):
+    return [
+        a.new_empty(a.shape[1 if trans_a else 0], b.shape[0 if trans_b else 1])
+        for a, b in zip(group_a, group_b, strict=True)
+    ]
+
+
+@compilable(fake=_fake_group)
+def group_gemm_forward(
+    group_a: list[torch.Tensor], group_b: list[torch.Tensor], trans_a: bool, trans_b: bool
+) -> list[torch.Tensor]:
+    group_c = _fake_group(group_a, group_b, trans_a, trans_b)
+    some = [i for i, (a, c) in enumerate(zip(group_a, group_c, strict=True)) if a.numel() and c.numel()]
+    for i in set(range(len(group_c))).difference(some):
+        group_c[i].zero_()
+    if not some:
+        return group_c
+    a, b, c = ([group[i] for i in some] for group in (group_a, group_b, group_c))
+    # One layout for all: what is stored the other way round is copied.
+    a = [x if x.stride(1) == 1 else x.contiguous() for x in a]
+    b = [x if x.stride(1) == 1 else x.contiguous() for x in b]
+    if a[0].get_device() < 0:
+        tile_m, tile_n, tile_k = 32, 32, 32
+    else:
+        tile_m = 128 if max(x.shape[0] for x in c) > 64 and a[0].element_size() == 2 else 64
+        tile_n, tile_k = (128, 64) if a[0].element_size() == 2 else (64, 32)
+    grid = (sum(-(-x.shape[0] // tile_m) * -(-x.shape[1] // tile_n) for x in c),)
+    options = (len(c), tile_m, tile_n, tile_k, GROUP_M, trans_a, trans_b, uses_tf32(a[0].dtype))
+    launch(c[0], grid, group_gemm_kernel, (a, b, c, *options))
+    return group_c
+
+
+class GroupGEMM(torch.autograd.Function):
+    """Both gradients are groups of products: dA = dC op(B)^T and dB = A^T dC, transposed as B was."""
+
+    @staticmethod
+    def forward(ctx, transpose_b, count, *operands):
+        ctx.save_for_backward(*operands)
+        ctx.options = transpose_b, count
+        return tuple(group_gemm_forward(list(operands[:count]), list(operands[count:]), False, transpose_b))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        transpose_b, count = ctx.options
+        a, b, grads = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:]), list(grads)
+        da = db = [None] * count
+        if any(ctx.needs_input_grad[2 : 2 + count]):
+            da = group_gemm_forward(grads, b, False, not transpose_b)
+        if any(ctx.needs_input_grad[2 + count :]):
+            db = group_gemm_forward(*((grads, a) if transpose_b else (a, grads)), True, False)
+        return None, None, *da, *db
+
+
+@register_impl("group_gemm", "cutile")
+def group_gemm(
+    group_A: list[torch.Tensor], group_B: list[torch.Tensor], transpose_b: bool = False
+) -> list[torch.Tensor]:
+    check_group(group_A, group_B, transpose_b)
+    if not group_A:
+        return []
+    if group_A[0].dtype not in FLOATS:
+        raise UnsupportedError("the matrices are not fp32, fp16 or bf16")
+    if torch.is_grad_enabled() and any(t.requires_grad for group in (group_A, group_B) for t in group):
+        return list(GroupGEMM.apply(transpose_b, len(group_A), *group_A, *group_B))
+    return group_gemm_forward(list(group_A), list(group_B), False, transpose_b)
+
+
+def _fake_ragged(a, b, offsets, transpose_b, bias):
+    return a.new_empty(a.shape[0], b.shape[1 if transpose_b else 2])
+
+
+@compilable(fake=_fake_ragged)
+def ragged_forward(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, transpose_b: bool, bias: torch.Tensor | None
+) -> torch.Tensor:
+    c = _fake_ragged(a, b, offsets, transpose_b, bias).zero_()
+    experts = b.shape[0]
+    if c.numel() == 0 or (a.shape[1] == 0 and bias is None):
+        return c
+    a = a if a.stride(1) == 1 else a.contiguous()
+    b, transposed = as_stored(b, not transpose_b)
+    plan = choose(a.shape[0], 1, experts, a.element_size(), transposed, a.get_device(), as_vectors=False)
+    tile, rows = plan.down, plan.rows
+    items = -(-a.shape[0] // rows) + experts
+    expert_of, tile_of = offsets.new_empty(items, dtype=torch.int32), offsets.new_empty(items, dtype=torch.int32)
+    width = next_power_of_2(experts)
+    step = max(1, min(32, 8192 // width))
+    launch(a, (-(-items // step),), ragged_schedule_kernel, (offsets, expert_of, tile_of, rows, width, step))
+    arrays = (a, b, 0 if bias is None else bias, offsets, expert_of, tile_of, c)
+    sizes = (rows, tile.n, tile.k, GROUP_M, transposed, bias is not None, plan.weight_left, uses_tf32(a.dtype))
+    launch(a, (items * -(-c.shape[1] // tile.n),), tile.of(ragged_gemm_kernel), (*arrays, *sizes))
+    return c
+
+
+@compilable(fake=lambda a, b, offsets: a.new_empty(offsets.shape[0] - 1, a.shape[1], b.shape[1]))
+def ragged_outer(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """For each group of rows: a^T b, [E, M, N]."""
+    c = a.new_empty(offsets.shape[0] - 1, a.shape[1], b.shape[1])
+    if a.numel() == 0 or b.numel() == 0:
+        return c.zero_()
+    launch_outer(a, b, offsets, c, False, 32)
+    return c
+
+
+def launch_outer(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, c: torch.Tensor, aligned: bool, rows: int
+) -> None:
+    """Writes a^T b of each group of rows to c; ``aligned`` as in the kernel, to tiles of ``rows``."""
+    a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
+    if a.get_device() < 0:
+        tile_m, tile_n = 32, 32
+    else:
+        tile_m, tile_n = (128, 128) if a.element_size() == 2 else (64, 64)
+    grid = (c.shape[0] * -(-c.shape[1] // tile_m) * -(-c.shape[2] // tile_n),)
+    args = (a, b, offsets, c, tile_m, tile_n, rows, aligned, uses_tf32(a.dtype))
+    launch(c, grid, grouped_outer_kernel, args)
+
+
+@compilable(fake=lambda x, weights, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1]))
+def ragged_sum(x: torch.Tensor, weights: torch.Tensor | None, offsets: torch.Tensor) -> torch.Tensor:
+    """The sum of each group's rows of ``x`` [T, N], times ``weights`` [T] if given: [E, N]."""
+    out = x.new_empty(offsets.shape[0] - 1, x.shape[1])
+    tile = min(128, next_power_of_2(x.shape[1]))
+    grid = (out.shape[0] * -(-out.shape[1] // tile),)
+    given = weights is not None
+    launch(x, grid, grouped_sum_kernel, (x, weights if given else 0, offsets, out, 16, tile, given))
+    return out
+
+
+class RaggedGroupGEMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, offsets, transpose_b, bias):
+        ctx.save_for_backward(a, b, offsets)
+        ctx.transpose_b = transpose_b
+        return ragged_forward(a, b, offsets, transpose_b, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dc):
+        a, b, offsets = ctx.saved_tensors
+        da = db = dbias = None
+        if ctx.needs_input_grad[0]:
+            da = ragged_forward(dc, b, offsets, not ctx.transpose_b, None)
+        if ctx.needs_input_grad[1]:
+            db = ragged_outer(*((dc, a) if ctx.transpose_b else (a, dc)), offsets)
+        if ctx.needs_input_grad[4]:
+            dbias = ragged_sum(dc, None, offsets)
+        return da, db, None, None, dbias
+
+
+@register_impl("ragged_group_gemm", "cutile")
+def ragged_group_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    transpose_b: bool = True,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_ragged(a, b, offsets, transpose_b, bias)
+    if a.dtype not in FLOATS:
+        raise UnsupportedError("a is not fp32, fp16 or bf16")
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+        return RaggedGroupGEMM.apply(a, b, offsets, transpose_b, bias)
+    return ragged_forward(a, b, offsets, transpose_b, bias)

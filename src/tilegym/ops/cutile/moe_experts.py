@@ -1,0 +1,218 @@
+"""The forward pass of ``fused_moe`` in cuTile, from one token to many.
+
+A few pairs of token and expert: ``moe_decode.py``, two launches. More: the pairs are sorted by expert into blocks of
+rows (``moe_align.py``) as tall as the experts' shares suggest, the tokens' rows are copied there, two grouped GEMMs
+follow (``moe_gemm.py``), the first with the activation behind it, and each token adds up its rows. For gradients the
+first GEMM's result is kept (``moe_backward.py``).
+"""
+
+import functools
+from typing import NamedTuple
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.ops.cutile.matmul import GROUP_M
+from tilegym.ops.cutile.matmul import uses_tf32
+from tilegym.ops.cutile.moe_align import launch_align
+from tilegym.ops.cutile.moe_decode import moe_gemv_down_kernel
+from tilegym.ops.cutile.moe_decode import moe_gemv_up_kernel
+from tilegym.ops.cutile.moe_gemm import INTERLEAVED
+from tilegym.ops.cutile.moe_gemm import NO_GATE
+from tilegym.ops.cutile.moe_gemm import SPLIT
+from tilegym.ops.cutile.moe_gemm import grouped_gemm_kernel
+from tilegym.ops.cutile.moe_gemm import moe_combine_kernel
+from tilegym.ops.cutile.moe_gemm import moe_spread_kernel
+from tilegym.ops.cutile.moe_gemm import moe_up_kernel
+from tilegym.ops.cutile.tiling import hinted
+from tilegym.ops.cutile.tiling import next_power_of_2
+
+
+class Tile(NamedTuple):
+    """The columns and the depth of a weight's tile, and the compiler's hints as keyword arguments."""
+
+    n: int
+    k: int
+    hints: tuple[tuple[str, int], ...] = ()
+
+    def of(self, kernel: ct.kernel) -> ct.kernel:
+        return hinted(kernel, **dict(self.hints)) if self.hints else kernel
+
+
+class Plan(NamedTuple):
+    """Tiles for one problem. ``rows`` a block, 0 for products of matrix and vector."""
+
+    rows: int
+    weight_left: bool
+    up: Tile
+    down: Tile
+
+
+MAX_ROWS = 128  # of a block
+WARPS_8, PAIRED = (("num_worker_warps", 8),), (("occupancy", 2),)
+
+
+@functools.cache
+def is_hopper(device: int) -> bool:
+    return device >= 0 and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(
+    tokens: int, top_k: int, experts: int, itemsize: int, transposed: bool, device: int, as_vectors: bool = True
+) -> Plan:
+    """The plan for ``tokens`` x ``top_k`` pairs; with ``as_vectors`` few of them are not sorted.
+
+    Tiles follow from ``matmul.py`` and ``linear.py``, whose figures are those of an H200: two accumulators of 128 x 128
+    cost what one of 128 x 256 does, and a tile of 64 rows of weights with 16 rows of tokens reads at memory's speed.
+    """
+    pairs = tokens * top_k
+    share = pairs / experts
+    # Eight pairs that fall on 32 experts share hardly any.
+    as_vectors = as_vectors and (tokens == 1 or 4 * pairs <= experts)
+    if device < 0:
+        return Plan(0 if as_vectors else 16, share < 2, Tile(16, 32), Tile(32, 32))
+    if as_vectors:
+        tile = Tile(64, 32) if transposed else Tile(4, 1024 // itemsize)
+        return Plan(0, False, tile, tile)
+    if share <= 24:
+        rows = 16 if share <= 8 else 32
+        return Plan(rows, True, Tile(64, 256 // itemsize, PAIRED), Tile(64, 512 // itemsize, PAIRED))
+    if itemsize == 4:
+        # Without tensor cores large accumulators only spill.
+        return Plan(64, False, Tile(32, 32), Tile(64, 32))
+    if share <= 128:
+        return Plan(64, False, Tile(64, 64), Tile(128, 64, PAIRED))
+    if is_hopper(device):
+        return Plan(MAX_ROWS, False, Tile(128, 64, WARPS_8), Tile(256, 64, WARPS_8))
+    return Plan(MAX_ROWS, False, Tile(64, 64), Tile(128, 64))
+
+
+def as_stored(w: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, bool]:
+    """``w``, with the last two dimensions swapped or copied if its last one has no unit stride; and whether it is
+    [E, K, N] rather than [E, N, K]."""
+    if w.stride(2) == 1 or w.shape[2] == 1:
+        return w, transposed
+    if w.stride(1) == 1:
+        return w.mT, not transposed
+    return w.contiguous(), transposed
+
+
+class Up(NamedTuple):
+    """The experts' first matrices and biases, as the kernels take them."""
+
+    arrays: tuple  # w_gate, w_up, b_gate, b_up; 0 for those that are not there
+    transposed: bool
+    gate: int
+    biased: bool
+
+
+def up_of(w1: torch.Tensor, w1_up: torch.Tensor | None, b1: torch.Tensor | None, inner: int, interleaved: bool,
+          transposed: bool) -> Up:  # fmt: skip
+    """What the first GEMM reads, without copies: halves and alternating rows are views."""
+    w1, stored = as_stored(w1, transposed)
+    dim = 2 if stored else 1
+    gate_bias = up_bias = 0
+    if w1_up is not None:
+        w1_up, other = as_stored(w1_up, transposed)
+        if other != stored:
+            w1_up = w1_up.mT.contiguous()
+        return Up((w1, w1_up, 0, 0), stored, SPLIT, False)
+    if w1.shape[dim] == inner:
+        return Up((w1, 0, 0 if b1 is None else b1, 0), stored, NO_GATE, b1 is not None)
+    if b1 is not None:
+        gate_bias, up_bias = (b1[:, ::2], b1[:, 1::2]) if interleaved else (b1[:, :inner], b1[:, inner:])
+    biases = (gate_bias, up_bias)
+    if interleaved and stored:
+        return Up((w1, 0, *biases), stored, INTERLEAVED, b1 is not None)
+    if interleaved:
+        return Up((w1[:, ::2], w1[:, 1::2], *biases), stored, SPLIT, b1 is not None)
+    return Up((w1.narrow(dim, 0, inner), w1.narrow(dim, inner, inner), *biases), stored, SPLIT, b1 is not None)
+
+
+def spread(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Copies each row of ``x`` [T, H] to its k rows of ``out``."""
+    tokens, width = x.shape
+    tile = min(2048, next_power_of_2(width))
+    launch(x, (tokens * -(-width // tile),), moe_spread_kernel, (x, rows, out, rows.shape[0] // tokens, tile))
+
+
+def combine(
+    y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None, shared: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Writes the sum of each token's rows of ``y`` to ``out`` [T, H]."""
+    tokens, width = out.shape
+    tile = min(1024, next_power_of_2(width))
+    options = (rows.shape[0] // tokens, tile, weights is not None, shared is not None)
+    arrays = (y, rows, 0 if weights is None else weights, 0 if shared is None else shared, out)
+    launch(out, (tokens * -(-width // tile),), moe_combine_kernel, (*arrays, *options))
+
+
+def grouped(
+    plan: Plan, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, expert_of: torch.Tensor,
+    c: torch.Tensor, transposed: bool,
+) -> None:  # fmt: skip
+    """Writes each block of rows of ``x`` times its expert's matrix to ``c``."""
+    tile = plan.down
+    grid = (expert_of.shape[0] * -(-c.shape[1] // tile.n),)
+    arrays = (x, w, 0 if bias is None else bias, expert_of, c)
+    sizes = (plan.rows, tile.n, tile.k, GROUP_M, transposed, bias is not None, plan.weight_left, uses_tf32(x.dtype))
+    launch(x, grid, tile.of(grouped_gemm_kernel), (*arrays, *sizes))
+
+
+@compilable(fake=lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format))
+def moe_forward(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    kind: int,
+    w1_up: torch.Tensor | None,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    interleaved: bool,
+    transposed: bool,
+    alpha: float,
+    limit: float | None,
+    shared: torch.Tensor | None,
+) -> torch.Tensor:
+    (tokens, width), (experts, inner) = hidden.shape, (w2.shape[0], w2.shape[1 if transposed else 2])
+    out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    if hidden.numel() == 0 or ids.numel() == 0:
+        return out.zero_() if shared is None else out.copy_(shared)
+    if hidden.stride(1) != 1:
+        hidden = hidden.contiguous()
+    top_k, itemsize, device = ids.shape[1], hidden.element_size(), hidden.get_device()
+    up = up_of(w1, w1_up, b1, inner, interleaved, transposed)
+    w2, w2_transposed = as_stored(w2, transposed)
+    weights = weights.reshape(-1)
+    plan = choose(tokens, top_k, experts, itemsize, up.transposed, device)
+    bound = 0.0 if limit is None else limit
+    options = (up.transposed, up.gate, up.biased, kind, limit is not None)
+    if plan.rows == 0:
+        ids = ids.reshape(-1)
+        h = hidden.new_empty(tokens * top_k, inner)
+        tile = plan.up
+        grid = (tokens * top_k * -(-inner // tile.n),)
+        launch(
+            out, grid, moe_gemv_up_kernel, (hidden, *up.arrays, ids, h, alpha, bound, top_k, tile.n, tile.k, *options)
+        )
+        tile = plan.down
+        arrays = (h, w2, 0 if b2 is None else b2, ids, weights, 0 if shared is None else shared, out)
+        options = (top_k, tile.n, tile.k, w2_transposed, b2 is not None, shared is not None)
+        launch(out, (tokens * -(-width // tile.n),), moe_gemv_down_kernel, (*arrays, *options))
+        return out
+    rows, expert_of, _ = launch_align(ids, plan.rows, experts)
+    total = expert_of.shape[0] * plan.rows
+    x, h, y = hidden.new_empty(total, width), hidden.new_empty(total, inner), hidden.new_empty(total, width)
+    spread(hidden, rows, x)
+    tile = plan.up
+    grid = (expert_of.shape[0] * -(-inner // tile.n),)
+    sizes = (plan.rows, tile.n, tile.k, GROUP_M, *options, plan.weight_left, uses_tf32(hidden.dtype))
+    launch(out, grid, tile.of(moe_up_kernel), (x, *up.arrays, expert_of, h, alpha, bound, *sizes))
+    grouped(plan, h, w2, b2, expert_of, y, w2_transposed)
+    combine(y, rows, weights, shared, out)
+    return out

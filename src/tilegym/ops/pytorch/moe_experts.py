@@ -1,0 +1,133 @@
+"""``fused_moe`` in plain PyTorch: expert after expert, with the casts of Hugging Face's experts."""
+
+import torch
+import torch.nn.functional as F
+
+from tilegym.backend import register_impl
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
+
+
+def check_fused_moe(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    w1_up: torch.Tensor | None,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    interleaved: bool,
+    transposed: bool,
+    shared_output: torch.Tensor | None,
+) -> bool:
+    """Whether the experts have a gate. Raises ValueError or TypeError for arguments that no backend accepts."""
+    if hidden.dim() != 2 or w1.dim() != 3 or w2.dim() != 3 or topk_ids.dim() != 2:
+        raise ValueError(
+            "fused_moe: expected hidden_states [T, H], w1 and w2 with three dimensions and topk_ids [T, k], got "
+            f"{tuple(hidden.shape)}, {tuple(w1.shape)}, {tuple(w2.shape)}, {tuple(topk_ids.shape)}"
+        )
+    (tokens, width), experts, inner = hidden.shape, w2.shape[0], w2.shape[1 if transposed else 2]
+    wide = w1.shape[2 if transposed else 1]
+    gated = w1_up is not None or wide == 2 * inner
+    if wide not in (inner, 2 * inner) or (w1_up is not None and (wide != inner or w1_up.shape != w1.shape)):
+        raise ValueError(
+            f"fused_moe: w1 {tuple(w1.shape)} does not fit w2 {tuple(w2.shape)} (transposed={transposed}, "
+            f"w1_up {'none' if w1_up is None else tuple(w1_up.shape)})"
+        )
+    if (
+        w1.shape != ((experts, width, wide) if transposed else (experts, wide, width))
+        or w2.shape[2 if transposed else 1] != width
+    ):
+        raise ValueError(
+            f"fused_moe: w1 {tuple(w1.shape)} and w2 {tuple(w2.shape)} do not fit hidden_states {tuple(hidden.shape)} "
+            f"(transposed={transposed})"
+        )
+    if topk_ids.shape[0] != tokens or topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"fused_moe: topk_weights {tuple(topk_weights.shape)} and topk_ids {tuple(topk_ids.shape)} must be "
+            f"[{tokens}, k]"
+        )
+    if activation not in ACTIVATIONS or (activation == "gpt_oss" and not gated):
+        raise ValueError(
+            f"fused_moe: activation must be one of {', '.join(ACTIVATIONS)} ('gpt_oss' with a gate), "
+            f"it is {activation!r}"
+        )
+    if (interleaved and (w1_up is not None or not gated)) or (b1 is not None and w1_up is not None):
+        raise ValueError("fused_moe: w1_up goes neither with interleaved nor with b1, and interleaved needs a gate")
+    for name, bias, size in (("b1", b1, (experts, wide)), ("b2", b2, (experts, width))):
+        if bias is not None and bias.shape != size:
+            raise ValueError(f"fused_moe: {name} must be {list(size)}, it is {tuple(bias.shape)}")
+    if shared_output is not None and shared_output.shape != hidden.shape:
+        raise ValueError(f"fused_moe: shared_output must be {tuple(hidden.shape)}, it is {tuple(shared_output.shape)}")
+    for name, t in (("w1", w1), ("w2", w2), ("w1_up", w1_up), ("b1", b1), ("b2", b2), ("shared_output", shared_output)):
+        if t is not None and t.dtype != hidden.dtype:
+            raise TypeError(f"fused_moe: {name} is {t.dtype}, hidden_states are {hidden.dtype}; they must be the same")
+    if topk_ids.dtype not in (torch.int32, torch.int64) or not topk_weights.is_floating_point():
+        raise TypeError(f"fused_moe: topk_ids are {topk_ids.dtype}, topk_weights {topk_weights.dtype}; "
+                        "they must be int32 or int64, and floating point")  # fmt: skip
+    return gated
+
+
+def activate(gate: torch.Tensor, up: torch.Tensor | None, activation: str, alpha: float, limit: float | None):
+    """act(gate) * up, or act(gate) where there is no up."""
+    if limit is not None:
+        gate = gate.clamp(max=limit)
+        up = None if up is None else up.clamp(min=-limit, max=limit)
+    if activation == "gpt_oss":
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+    if activation == "silu":
+        value = F.silu(gate)
+    elif activation == "relu":
+        value = F.relu(gate)
+    elif activation == "relu2":
+        value = F.relu(gate).square()
+    else:
+        value = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return value if up is None else value * up
+
+
+@register_impl("fused_moe", "pytorch")
+def fused_moe(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    w1_up: torch.Tensor | None = None,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    interleaved: bool = False,
+    transposed: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    shared_output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    gated = check_fused_moe(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_up, b1, b2, interleaved, transposed, shared_output
+    )
+
+    def projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+        w, b = weight[expert], None if bias is None else bias[expert]
+        if not transposed:
+            return F.linear(x, w, b)
+        return x @ w if b is None else x @ w + b
+
+    out = torch.zeros_like(hidden_states)
+    valid = (topk_ids >= 0) & (topk_ids < len(w2))
+    # One expert at least, so that the result depends on the weights for autograd also where there is no token.
+    for expert in topk_ids[valid].unique().tolist() or [0]:
+        token, slot = torch.where(topk_ids == expert)
+        x = hidden_states[token]
+        gate, up = projected(x, w1, b1, expert), None
+        if w1_up is not None:
+            up = projected(x, w1_up, None, expert)
+        elif interleaved:
+            gate, up = gate[:, ::2], gate[:, 1::2]
+        elif gated:
+            gate, up = gate.chunk(2, dim=-1)
+        y = projected(activate(gate, up, activation, alpha, limit), w2, b2, expert)
+        out = out.index_add(0, token, (y * topk_weights[token, slot, None]).to(out.dtype))
+    return out if shared_output is None else out + shared_output
