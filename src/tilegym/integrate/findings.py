@@ -75,6 +75,9 @@ class _Memory:
         return self.known[key]
 
 
+_FLAG = re.compile("^(use|has|is|no|with|enable)_|rope")  # integers that stand for yes and no
+
+
 def signature(module: nn.Module, sizes: bool = True) -> tuple:
     """What tells instances apart that compute different things: class, plain attributes, parameters, children.
 
@@ -90,7 +93,8 @@ def signature(module: nn.Module, sizes: bool = True) -> tuple:
         elif type(value) is float and (sizes or not re.search("scal|norm_factor", name)):
             plain.append((name, value))
         elif type(value) is int:
-            plain.append((name, value if value in (0, 1) else "int"))
+            flag = value in (0, 1) and _FLAG.search(name)
+            plain.append((name, value if flag else "int"))
         elif callable(value) and not isinstance(value, nn.Module):
             plain.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
     own = tuple((n, tuple(p.shape) if sizes else p.ndim) for n, p in module.named_parameters(recurse=False))

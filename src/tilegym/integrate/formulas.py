@@ -211,3 +211,27 @@ def elementwise_gate(act: str) -> Formula:
     """A product with an activated gate."""
     inputs: dict[str, tuple[str, ...] | None] = {"x": ("M", "N"), "gate": ("M", "N")}
     return Formula("activation", inputs, {"y": ("M", "N")}, f"return x * {activation(act, 'gate')}")
+
+
+def add_norm(
+    kind: str, eps: float, casting: str, offset: float, weight: bool, bias: bool, residual_scale: float
+) -> Formula:
+    """A residual addition and the norm behind it: (norm(total), total)."""
+    inner = norm(kind, eps, casting, offset, weight, bias)
+    inputs: dict[str, tuple[str, ...] | None] = {"x": ("M", "N"), "residual": ("M", "N")}
+    inputs |= {name: axes for name, axes in inner.inputs.items() if name != "x"}
+    added = f"x * {residual_scale!r}" if residual_scale != 1.0 else "x"
+    body = f"x = residual + {added}\n{inner.body.replace('return ', 'y = ')}\nreturn y, x"
+    return Formula(inner.op_type, inputs, {"y": ("M", "N"), "total": ("M", "N")}, body)
+
+
+def qk_norm(kind: str, eps: float, casting: str, offset: float) -> Formula:
+    """The same norm of queries and keys, with weights of their own."""
+    inner = norm(kind, eps, casting, offset)
+    body = "\n".join(f"    {line}" for line in inner.body.splitlines())
+    body = f"def norm(x, weight):\n{body}\n\nreturn norm(q, q_weight), norm(k, k_weight)"
+    inputs: dict[str, tuple[str, ...] | None] = {
+        "q": ("Mq", "N"), "k": ("Mk", "N"), "q_weight": ("N",), "k_weight": ("N",)
+    }  # fmt: skip
+    outputs = {"q_normed": ("Mq", "N"), "k_normed": ("Mk", "N")}
+    return Formula(inner.op_type, inputs, outputs, body)
