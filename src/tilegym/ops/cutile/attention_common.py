@@ -58,11 +58,11 @@ def tile_of(head_dim: int) -> int:
 
 
 def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a copy if its last dimension is strided or another is expanded."""
+    """``x``, or a copy if its last dimension is strided, another is expanded, or a stride takes more than 32 bits."""
     if x.is_contiguous():
         return x
     strides = x.stride()
-    return x if strides[-1] == 1 and 0 not in strides else x.contiguous()
+    return x if strides[-1] == 1 and 0 not in strides and max(strides) <= INT32_MAX else x.contiguous()
 
 
 def prepare_mask(mask: torch.Tensor | None, keys: int) -> tuple[int, torch.Tensor | int]:
@@ -76,6 +76,8 @@ def prepare_mask(mask: torch.Tensor | None, keys: int) -> tuple[int, torch.Tenso
         mask = mask[(None,) * (4 - mask.dim())]
     if mask.shape[3] != keys:
         mask = mask.expand(*mask.shape[:3], keys)
+    if max(mask.stride()) > INT32_MAX:
+        mask = mask.contiguous()
     return (BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK), mask
 
 
@@ -93,8 +95,8 @@ def check_supported(
         raise UnsupportedError(f"it does not take {q.dtype}")
     if q.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
         raise UnsupportedError(f"it takes head dimensions up to {MAX_HEAD_DIM}")
-    if q.numel() > INT32_MAX or k.numel() > INT32_MAX or v.numel() > INT32_MAX or attention_mask is not None:
-        for x in (q, k, v) if attention_mask is None else (q, k, v, attention_mask):
+    if q.numel() > INT32_MAX or k.numel() > INT32_MAX or v.numel() > INT32_MAX:
+        for x in (q, k, v):
             if x.numel() > INT32_MAX and max(x.stride()) > INT32_MAX:
                 raise UnsupportedError("it takes strides below 2^31")
     if not scaling > 0:
