@@ -18,6 +18,7 @@ from tilegym.errors import UnsupportedError
 ROOT = Path(__file__).parents[2]
 TINY_LLAMA = str(ROOT / "examples/models/tiny-llama")
 TILEGYM = ["--use_tilegym", "--use_cutile", "--use_attn"]
+COMPUTES = {"rms_norm", "rope", "swiglu", "linear", "attn", "graph"}
 SHORT = ["--output_length", "6", "--num_runs", "1", "--warmup_runs", "0"]
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 
@@ -125,7 +126,7 @@ class Test_Patched:
         assert result.exit_code == 0, summary["comparison"]
         assert summary["comparison"]["passed"]
         computes = {entry["compute"] for entry in summary["patched_modules"]}
-        assert len(computes) == 4, computes
+        assert computes == COMPUTES
 
     def test_every_patched_compute_is_covered(self):
         result, summary = infer_json("--model_id", TINY_LLAMA, *TILEGYM, *SHORT, "--report_kernel_coverage")
@@ -156,12 +157,12 @@ class Test_Patched:
     def test_without_attention(self):
         _, summary = infer_json("--model_id", TINY_LLAMA, "--use_tilegym", *SHORT)
         computes = {entry["compute"] for entry in summary["patched_modules"]}
-        assert len(computes) == 3, computes
+        assert computes == {"rms_norm", "rope", "swiglu", "linear"}
 
     def test_compare_alone_patches_everything(self):
         result, summary = infer_json("--model_id", TINY_LLAMA, "--compare", *SHORT)
         assert result.exit_code == 0, summary["comparison"]
-        assert {entry["compute"] for entry in summary["patched_modules"]} == {"rms_norm", "rope", "swiglu", "attn"}
+        assert {entry["compute"] for entry in summary["patched_modules"]} == COMPUTES
 
     @needs_no_gpu
     def test_cutile_without_a_gpu_says_what_runs_instead(self):

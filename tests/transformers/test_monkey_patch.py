@@ -120,13 +120,14 @@ def test_the_report_names_every_module(family):
 
 
 ALL_COMPUTES = ("rope", "rms_norm", "swiglu", "attn")
-OP_OF = dict(zip(ALL_COMPUTES, ("apply_rope_base", "rms_norm", "swiglu", "fmha"), strict=True))
+OP_OF = dict(zip(ALL_COMPUTES, ("apply_rope_base", "rms_norm", "swiglu", "fmha"), strict=True)) | {"linear": "linear"}
 
 
-@pytest.mark.parametrize("compute", ALL_COMPUTES)
-@pytest.mark.parametrize("of_instance", [True, False])
+@pytest.mark.parametrize(
+    ("compute", "of_instance"), [(c, i) for c in OP_OF for i in (True, False) if i or c in ALL_COMPUTES]
+)
 def test_each_compute_alone(compute, of_instance):
-    only = {name: name == compute for name in ALL_COMPUTES}
+    only = {name: name == compute for name in (*OP_OF, "graph")}
     expected = logits(make_model("qwen3"))
     made_before = make_model("qwen3")
     report = apply_to("qwen3", model=made_before if of_instance else None, **only)
@@ -184,13 +185,13 @@ def test_a_second_apply_is_idempotent_and_reverts_nothing():
     model = make_model("llama")
     first = monkey_patch.apply(model, use_cutile=False, use_attn=False)
     second = monkey_patch.apply(model, use_cutile=False)
-    assert [e.compute for e in second.patched] == ["attn"]
+    assert [e.compute for e in second.patched] == ["attn", "graph"]
     assert {e.why for e in second.skipped} == {"already patched"} and len(second.skipped) == len(first.patched)
     third = monkey_patch.apply(model, use_cutile=False)
     assert not third.patched
     third.revert()
     second.revert()
-    assert ops_called(model) == ALL_OPS - {"fmha"}
+    assert ops_called(model) == ALL_OPS - {"fmha"} | {"linear"}
     monkey_patch.revert(model)
     assert not ops_called(model) and not PatchSet.active(model)
     monkey_patch.revert(model)  # nothing left, no complaint
@@ -210,7 +211,8 @@ def test_revert_leaves_what_others_have_patched():
 def test_two_backends_one_over_the_other_revert_in_any_order(first):
     model = make_model("llama")
     sets = monkey_patch.apply(model, use_cutile=False), monkey_patch.apply(model, use_cutile=True)
-    assert {e.backend for e in sets[1].patched} == {"cutile"} and len(sets[1].patched) == len(sets[0].patched)
+    # The graph is not one backend's.
+    assert {e.backend for e in sets[1].patched} == {"cutile"} and len(sets[1].patched) == len(sets[0].patched) - 1
     assert model.config._attn_implementation == "tilegym_cutile"
     sets[first].revert()
     assert model.config._attn_implementation == ("tilegym_cutile" if first == 0 else "tilegym")
@@ -234,9 +236,10 @@ def test_an_unsupported_family_is_an_error_that_names_the_supported_ones():
 def test_what_matches_nothing_is_an_error_and_leaves_nothing():
     model = make_model("llama", hidden_act="gelu")
     with pytest.raises(PatchError, match="LlamaForCausalLM: swiglu at model.layers.0.mlp: its activation is GELU"):
-        apply_to("llama", model=model, rope=False, rms_norm=False, attn=False)
+        apply_to("llama", model=model, rope=False, rms_norm=False, attn=False, linear=False, graph=False)
     with pytest.raises(PatchError, match="no compute was asked for"):
-        apply_to("llama", model=model, rope=False, rms_norm=False, attn=False, swiglu=False)
+        nothing = dict.fromkeys(("rope", "rms_norm", "attn", "swiglu", "linear", "graph"), False)
+        apply_to("llama", model=model, **nothing)
     assert not PatchSet.active(model)
 
 
@@ -276,7 +279,7 @@ def test_a_class_whose_math_has_changed_is_skipped(monkeypatch):
     expected = logits(model)
     for patched in (monkey_patch.apply(model, use_cutile=False), apply_to("llama")):
         with patched as report:
-            assert {e.compute for e in report.patched} == {"attn"}
+            assert {e.compute for e in report.patched} - {"linear", "graph"} == {"attn"}
             assert {e.compute for e in report.skipped} == {"rope", "rms_norm", "swiglu"}
             assert all("computes something else" in e.why for e in report.skipped)
             assert_close(logits(model), expected)
@@ -355,7 +358,9 @@ def test_attention_weights_are_not_lost_silently():
     model = make_model("llama", attn_implementation="eager")
     model.config.output_attentions = True
     with monkey_patch.apply(model, use_cutile=False) as report:
-        assert [e.why for e in report.skipped] == ["its config asks for attention weights (output_attentions)"]
+        why = {e.compute: e.why for e in report.skipped}
+        assert why["attn"] == "its config asks for attention weights (output_attentions)"
+        assert why["graph"] == "its attention is not TileGym's"
         assert len(model(tokens(1, 5)).attentions) == 2
 
 
@@ -400,7 +405,7 @@ def test_other_heads_of_a_family():
         with torch.no_grad():
             expected = model(tokens(1, 7).cpu())[0]
             with tt.apply(model, use_cutile=False) as report:
-                assert len(report.patched) == 10
+                assert len([e for e in report.patched if e.compute != "linear"]) == 10
                 assert_close(model(tokens(1, 7).cpu())[0], expected)
 
 

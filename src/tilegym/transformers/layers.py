@@ -15,6 +15,7 @@ from torch import Tensor
 from torch import nn
 
 from tilegym.ops import apply_rope_base
+from tilegym.ops import linear
 from tilegym.ops import rms_norm
 from tilegym.ops import swiglu
 from tilegym.transformers.forwards import reproducible
@@ -57,6 +58,18 @@ def swiglu_forward_if_silu(original: Callable, backend: str | None) -> Callable:
         if activation not in known:
             known[activation] = is_silu(self.act_fn)
         return patched(self, x) if known[activation] else original(self, x)
+
+    return forward
+
+
+@reproducible
+def linear_forward(backend: str | None) -> Callable:
+    """Forward for an ``nn.Linear``. Autocast casts the arguments of PyTorch's function only."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            return nn.functional.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias, backend=backend)
 
     return forward
 

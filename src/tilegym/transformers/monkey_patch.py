@@ -26,7 +26,6 @@ from tilegym.transformers.qwen2 import FAMILY as QWEN2
 from tilegym.transformers.qwen3 import FAMILY as QWEN3
 
 FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
-COMPUTES = ("rope", "rms_norm", "swiglu", "attn")
 
 
 def apply(
@@ -36,13 +35,17 @@ def apply(
     rope: bool = True,
     rms_norm: bool = True,
     swiglu: bool = True,
+    linear: bool = True,
+    graph: bool = True,
 ) -> PatchSet:
     """Puts TileGym's kernels into ``model``, whatever its family, and into nothing else in the process.
 
     Args:
         model: a model of transformers whose ``config.model_type`` is one of the supported families.
         use_cutile: run what is patched on the ``cutile`` backend; else on the one that is chosen when it runs.
-        use_attn, rope, rms_norm, swiglu: which computations to patch.
+        use_attn, rope, rms_norm, swiglu, linear: which computations to patch.
+        graph: let ``generate`` replay its decoding steps as a CUDA graph; needs the attention, does nothing on a CPU.
+            The graph's cache stays allocated for the next call until the patch is reverted.
 
     Returns:
         The report; ``revert()`` on it, or using it as a context manager, restores the model.
@@ -53,7 +56,8 @@ def apply(
         BackendError: cuTile is asked for and not installed.
     """
     family = FAMILIES[_model_type(model, tuple(FAMILIES))]
-    return _patch(family, model, use_cutile, rope=rope, rms_norm=rms_norm, swiglu=swiglu, attn=use_attn)
+    wanted = {"rope": rope, "rms_norm": rms_norm, "swiglu": swiglu, "linear": linear, "attn": use_attn, "graph": graph}
+    return _patch(family, model, use_cutile, **wanted)
 
 
 def revert(model: nn.Module | None = None) -> None:
@@ -71,18 +75,21 @@ def _for_family(family: Family) -> Callable[..., PatchSet]:
         attn: bool = True,
         model: nn.Module | None = None,
         use_cutile: bool = False,
+        linear: bool = True,
+        graph: bool = True,
     ) -> PatchSet:
         if model is not None:
             _model_type(model, (family.model_type,))
-        return _patch(family, model, use_cutile, rope=rope, rms_norm=rms_norm, swiglu=swiglu, attn=attn)
+        wanted = {"rope": rope, "rms_norm": rms_norm, "swiglu": swiglu, "linear": linear, "attn": attn, "graph": graph}
+        return _patch(family, model, use_cutile, **wanted)
 
     apply_to_family.__name__ = apply_to_family.__qualname__ = f"apply_tilegym_kernel_to_{family.model_type}"
     apply_to_family.__doc__ = f"""Puts TileGym's kernels into ``model``, or into all {family.prefix} models to come.
 
     Without ``model`` transformers' own classes and functions are patched: norms, MLPs and the rotation of all
     {family.prefix} models in the process change, attention only of those made afterwards, unless they ask for another
-    implementation than transformers' default. Reverting reaches them all. Arguments, result and errors otherwise as
-    for :func:`apply`.
+    implementation than transformers' default; linear and graph need a model. Reverting reaches them all. Arguments,
+    result and errors otherwise as for :func:`apply`.
     """
     return apply_to_family
 
@@ -108,7 +115,7 @@ def _patch(family: Family, model: nn.Module | None, use_cutile: bool, **wanted: 
     patches = PatchSet(model, maker=__name__)
     patchers = _CLASS_PATCHERS if model is None else _MODEL_PATCHERS
     with patches.all_or_nothing():
-        for compute in COMPUTES:
+        for compute in patchers:
             if wanted[compute]:
                 patchers[compute](patches, family, backend, model)
         patches.require_match(family.modeling.__name__ if model is None else type(model).__name__)
@@ -206,6 +213,32 @@ def _rope_in_model(patches: PatchSet, family: Family, backend: str | None, model
     )
 
 
+def _linear_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
+    _replace_forwards(
+        patches,
+        model,
+        nn.Linear,
+        (),
+        layers.linear_forward(backend),
+        lambda path: _entry(path, "linear", backend),
+        lambda module: "" if type(module) is nn.Linear else f"it is a {describe(type(module))}",
+    )
+
+
+def _graph_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
+    from tilegym.transformers import decode_graph
+
+    entry = _entry(type(model).__name__, "graph", backend)
+    why = "it does not generate" if not hasattr(model, "generate") else decode_graph.suits(model)
+    if not why and model.config._attn_implementation not in decode_graph.ATTENTION.values():
+        why = "its attention is not TileGym's"
+    if why:
+        patches.skip(entry, why)
+        return
+    patches.replace_instance_method(model, "generate", decode_graph.generate, entry)
+    patches.on_revert(functools.partial(decode_graph.forget, model))
+
+
 def _attn_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
     from tilegym.transformers.attention import NAMES
 
@@ -268,7 +301,9 @@ _MODEL_PATCHERS = {
     "rope": _rope_in_model,
     "rms_norm": _rms_norm_in_model,
     "swiglu": _swiglu_in_model,
+    "linear": _linear_in_model,
     "attn": _attn_in_model,
+    "graph": _graph_in_model,
 }
 _CLASS_PATCHERS = {
     "rope": _rope_in_class,

@@ -182,6 +182,19 @@ class PatchSet:
             return self.skip(entry, f"its forward has been replaced already, by {describe(current)}")
         return self._replace(module, name, BoundForward(function, module), entry)
 
+    def replace_instance_method(self, module: nn.Module, name: str, function: Callable, entry: Entry) -> bool:
+        """Makes ``function(module, ...)`` the method ``name`` of one instance, as :meth:`replace_forward` does forward.
+
+        Raises:
+            PatchError: its class has no such method.
+        """
+        if not callable(getattr(type(module), name, None)):
+            raise PatchError(f"{describe(type(module))} has no method {name!r} to replace")
+        current = _read(module, name)
+        if isinstance(current, BoundForward) and current.func is function:
+            return self.skip(entry, ALREADY_PATCHED)
+        return self._replace(module, name, BoundForward(function, module), entry)
+
     def replace_attribute(self, module: nn.Module, name: str, new: Any, entry: Entry) -> bool:
         """Makes ``new`` what one instance holds under ``name``, such as a function that its constructor stored there.
 

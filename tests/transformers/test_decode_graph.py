@@ -1,0 +1,207 @@
+"""generate with replayed steps; on a CPU the same loop and cache, each step run anew."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from common import gpu
+from tiny_models import make_model
+from tiny_models import padded
+from tiny_models import tokens
+from transformers import LogitsProcessor
+from transformers import LogitsProcessorList
+from transformers import StoppingCriteria
+from transformers import TextStreamer
+
+from tilegym.transformers import decode_graph
+from tilegym.transformers import monkey_patch
+
+FAMILIES = ["llama", "mistral", "qwen3"]
+
+
+@pytest.fixture(autouse=True)
+def on_every_device():
+    with decode_graph.eager_steps("cpu"):
+        yield
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How many steps sessions have made, by whether anything was padded."""
+    made, step = [], decode_graph.Session.step
+    monkeypatch.setattr(
+        decode_graph.Session,
+        "step",
+        lambda self, model, t, padded: (made.append(padded), step(self, model, t, padded))[1],
+    )
+    return made
+
+
+def generate(model, ids, mask=None, **options):
+    torch.manual_seed(0)
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(ids, attention_mask=mask, **{"do_sample": False, "max_new_tokens": 9, **options})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens(family, steps):
+    model = make_model(family)
+    ids, mask = padded([5, 11, 8], "left")
+    kinds = (
+        {},
+        {"do_sample": True, "top_k": 5, "temperature": 0.8},
+        {"repetition_penalty": 1.4},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"max_new_tokens": 1},
+    )
+    calls = [(rows, m, kind) for rows, m in ((ids, mask), (ids[1:2], None)) for kind in kinds]
+    expected = [generate(model, rows, m, **kind) for rows, m, kind in calls]
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        assert [e.module for e in report.patched if e.compute == "graph"] == [type(model).__name__]
+        for (rows, m, kind), wanted in zip(calls, expected, strict=True):
+            assert torch.equal(generate(model, rows, m, **kind), wanted), kind
+    assert len(steps) == 2 * 4 * 8 and set(steps) == {True, False}
+    assert torch.equal(generate(model, ids, mask), expected[0])
+    assert len(steps) == 2 * 4 * 8
+
+
+def test_ends_where_all_sequences_have_ended(steps):
+    model = make_model("llama")
+    ids, mask = padded([5, 11], "left")
+    free = generate(model, ids, mask, max_new_tokens=30)[:, ids.shape[1] :]
+    ends = [int(free[0, 3]), int(free[1, 7])]  # whatever comes there ends a sequence
+    options = {"max_new_tokens": 30, "eos_token_id": ends, "pad_token_id": 0}
+    expected = generate(model, ids, mask, **options)
+    assert expected.shape[1] < ids.shape[1] + 12
+    with monkey_patch.apply(model, use_cutile=False):
+        assert torch.equal(generate(model, ids, mask, **options), expected)
+    assert len(steps) <= expected.shape[1] - ids.shape[1] + 1
+
+
+def test_processors_and_criteria_of_the_caller():
+    class Ban(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores.scatter(1, input_ids, -torch.inf)
+
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full(input_ids.shape[:1], input_ids.shape[1] >= 15, device=input_ids.device)
+
+    model, ids = make_model("llama"), tokens(1, 11)
+    options = {"logits_processor": LogitsProcessorList([Ban()]), "stopping_criteria": [Stop()]}
+    expected = generate(model, ids, **options)
+    assert expected.shape[1] == 15
+    with monkey_patch.apply(model, use_cutile=False):
+        assert torch.equal(generate(model, ids, **options), expected)
+
+
+class Silent(TextStreamer):
+    def __init__(self):
+        self.seen = 0
+
+    def put(self, value):
+        self.seen += value.numel()
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"return_dict_in_generate": True},
+        {"cache_implementation": "static", "disable_compile": True},
+        {"use_cache": False},
+        {"streamer": Silent()},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_everything_else_is_left_to_transformers(options, steps):
+    model, ids = make_model("llama"), tokens(2, 7) if "streamer" not in options else tokens(1, 7)
+    expected = generate(model, ids, **options)
+    with monkey_patch.apply(model, use_cutile=False):
+        got = generate(model, ids, **options)
+    if not isinstance(got, torch.Tensor):
+        got, expected = got.sequences, expected.sequences
+    assert torch.equal(got, expected) and not steps
+
+
+def test_a_cache_of_the_caller_is_filled(steps):
+    from transformers import DynamicCache
+
+    model, ids = make_model("llama"), tokens(1, 7)
+    with monkey_patch.apply(model, use_cutile=False):
+        cache = DynamicCache(config=model.config)
+        generate(model, ids, past_key_values=cache)
+    assert cache.get_seq_length() == 7 + 9 - 1 and not steps
+
+
+def test_a_session_is_kept_until_something_changes():
+    model = make_model("llama")
+    with monkey_patch.apply(model, use_cutile=False):
+        generate(model, tokens(2, 7))
+        first = decode_graph._sessions[model]
+        generate(model, tokens(2, 30))
+        assert decode_graph._sessions[model] is first
+        generate(model, tokens(1, 7))
+        second = decode_graph._sessions[model]
+        assert second is not first
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        generate(model, tokens(1, 7))
+        third = decode_graph._sessions[model]
+        assert third is not second
+        with monkey_patch.apply(model, use_cutile=True):  # other forwards
+            assert decode_graph.fingerprint(model) != third.fingerprint
+        generate(model, tokens(1, 300))
+        assert decode_graph._sessions[model].key == (1, 512)
+    assert model not in decode_graph._sessions
+
+
+def test_copies_and_pickles_bring_their_own(steps):
+    model, ids = make_model("llama"), tokens(1, 7)
+    expected = generate(model, ids)
+    monkey_patch.apply(model, use_cutile=False)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        steps.clear()
+        assert torch.equal(generate(other, ids), expected) and len(steps) == 8
+        monkey_patch.revert(other)
+        assert "generate" not in vars(other)
+    monkey_patch.revert(model)
+
+
+def test_without_the_attention_there_is_no_graph():
+    model = make_model("llama")
+    with monkey_patch.apply(model, use_cutile=False, use_attn=False) as report:
+        assert [e.why for e in report.skipped] == ["its attention is not TileGym's"]
+    with monkey_patch.apply(model, use_cutile=False, graph=False) as report:
+        assert "graph" not in {e.compute for e in report.patched} and "generate" not in vars(model)
+
+
+@gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["pytorch", "cutile"])
+def test_replays(family, backend):
+    """One graph serves other prompts, lengths and paddings, and a reload of the weights in place."""
+    model = make_model(family)
+    ids, mask = padded([5, 11, 8], "left")
+    for seed in (0, 1):
+        model.load_state_dict(make_model(family, seed=seed).state_dict())
+        expected = generate(model, ids, mask), generate(model, tokens(3, 40)), generate(model, tokens(3, 17))
+        with monkey_patch.apply(model, use_cutile=backend == "cutile"):
+            for _ in range(2):
+                assert torch.equal(generate(model, ids, mask), expected[0])
+                assert torch.equal(generate(model, tokens(3, 40)), expected[1])
+                assert torch.equal(generate(model, tokens(3, 17)), expected[2])
+            assert decode_graph._sessions[model].logits.keys() == {True, False}
+
+
+@gpu
+def test_what_cannot_be_captured_decodes_without_a_graph():
+    model, ids = make_model("llama"), tokens(2, 11)
+    expected = generate(model, ids)
+    norm = model.model.norm
+    norm.register_forward_hook(lambda module, args, out: out if out.sum().item() else None)  # waits for the device
+    with monkey_patch.apply(model, use_cutile=False), pytest.warns(UserWarning, match="without a CUDA graph"):
+        assert torch.equal(generate(model, ids), expected)
