@@ -66,12 +66,6 @@ SAMPLES: dict[str, Sample] = {
     "attention_sink_decode": lambda make: (
         (make(2, 1, 2, 2, 16), make(2, make.tokens, 2, 16), make(2, make.tokens, 2, 16), make(4)), {}
     ),
-    "attention_sink": lambda make: (
-        (make(2, make.tokens, 2, 2, 16), make(2, 13, 2, 16), make(2, 13, 2, 16), make(4)), {"sliding_window": 5}
-    ),
-    "attention_sink_decode": lambda make: (
-        (make(2, 1, 2, 2, 16), make(2, make.tokens, 2, 16), make(2, make.tokens, 2, 16), make(4)), {}
-    ),
     "bmm": lambda make: ((make(2, make.tokens, 24), make(2, 24, 20)), {}),
     "cross_entropy": lambda make: (
         (make(make.tokens, 70), make.integers(70, make.tokens)), {"reduction": "sum", "softcap": 3.0, "z_loss": 0.1}
@@ -89,13 +83,6 @@ SAMPLES: dict[str, Sample] = {
         (make(make.tokens, 24), make(70, 24), make.integers(70, make.tokens), make(70)), {"reduction": "sum"}
     ),
     "fused_moe": _fused_moe,
-    "gemma_attention": lambda make: (
-        (make(2, 4, make.tokens, 16), make(2, 2, 13, 16), make(2, 2, 13, 16)), {"soft_cap": 2.0, "window_size": 5}
-    ),
-    "gemma_attention_decode": lambda make: (
-        tuple(make(*shape) for shape in ((2, 4, 1, 16), (2, 2, make.tokens, 16), (2, 2, make.tokens, 16))),
-        {"soft_cap": 2.0},
-    ),
     "gemma_attention": lambda make: (
         (make(2, 4, make.tokens, 16), make(2, 2, 13, 16), make(2, 2, 13, 16)), {"soft_cap": 2.0, "window_size": 5}
     ),
