@@ -10,6 +10,7 @@ from tilegym.ops.attention_ops import gemma_attention_decode
 from tilegym.ops.attention_ops import mla
 from tilegym.ops.attention_ops import mla_decoding
 from tilegym.ops.attention_ops import mla_decoding_split_kv
+from tilegym.ops.fused_swiglu import get_fused_swiglu_module
 from tilegym.ops.modules import get_apply_rope_func
 from tilegym.ops.modules import get_rms_norm_module
 from tilegym.ops.modules import get_swiglu

@@ -1,0 +1,184 @@
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from common import HAS_GPU
+from common import PyTestCase
+from common import device
+from common import dtypes
+from common import gpu
+from common import randn
+from common import recorded_launches
+from common import sanitized
+
+from tilegym.backend import get_available_backends
+from tilegym.backend import use_backend
+from tilegym.ops import get_fused_swiglu_module
+from tilegym.ops import get_swiglu_module
+
+NAMES = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
+every_backend = pytest.mark.parametrize("backend", get_available_backends())
+
+
+def make_config(bias=False, hidden=24, intermediate=40):
+    return SimpleNamespace(hidden_size=hidden, intermediate_size=intermediate, hidden_act="silu", mlp_bias=bias)
+
+
+def make(dtype=torch.float32, **config):
+    torch.manual_seed(0)
+    return get_fused_swiglu_module()(make_config(**config)).to(device(), dtype)
+
+
+def plain_copy(mlp):
+    """The same MLP with its projections one by one."""
+    plain = get_swiglu_module()(mlp.config).to(device(), mlp.gate_proj.weight.dtype)
+    plain.load_state_dict(mlp.state_dict())
+    return plain
+
+
+def shares_storage(mlp):
+    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    return gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
+
+
+class Test_FusedSwiGLU(PyTestCase):
+    @every_backend
+    @dtypes(torch.float32, torch.bfloat16)
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("shape", [(1, 24), (2, 9, 24), (0, 24)], ids=str)
+    def test_forward_and_gradients(self, backend, dtype, bias, shape):
+        mlp = make(dtype, bias=bias)
+        plain = plain_copy(mlp)
+        results = []
+        for module in (mlp, plain):
+            x = randn(*shape, dtype=dtype).requires_grad_()
+            with use_backend(backend), sanitized():
+                y = module(x)
+                gradients = torch.autograd.grad(y, [x, *module.parameters()], randn(*shape, dtype=dtype, seed=5))
+            results.append((y, *gradients))
+        assert shares_storage(mlp)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+    @pytest.mark.skipif(HAS_GPU, reason="records launches on the CPU")
+    @pytest.mark.parametrize("tokens", [1, 20])
+    def test_three_launches(self, tokens):
+        mlp = make()
+        with use_backend("cutile"), torch.no_grad(), recorded_launches(run=True) as launches:
+            mlp(randn(tokens, 24))
+        assert len(launches) == 3, "gate and up, the activation, down"
+
+    def test_names_and_state_dict_stay(self):
+        mlp = make()
+        assert [name for name, _ in mlp.named_parameters()] == NAMES
+        assert list(mlp.state_dict()) == NAMES
+        other = make()
+        other.load_state_dict({name: torch.full_like(value, 0.1) for name, value in mlp.state_dict().items()})
+        assert shares_storage(other)
+        assert torch.equal(other.up_proj.weight, torch.full_like(other.up_proj.weight, 0.1))
+
+    def test_one_copy_of_the_weights(self):
+        mlp = make(intermediate=400)
+        mlp(randn(3, 24))
+        weight = mlp.gate_proj.weight
+        assert weight.untyped_storage().nbytes() == 2 * weight.nbytes
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda mlp: mlp.to(torch.bfloat16).to(torch.float32),
+            copy.deepcopy,
+            lambda mlp: mlp.load_state_dict({k: v.clone() for k, v in mlp.state_dict().items()}, assign=True) and mlp,
+            lambda mlp: setattr(mlp.up_proj, "weight", torch.nn.Parameter(mlp.up_proj.weight.clone())) or mlp,
+        ],
+        ids=["moved", "copied", "assigned", "replaced"],
+    )
+    def test_weights_that_were_moved_apart(self, change):
+        mlp = change(make())
+        x = randn(3, 24)
+        expected = plain_copy(mlp)(x)
+        torch.testing.assert_close(mlp(x), expected)
+        with torch.no_grad():
+            mlp.up_proj.weight *= 2  # as an optimizer does, in place
+        torch.testing.assert_close(mlp(x), expected * 2)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda mlp: mlp.to(torch.bfloat16),
+            copy.deepcopy,
+            lambda mlp: mlp.load_state_dict({k: v.clone() for k, v in mlp.state_dict().items()}, assign=True) and mlp,
+        ],
+        ids=["moved", "copied", "assigned"],
+    )
+    def test_joined_again(self, change):
+        mlp = change(make())
+        assert not shares_storage(mlp)
+        mlp(randn(3, 24, dtype=mlp.gate_proj.weight.dtype))
+        assert shares_storage(mlp)
+
+    def test_from_meta(self):
+        """As from_pretrained builds models: without memory first, parameters assigned then."""
+        source = make()
+        with torch.device("meta"):
+            mlp = get_fused_swiglu_module()(make_config())
+        mlp.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=True)
+        torch.testing.assert_close(mlp(randn(3, 24)), source(randn(3, 24)))
+        assert shares_storage(mlp)
+
+    def test_adapters_and_hooks_are_called(self):
+        mlp, x = make(), randn(3, 24)
+        calls = []
+        handle = mlp.up_proj.register_forward_hook(lambda *_: calls.append("up"))
+        expected = mlp(x)
+        handle.remove()
+        assert calls == ["up"]
+        torch.testing.assert_close(mlp(x), expected)
+
+        class Doubled(torch.nn.Linear):
+            def forward(self, x):
+                return 2 * super().forward(x)
+
+        mlp.up_proj.__class__ = Doubled
+        torch.testing.assert_close(mlp(x), 2 * expected)
+
+    def test_autocast(self):
+        mlp = make()
+        with torch.autocast(device(), torch.bfloat16):
+            y = mlp(randn(3, 24))
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.float(), mlp(randn(3, 24)), rtol=3e-2, atol=3e-2)
+
+    def test_frozen_weights(self):
+        mlp = make().requires_grad_(False)
+        x = randn(3, 24).requires_grad_()
+        torch.testing.assert_close(
+            torch.autograd.grad(mlp(x).sum(), x), torch.autograd.grad(plain_copy(mlp)(x).sum(), x)
+        )
+
+    @every_backend
+    def test_compiled(self, backend):
+        mlp = make()
+        with use_backend(backend):
+            self.assertCompiledEqualsEager(lambda x: mlp(x * 2).sin(), randn(5, 24))
+
+    def test_compiled_notices_new_weights(self):
+        mlp, x = make(), randn(5, 24)
+        torch.compiler.reset()
+        compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            compiled(x)
+            mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight * 3)
+            torch.testing.assert_close(compiled(x), plain_copy(mlp)(x))
+
+    def test_another_activation(self):
+        config = make_config()
+        config.hidden_act = "gelu"
+        with pytest.raises(ValueError, match="hidden_act is 'gelu'"):
+            get_fused_swiglu_module()(config)
+
+    @gpu
+    def test_graph_capture(self):
+        mlp = make(torch.bfloat16, hidden=4096, intermediate=14336).requires_grad_(False)
+        self.assertCaptures(mlp, randn(1, 4096, dtype=torch.bfloat16))
