@@ -18,7 +18,7 @@ from tilegym.errors import TileGymError
 
 
 class Command(NamedTuple):
-    """A subcommand: the module and the function in it that serve it, and the line that ``--help`` shows."""
+    """A subcommand: the module and the function (or typer application) in it, and the line that ``--help`` shows."""
 
     module: str
     function: str
@@ -29,6 +29,7 @@ COMMANDS = {
     "infer": Command("tilegym.infer", "infer", "Run a Hugging Face model, with and without TileGym's kernels."),
     "tune": Command("tilegym.tune", "tune", "List, clear or export what the autotuner has measured."),
     "bench": Command("tilegym.bench_cli", "bench", "Measure ops against other implementations and the roofline."),
+    "inventory": Command("tilegym.inventory_cli", "app", "List, show, check, match and export the kernels there are."),
     "doctor": Command("tilegym.doctor", "doctor", "Check that this machine can run TileGym; say what to do if not."),
 }
 
@@ -54,7 +55,10 @@ def build_app(asked: str | None = None) -> typer.Typer:
             function = getattr(importlib.import_module(command.module), command.function)
         else:
             function = _not_loaded
-        app.command(name, help=command.help)(function)
+        if isinstance(function, typer.Typer):
+            app.add_typer(function, name=name, help=command.help)
+        else:
+            app.command(name, help=command.help)(function)
     return app
 
 

@@ -89,7 +89,11 @@ NEEDED = {
         ("swiglu", COMPATIBLE, ["split both: part 2 of 2", "split both: part 1 of 2"]),
     ),
     "operands in the other order": (
-        required({"u": "bfloat16 B S I", "g": "bfloat16 B S I"}, {"y": "bfloat16 B S I"}, "y = g * g.sigmoid() * u"),
+        required(
+            {"u": "bfloat16 B S I", "g": "bfloat16 B S I"},
+            {"y": "bfloat16 B S I"},
+            "y = torch.nn.functional.silu(g) * u",
+        ),
         ("swiglu", COMPATIBLE, ["inputs in the order g, u"]),
     ),
     "attention, tokens before heads": (
