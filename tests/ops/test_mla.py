@@ -24,6 +24,7 @@ from tilegym.ops.cutile.mla import _configs
 from tilegym.ops.cutile.mla import _configs_fp32
 from tilegym.ops.cutile.mla import _suits
 from tilegym.ops.cutile.mla import mla_forward
+from tilegym.ops.cutile.mla import mla_forward_lse
 from tilegym.ops.cutile.mla import mla_kernel
 from tilegym.ops.pytorch.mla import mla as reference
 
@@ -53,7 +54,7 @@ def lengths(*values):
 
 OPTIONS = {
     "full": dict(is_causal=False),
-    "scaling": dict(scaling=0.6),
+    "scaling": dict(scaling=0.1),
     "lengths": dict(kv_len=lengths(50, 31)),
     "lengths beyond the ends": dict(kv_len=lengths(0, 999)),
     "padding mask": dict(attention_mask=boolean(2, 1, 1, 50)),
@@ -128,6 +129,31 @@ class Test_MLA(PyTestCase):
         kwargs[where][0, 0, 5, 3] = value
         self.assertCorrectness(mla, reference, kwargs, {"backend": "cutile"})
 
+    @dtypes(torch.float32, torch.bfloat16)
+    @pytest.mark.parametrize("name", ["scaling", "full", "lengths", "padding mask, full", "additive mask"])
+    def test_gradients(self, dtype, name):
+        kwargs = tensors(*SHAPES[1], dtype=dtype) | OPTIONS[name]
+        wanted = ("q", "k", "v", "qpe", "kpe")
+        self.assertCorrectness(mla, reference, kwargs, {"backend": "cutile"}, gradient=wanted)
+
+    @pytest.mark.parametrize("name", ["q", "k", "v", "qpe", "kpe"])
+    def test_gradient_of_one_argument(self, name, monkeypatch):
+        monkeypatch.setenv("DISABLE_FALLBACK", "1")
+        kwargs = tensors(*SHAPES[0])
+        self.assertCorrectness(mla, reference, kwargs, {"backend": "cutile"}, gradient=(name,))
+
+    @pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # that they are not fp64
+    def test_gradcheck(self, monkeypatch):
+        monkeypatch.setenv("DISABLE_FALLBACK", "1")
+        inputs = [t.detach().clone().requires_grad_() for t in tensors(1, 2, 1, 5, 7, 16, 16, 16).values()]
+        torch.autograd.gradcheck(
+            lambda *a: mla(*a, backend="cutile"), inputs, eps=1e-2, atol=2e-2, rtol=2e-2, nondet_tol=0.0, fast_mode=True
+        )
+
+    def test_compiled_with_gradients(self):
+        inputs = [t.contiguous() for t in tensors(1, 2, 1, 20, 20, 16, 16, 16).values()]
+        self.assertCompiledEqualsEager(lambda *a: mla(*a, backend="cutile"), *inputs)
+
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
@@ -135,8 +161,13 @@ class Test_MLA(PyTestCase):
             (lambda a: tensors(1, 2, 1, 5, 7, 320, 16, 16), "head dimensions up to 256"),
             (lambda a: tensors(1, 2, 1, 5, 7, 16, 320, 16), "head dimensions up to 256"),
             (lambda a: a | {"scaling": -1.0}, "positive scalings"),
+            (lambda a: a | {"attention_mask": additive(5, 7).requires_grad_()}, "no gradient for attention_mask"),
+            (
+                lambda a: {n: t.requires_grad_() for n, t in tensors(1, 2, 1, 5, 7, 256, 16, 16).items()},
+                "up to 256 wide in all",
+            ),
         ],
-        ids=["fp64", "wide heads", "wide positions", "negative scaling"],
+        ids=["fp64", "wide heads", "wide positions", "negative scaling", "gradient of a mask", "wide gradients"],
     )
     def test_unsupported_falls_back(self, change, reason, monkeypatch):
         kwargs = change(tensors(1, 2, 1, 5, 7, 16, 16, 16))
@@ -189,6 +220,7 @@ class Test_MLA(PyTestCase):
         inputs = tuple(tensors(*SHAPES[1]).values())
         torch.library.opcheck(mla_forward.operator, (*inputs, 0.25, True, None, None))
         torch.library.opcheck(mla_forward.operator, (*inputs, 0.25, True, boolean(2, 1, 1, 50), lengths(40, 50)))
+        torch.library.opcheck(mla_forward_lse.operator, (*inputs, 0.25, True, additive(50), None))
 
     @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
     def test_compiles(self, arch):
@@ -198,8 +230,9 @@ class Test_MLA(PyTestCase):
         tile = (config.TILE_M, config.TILE_N, 128, 64, 128)
         kernel = mla_kernel.replace_hints(**config.hints)
         for kv_len, has_kv_len in ((0, False), (torch.empty(1, dtype=torch.int32), True)):
-            flags = (True, 0, 1, has_kv_len, False, True, config.TWO_LOOPS or has_kv_len, False)
-            assert_compiles(kernel, (q, q, q, qpe, kpe, q, 0, kv_len, 0.1, *tile, *flags), (arch,))
+            flags = (True, 0, 1, has_kv_len, False, True, config.TWO_LOOPS or has_kv_len, False, not has_kv_len)
+            lse = 0 if has_kv_len else torch.empty(1, 1, 4, 512)
+            assert_compiles(kernel, (q, q, q, qpe, kpe, q, 0, kv_len, lse, 0.1, *tile, *flags), (arch,))
 
     def test_everything_compiles(self):
         kwargs = {name: t.half().cpu() for name, t in tensors(*SHAPES[1]).items()}

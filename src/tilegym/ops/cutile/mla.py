@@ -17,8 +17,7 @@ from tilegym.backend.cutile.autotuner import SearchSpace
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.cutile.tuning_key import bucket
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
-from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
+from tilegym.ops.cutile.attention_backward import attention_backward
 from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.attention_common import MAX_HEAD_DIM
 from tilegym.ops.cutile.attention_common import NO_MASK
@@ -26,29 +25,31 @@ from tilegym.ops.cutile.attention_common import check_supported
 from tilegym.ops.cutile.attention_common import needs_exact
 from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import tile_of
-from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
+from tilegym.ops.cutile.attention_scores import store_lse
+from tilegym.ops.cutile.attention_scores import take_scores
 from tilegym.ops.cutile.attention_tiles import key_tiles
-from tilegym.ops.cutile.attention_tiles import load_mask
+from tilegym.ops.cutile.attention_tiles import mask_of_rows
 from tilegym.ops.cutile.attention_tiles import partial_tile
 from tilegym.ops.cutile.attention_tiles import valid_keys
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.pytorch.mla import check_mla
-
-ZERO = ct.PaddingMode.ZERO
+from tilegym.ops.pytorch.mla import join_parts
 
 
 def load_rows(x, batch, head, i, TILE: Int, TILE_D: Int, TF32: Bool):
-    """Rows ``i * TILE`` and on of a head, [TILE, TILE_D]."""
-    tile = ct.load(x, (batch, head, i, 0), (1, 1, TILE, TILE_D), padding_mode=ZERO).reshape((TILE, TILE_D))
+    """Rows of one head of x [B, H, S, D], [TILE, TILE_D]."""
+    tile = ct.load(x, (batch, head, i, 0), (1, 1, TILE, TILE_D), padding_mode=ct.PaddingMode.ZERO)
+    tile = tile.reshape((TILE, TILE_D))
     return tile.astype(ct.tfloat32) if TF32 else tile
 
 
 def load_columns(x, batch, head, j, TILE: Int, TILE_D: Int, TF32: Bool):
-    """Rows ``j * TILE`` and on of a head as columns, [TILE_D, TILE]."""
-    tile = ct.load(x, (batch, head, 0, j), (1, 1, TILE_D, TILE), order=(0, 1, 3, 2), padding_mode=ZERO)
+    """The transpose of :func:`load_rows`."""
+    zero = ct.PaddingMode.ZERO
+    tile = ct.load(x, (batch, head, 0, j), (1, 1, TILE_D, TILE), order=(0, 1, 3, 2), padding_mode=zero)
     tile = tile.reshape((TILE_D, TILE))
     return tile.astype(ct.tfloat32) if TF32 else tile
 
@@ -75,37 +76,13 @@ def attend(
     TF32: Bool,
 ):
     """Takes tile ``j`` of the keys and values into ``state``; ``partial``: some query must not see some key of it."""
-    batch, head, kv_head, i = place
+    batch, _, kv_head, _ = place
     (q_tile, qpe_tile), (k, kpe, v) = queries, keys_values
-    positions, keys = limits
-    row_max, row_sum, acc = state
     s = ct.zeros((q_tile.shape[0], TILE_N), dtype=ct.float32)
     s = ct.mma(q_tile, load_columns(k, batch, kv_head, j, TILE_N, TILE_D, TF32), s)
     s = ct.mma(qpe_tile, load_columns(kpe, batch, 0, j, TILE_N, TILE_R, TF32), s)
-    if MASK == BOOLEAN_MASK:
-        s = ct.where(load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N), s, -math.inf)
-    if MASK == ADDITIVE_MASK:
-        s = s * scaling + load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N).astype(ct.float32)
-    if partial:
-        columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
-        visible = columns < keys
-        if CAUSAL:
-            visible = visible & (columns <= positions)
-        if MASK == KEY_MASK:
-            visible = visible & load_mask(mask, batch, head, 0, j, 1, TILE_N)
-        s = ct.where(visible, s, -math.inf)
-    unit = 1.0 if MASK == ADDITIVE_MASK else scaling
-    p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, 1, EXACT)
-    v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, False)
-    if KV_LEN and partial:
-        # What a cache holds behind its last key may be NaN, which times zero would be NaN.
-        rows = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
-        v_tile = ct.where(rows < keys, v_tile, ct.zeros((TILE_N, TILE_DV), dtype=v_tile.dtype))
-    if TF32:
-        acc = ct.mma(p.astype(ct.tfloat32), v_tile.astype(ct.tfloat32), acc)
-    else:
-        acc = ct.mma(p.astype(v_tile.dtype), v_tile, acc)
-    return row_max, row_sum, acc
+    options = (TILE_N, TILE_DV, CAUSAL, False, False, MASK, MASK_ROWS, KV_LEN, EXACT, TF32)
+    return take_scores(s, v, mask, place, j, partial, limits, state, scaling, 1.0, *options)
 
 
 @ct.kernel
@@ -118,6 +95,7 @@ def mla_kernel(
     out,  # [B, H, Sq, Dv]
     mask,  # [B or 1, H or 1, Sq or 1, Skv] if MASK, of booleans or numbers; else 0
     kv_len,  # [B] if KV_LEN, else 0
+    lse,  # [2 if EXACT else 1, B, H, Sq] if LSE, else 0: what store_lse writes
     scaling: float,
     TILE_M: Int,
     TILE_N: Int,
@@ -132,6 +110,7 @@ def mla_kernel(
     BOUNDED: Bool,  # whether some tile of keys has a key that some query must not see
     TWO_LOOPS: Bool,  # one over the tiles that are seen as a whole, one over the others; else one with a branch
     TF32: Bool,
+    LSE: Bool,
 ):
     # Neighbouring blocks share a head, whose keys stay in the L2 cache. The last queries see the most keys: they go
     # first, so that no long block is left over at the end.
@@ -154,7 +133,7 @@ def mla_kernel(
     row_sum = ct.zeros((TILE_M, 1), dtype=ct.float32)
     state = (row_max, row_sum, ct.zeros((TILE_M, TILE_DV), dtype=ct.float32))
 
-    place, limits, keys_values = (batch, head, kv_head, i), (positions, keys), (k, kpe, v)
+    place, limits, keys_values = (batch, head, kv_head, i), (positions, keys, 0), (k, kpe, v)
     options = (TILE_N, TILE_D, TILE_R, TILE_DV, CAUSAL, MASK, MASK_ROWS, KV_LEN, EXACT, TF32)
     if not BOUNDED:
         for j in range(first, last):
@@ -171,6 +150,8 @@ def mla_kernel(
             state = attend(queries, keys_values, mask, place, j, partial, limits, state, scaling, *options)
 
     row_max, row_sum, acc = state
+    if LSE:
+        store_lse(lse, batch, head, i, row_max, row_sum, scaling, TILE_M, EXACT)
     acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
     ct.store(out, (batch, head, i, 0), acc.reshape((1, 1, TILE_M, TILE_DV)).astype(out.dtype))
 
@@ -217,37 +198,23 @@ def _autotuner(tile_d: int, fp32: bool) -> Autotuner:
     return Autotuner(SearchSpace(configs, _suits))
 
 
-def _fake(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len):
-    # [B, Sq, H, Dv] in memory, so that to join a token's heads takes no copy.
-    batch, heads, queries, _ = q.shape
-    return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
-
-
-@compilable(_fake)
-def mla_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    qpe: torch.Tensor,
-    kpe: torch.Tensor,
-    scaling: float,
-    is_causal: bool,
-    attention_mask: torch.Tensor | None,
-    kv_len: torch.Tensor | None,
-) -> torch.Tensor:
+def _launch_forward(
+    q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len, with_lse
+) -> tuple[torch.Tensor, torch.Tensor | int]:
     batch, heads, queries, head_dim = q.shape
     _, kv_heads, keys, v_dim = v.shape
-    out = _fake(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len)
+    dtype = q.dtype
+    out, lse = _fake(q, k, v), 0
+    mask_kind, mask, one_row = mask_of_rows(attention_mask, keys)
+    exact = needs_exact(dtype, mask_kind)
+    if with_lse:
+        lse = q.new_empty(2 if exact else 1, batch, heads, queries, dtype=torch.float32)
     if keys == 0:
-        return out.zero_()
-    q, k, v, qpe, kpe = (with_unit_stride(t) for t in (q, k, v, qpe, kpe))
+        return out.zero_(), lse
+    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    qpe, kpe = with_unit_stride(qpe), with_unit_stride(kpe)
     tile_d, tile_r, tile_dv = tile_of(head_dim), tile_of(qpe.shape[3]), tile_of(v_dim)
-    mask_kind, mask = prepare_mask(attention_mask, keys)
-    mask_shape = None if mask_kind == NO_MASK else mask.shape
-    one_row = mask_shape is None or mask_shape[2] == 1
-    if one_row and mask_kind == BOOLEAN_MASK:
-        mask_kind = KEY_MASK
-    has_kv_len, dtype = kv_len is not None, q.dtype
+    has_kv_len = kv_len is not None
     bounded = is_causal or has_kv_len or mask_kind == KEY_MASK
     tf32 = uses_tf32(dtype)
 
@@ -264,6 +231,7 @@ def mla_forward(
             out,
             mask,
             0 if kv_len is None else kv_len,
+            lse,
             scaling,
             cfg.TILE_M,
             cfg.TILE_N,
@@ -274,21 +242,87 @@ def mla_forward(
             mask_kind,
             1 if one_row else cfg.TILE_M,
             has_kv_len,
-            needs_exact(dtype, mask_kind),
+            exact,
             bounded or keys % cfg.TILE_N != 0,
             cfg.TWO_LOOPS or has_kv_len,
             tf32,
+            with_lse,
         )
 
-    sizes = (batch, heads, kv_heads, queries, keys, head_dim, tile_r, tile_dv, mask_shape)
+    sizes = (batch, heads, kv_heads, queries, keys, head_dim, tile_r, tile_dv)
+    mask_shape = None if mask_kind == NO_MASK else mask.shape
     _autotuner(max(tile_d, tile_dv), dtype == torch.float32)(
         None,
         grid_fn=grid,
         kernel=mla_kernel,
         args_fn=arguments,
-        key=(*sizes, mask_kind, is_causal, has_kv_len, dtype, tf32, q.get_device()),
+        key=(*sizes, mask_shape, mask_kind, is_causal, has_kv_len, dtype, tf32, with_lse, q.get_device()),
     )
-    return out
+    return out, lse
+
+
+def _fake(q, k, v, *_):
+    # [B, Sq, H, Dv] in memory: to join a token's heads then takes no copy.
+    batch, heads, queries, _ = q.shape
+    return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
+
+
+def _fake_lse(q, k, v, *options):
+    mask_kind, _ = prepare_mask(options[-2], k.shape[2])
+    parts = 2 if needs_exact(q.dtype, mask_kind) else 1
+    return _fake(q, k, v), q.new_empty(parts, *q.shape[:3], dtype=torch.float32)
+
+
+@compilable(_fake)
+def mla_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qpe: torch.Tensor,
+    kpe: torch.Tensor,
+    scaling: float,
+    is_causal: bool,
+    attention_mask: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+) -> torch.Tensor:
+    return _launch_forward(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len, False)[0]
+
+
+@compilable(_fake_lse)
+def mla_forward_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qpe: torch.Tensor,
+    kpe: torch.Tensor,
+    scaling: float,
+    is_causal: bool,
+    attention_mask: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward pass of a training step: the output, and lse as fmha's backward pass takes it."""
+    return _launch_forward(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len, True)
+
+
+class LatentAttention(torch.autograd.Function):
+    """The backward pass is fmha's, over queries and keys that are joined for it and no longer."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len):
+        out, lse = mla_forward_lse(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len)
+        ctx.save_for_backward(q, k, v, qpe, kpe, attention_mask, kv_len, out, lse)
+        ctx.options = (scaling, is_causal, None, None, None)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do):
+        q, k, v, qpe, kpe, attention_mask, kv_len, out, lse = ctx.saved_tensors
+        whole_q, whole_k = join_parts(q, k, qpe, kpe)
+        dq, dk, dv, _ = attention_backward(do, whole_q, whole_k, v, out, lse, *ctx.options, attention_mask, kv_len)
+        dq, dqpe = dq.split((q.shape[3], qpe.shape[3]), -1)
+        dk, dkpe = dk.split((k.shape[3], kpe.shape[3]), -1)
+        return dq, dk, dv, dqpe, dkpe.sum(1, keepdim=True), None, None, None, None
 
 
 @register_impl("mla", "cutile")
@@ -306,9 +340,14 @@ def mla(
     check_mla(q, k, v, qpe, kpe, attention_mask, kv_len)
     if scaling is None:
         scaling = (q.shape[3] + qpe.shape[3]) ** -0.5
-    check_supported(q, k, v, scaling, None, attention_mask)
+    check_supported(q, k, v, scaling, None, attention_mask, True)
     if qpe.shape[3] > MAX_HEAD_DIM:
         raise UnsupportedError(f"it takes head dimensions up to {MAX_HEAD_DIM}")
-    if torch.is_grad_enabled() and (qpe.requires_grad or kpe.requires_grad):
-        raise UnsupportedError("it has no backward kernel yet")
+    if torch.is_grad_enabled():
+        if attention_mask is not None and attention_mask.requires_grad:
+            raise UnsupportedError("it has no gradient for attention_mask")
+        if q.requires_grad or k.requires_grad or v.requires_grad or qpe.requires_grad or kpe.requires_grad:
+            if q.shape[3] + qpe.shape[3] > MAX_HEAD_DIM:
+                raise UnsupportedError(f"its backward pass takes queries up to {MAX_HEAD_DIM} wide in all")
+            return LatentAttention.apply(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len)
     return mla_forward(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len)

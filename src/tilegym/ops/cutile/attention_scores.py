@@ -1,0 +1,92 @@
+"""What an attention kernel does with a tile of scores, however it came by them."""
+
+import math
+
+import cuda.tile as ct
+
+from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
+from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
+from tilegym.ops.cutile.attention_common import KEY_MASK
+from tilegym.ops.cutile.attention_common import LOG2E
+from tilegym.ops.cutile.attention_common import cap_scores
+from tilegym.ops.cutile.attention_common import update_softmax
+from tilegym.ops.cutile.attention_tiles import load_mask
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+
+
+def take_scores(
+    s,
+    v,
+    mask,
+    place,
+    j,
+    partial,
+    limits,
+    state,
+    scaling,
+    soft_cap,
+    TILE_N: Int,
+    TILE_DV: Int,
+    CAUSAL: Bool,
+    WINDOW: Bool,
+    SOFT_CAP: Bool,
+    MASK: Int,
+    MASK_ROWS: Int,
+    KV_LEN: Bool,
+    EXACT: Bool,
+    TF32: Bool,
+):
+    """Takes the products ``s`` of queries and tile ``j`` of the keys, and its values, into the softmax ``state``.
+
+    ``partial``: some query must not see some key of the tile.
+    """
+    batch, head, kv_head, i = place
+    positions, keys, window = limits
+    row_max, row_sum, acc = state
+    if SOFT_CAP:
+        s = cap_scores(s * scaling, soft_cap)
+    if MASK == BOOLEAN_MASK:
+        s = ct.where(load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N), s, -math.inf)
+    if MASK == ADDITIVE_MASK:
+        if not SOFT_CAP:
+            s = s * scaling
+        s = s + load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N).astype(ct.float32)
+    if partial:
+        columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
+        visible = columns < keys
+        if CAUSAL:
+            visible = visible & (columns <= positions)
+        if WINDOW:
+            visible = visible & (positions - columns < window)
+        if MASK == KEY_MASK:
+            visible = visible & load_mask(mask, batch, head, 0, j, 1, TILE_N)
+        s = ct.where(visible, s, -math.inf)
+    # Scores are still q k^T where nothing but a factor follows, which then costs no operation of its own.
+    unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
+    p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, 1, EXACT)
+    v_tile = ct.load(v, (batch, kv_head, j, 0), (1, 1, TILE_N, TILE_DV), padding_mode=ct.PaddingMode.ZERO)
+    v_tile = v_tile.reshape((TILE_N, TILE_DV))
+    if KV_LEN and partial:
+        # What a cache holds behind its last key may be NaN, which times zero would be NaN.
+        rows = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
+        v_tile = ct.where(rows < keys, v_tile, ct.zeros((TILE_N, TILE_DV), dtype=v_tile.dtype))
+    if TF32:
+        acc = ct.mma(p.astype(ct.tfloat32), v_tile.astype(ct.tfloat32), acc)
+    else:
+        acc = ct.mma(p.astype(v_tile.dtype), v_tile, acc)
+    return row_max, row_sum, acc
+
+
+def store_lse(lse, batch, head, i, row_max, row_sum, unit, TILE_M: Int, EXACT: Bool):
+    """Writes the statistics of TILE_M queries for the backward pass into lse, [2 if EXACT else 1, B, Hq, Sq]."""
+    # The logarithm of the sum of exponentials, base 2. Where scores are subtracted exactly, the largest score in
+    # multiples of its unit, and one over the sum relative to it. Who sees no key has probabilities of zero.
+    total = ct.where(row_sum == 0.0, 1.0, row_sum)
+    if EXACT:
+        largest = row_max
+        ct.store(lse, (1, batch, head, i), (1.0 / total).reshape((1, 1, 1, TILE_M)))
+    else:
+        largest = row_max * (unit * LOG2E) + ct.log2(total)
+    largest = ct.where(row_max == -math.inf, math.inf, largest)
+    ct.store(lse, (0, batch, head, i), largest.reshape((1, 1, 1, TILE_M)))
