@@ -12,6 +12,7 @@ from tilegym.ops.cutile import flash_decode
 from tilegym.ops.cutile import fused_add_rms_norm
 from tilegym.ops.cutile import fused_linear_cross_entropy
 from tilegym.ops.cutile import gated_delta_rule
+from tilegym.ops.cutile import gated_delta_rule_chunk
 from tilegym.ops.cutile import geglu
 from tilegym.ops.cutile import gemma_attention
 from tilegym.ops.cutile import group_gemm

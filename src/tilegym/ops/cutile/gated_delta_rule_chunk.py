@@ -1,0 +1,213 @@
+"""The gated delta rule in chunks of tokens: the forward kernels, autograd and registration.
+
+With a chunk's tokens as the rows of q, k (normalised), v, out, and S the state before it, e_i the decay from the start
+of the chunk to token i, f_i that from token i to its end, and D_ij that from j to i (0 for j > i)::
+
+    P = scale * (q k^T) * D                    what the tokens read of each other
+    T = (I + strictly_lower(beta * (k k^T) * D))^-1
+    new = T (beta * v - beta * e * (k S))      what the tokens write: all updates of the chunk at once
+    out = scale * e * (q S) + P new
+    S = e_last * S + (f * k)^T new
+
+Two kernels compute P, and T, of all chunks. The third goes through the chunks in order; its blocks share the columns of
+S, which do not depend on each other. k and q enter it as they are in memory: what they are multiplied by, norms
+included, multiplies rows of the products instead.
+"""
+
+import functools
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.attention_common import tile_of
+from tilegym.ops.cutile.attention_common import with_unit_stride
+from tilegym.ops.cutile.gated_delta_rule import check_supported
+from tilegym.ops.cutile.gated_delta_rule import wants_gradient
+from tilegym.ops.cutile.gated_delta_rule_tiles import CHUNK
+from tilegym.ops.cutile.gated_delta_rule_tiles import DECAY
+from tilegym.ops.cutile.gated_delta_rule_tiles import FACTORS
+from tilegym.ops.cutile.gated_delta_rule_tiles import LEVELS
+from tilegym.ops.cutile.gated_delta_rule_tiles import OF_HELD
+from tilegym.ops.cutile.gated_delta_rule_tiles import OF_READ
+from tilegym.ops.cutile.gated_delta_rule_tiles import OF_VALUE
+from tilegym.ops.cutile.gated_delta_rule_tiles import OF_WRITE
+from tilegym.ops.cutile.gated_delta_rule_tiles import TF32
+from tilegym.ops.cutile.gated_delta_rule_tiles import TF32_SPLIT
+from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_decay
+from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import decays
+from tilegym.ops.cutile.gated_delta_rule_tiles import factor
+from tilegym.ops.cutile.gated_delta_rule_tiles import gram
+from tilegym.ops.cutile.gated_delta_rule_tiles import inverse
+from tilegym.ops.cutile.gated_delta_rule_tiles import inverse_norms
+from tilegym.ops.cutile.gated_delta_rule_tiles import matrix_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import numbers_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import product
+from tilegym.ops.cutile.gated_delta_rule_tiles import product_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
+from tilegym.ops.cutile.gated_delta_rule_tiles import store_matrix
+from tilegym.ops.cutile.gated_delta_rule_tiles import strictly_lower
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.pytorch.gated_delta_rule import NORM_EPS
+from tilegym.ops.pytorch.gated_delta_rule import check_chunk
+from tilegym.ops.pytorch.gated_delta_rule import check_delta_rule
+
+PRECISIONS = {torch.float32: TF32_SPLIT, torch.float16: TF32_SPLIT, torch.bfloat16: TF32}
+
+
+@ct.kernel
+def chunk_matrices_kernel(
+    q, k, g, beta, solved, scores, factors, scale, GROUP: Int, TILE_K: Int, NORM: Bool, PRECISION: Int
+):
+    """P, what T is the inverse of less I, both [B * Hv, chunks, CHUNK, CHUNK], and the factors of the tokens."""
+    heads, chunks = g.shape[2], solved.shape[1]
+    row, chunk = ct.bid(0) // chunks, ct.bid(0) % chunks
+    batch, head = row // heads, row % heads
+    qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
+    kt = chunk_of(k, batch, chunk, head // GROUP, 0, TILE_K)
+    rate = numbers_of(beta, batch, chunk, head)[:, None]
+    total = ct.cumsum(numbers_of(g, batch, chunk, head), axis=0)
+    place = ct.arange(CHUNK, dtype=ct.int32)
+    last = ct.sum(ct.where(place == CHUNK - 1, total, 0.0))
+    same_k = gram(kt, kt, PRECISION)
+    of_k = inverse_norms(same_k, 1, NORM_EPS, NORM)
+    of_q = inverse_norms(gram(qt, qt, PRECISION), 1, NORM_EPS, NORM) * scale
+    between = decays(total) * inverse_norms(same_k, 0, NORM_EPS, NORM)
+    store_matrix(scores, row, chunk, 0, gram(qt, kt, PRECISION) * between * of_q)
+    store_matrix(solved, row, chunk, 0, strictly_lower(same_k * between * (rate * of_k)))
+    decay = ct.exp(total)[:, None]
+    rest = ct.exp(last - total)[:, None]
+    for which, column in ct.static_iter(
+        ((OF_READ, decay * of_q), (OF_HELD, decay * of_k * rate), (OF_VALUE, rate), (OF_WRITE, rest * of_k),
+         (DECAY, decay))
+    ):  # fmt: skip
+        ct.store(factors, (row, chunk, which, 0), column.reshape((1, 1, 1, CHUNK)))
+
+
+@ct.kernel
+def chunk_inverse_kernel(solved, levels, PRECISION: Int):
+    """(I + solved)^-1 in its place. On its own, since it needs less shared memory than the products before it."""
+    row, chunk = ct.bid(0) // solved.shape[1], ct.bid(0) % solved.shape[1]
+    system = matrix_of(solved, row, chunk, 0, CHUNK, CHUNK)
+    store_matrix(solved, row, chunk, 0, inverse(system, levels, PRECISION))
+
+
+@ct.kernel
+def chunk_scan_kernel(
+    q, k, v, solved, scores, factors, initial, out, final, states, written, GROUP: Int, TILE_K: Int, TILE_V: Int,
+    INITIAL: Bool, FINAL: Bool, SAVE: Bool, PRECISION: Int,
+):  # fmt: skip
+    """Goes through the chunks with a tile of columns of a head's state, [Dk, TILE_V], in registers.
+
+    initial, final: [B, Hv, Dk, Dv]. If SAVE, instead of out: states [B * Hv, chunks, Dk, Dv] before each chunk, and
+    written [B * Hv, chunks, CHUNK, Dv], ``new``. Blocks: (batch and value heads, tiles of Dv).
+    """
+    heads = v.shape[2]
+    row, column = ct.bid(0), ct.bid(1)
+    batch, head = row // heads, row % heads
+    if INITIAL:
+        state = matrix_of(initial, batch, head, column, TILE_K, TILE_V).astype(ct.float32)
+    else:
+        state = ct.zeros((TILE_K, TILE_V), ct.float32)
+    for chunk in range(solved.shape[1]):
+        kt = chunk_of(k, batch, chunk, head // GROUP, 0, TILE_K)
+        vt = chunk_of(v, batch, chunk, head, column, TILE_V).astype(ct.float32)
+        left = factor(factors, row, chunk, OF_VALUE) * vt
+        left = left - factor(factors, row, chunk, OF_HELD) * product_of(kt, state, PRECISION)
+        new = product_of(matrix_of(solved, row, chunk, 0, CHUNK, CHUNK), left, PRECISION)
+        if SAVE:
+            store_matrix(states, row, chunk, column, state)
+            store_matrix(written, row, chunk, column, new)
+        else:
+            qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
+            read = factor(factors, row, chunk, OF_READ) * product_of(qt, state, PRECISION)
+            read = product(matrix_of(scores, row, chunk, 0, CHUNK, CHUNK), new, read, PRECISION)
+            store_chunk(out, batch, chunk, head, column, read)
+        state = state * chunk_decay(factors, row, chunk)
+        state = product(ct.transpose(kt), factor(factors, row, chunk, OF_WRITE) * new, state, PRECISION)
+    if FINAL:
+        store_matrix(final, batch, head, column, state)
+
+
+@functools.lru_cache(maxsize=1024)
+def scan_tiles(states: int, key_dim: int, value_dim: int, device: int) -> tuple[int, int]:
+    """(TILE_K, TILE_V) for so many states on CUDA device ``device`` (-1: CPU): columns for every multiprocessor."""
+    tile_k, tile_v = tile_of(key_dim), tile_of(value_dim)
+    tile_v = min(tile_v, max(16, 8192 // tile_k))
+    while tile_v > 16 and states * ct.cdiv(value_dim, tile_v) < sm_count(device):
+        tile_v //= 2
+    return tile_k, tile_v
+
+
+def chunk_matrices(q, k, g, beta, normalize):
+    """T, P and the factors of all chunks."""
+    batch, tokens, key_heads, key_dim = k.shape
+    heads, chunks = g.shape[2], -(-tokens // CHUNK)
+    rows = batch * heads
+    solved = q.new_empty(rows, chunks, CHUNK, CHUNK, dtype=torch.float32)
+    scores = torch.empty_like(solved)
+    factors = q.new_empty(rows, chunks, FACTORS, CHUNK, dtype=torch.float32)
+    constants = (key_dim**-0.5, heads // key_heads, tile_of(key_dim), normalize, PRECISIONS[q.dtype])
+    launch(q, (rows * chunks,), chunk_matrices_kernel, (q, k, g, beta, solved, scores, factors, *constants))
+    launch(q, (rows * chunks,), chunk_inverse_kernel, (solved, LEVELS, PRECISIONS[q.dtype]))
+    return solved, scores, factors
+
+
+def _fake_forward(q, k, v, g, beta, initial, with_final, normalize):
+    shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if with_final else (0,)
+    return v.new_empty(v.shape), v.new_empty(shape, dtype=torch.float32)
+
+
+@compilable(fake=_fake_forward)
+def chunk_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial: torch.Tensor | None,
+    with_final: bool,
+    normalize: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the final state (empty if not asked for)."""
+    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    batch, tokens, heads, value_dim = v.shape
+    key_heads, key_dim = k.shape[2:]
+    out = v.new_empty(batch, tokens, heads, value_dim)
+    final = v.new_empty((batch, heads, key_dim, value_dim) if with_final else (0,), dtype=torch.float32)
+    solved, scores, factors = chunk_matrices(q, k, g, beta, normalize)
+    tiles = scan_tiles(batch * heads, key_dim, value_dim, v.get_device())
+    before = out if initial is None else with_unit_stride(initial)
+    args = (q, k, v, solved, scores, factors, before, out, final if with_final else out, factors, factors)
+    constants = (heads // key_heads, *tiles, initial is not None, with_final, False, PRECISIONS[q.dtype])
+    launch(v, (batch * heads, ct.cdiv(value_dim, tiles[1])), chunk_scan_kernel, (*args, *constants))
+    return out, final
+
+
+@register_impl("chunk_gated_delta_rule", "cutile")
+def chunk_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    check_delta_rule("chunk_gated_delta_rule", query, key, value, g, beta, initial_state, cu_seqlens)
+    check_chunk(chunk_size)
+    check_supported(query, key, value, g, beta, initial_state, cu_seqlens)
+    if wants_gradient(query, key, value, g, beta, initial_state):
+        raise UnsupportedError("it has no backward kernel")
+    options = (output_final_state, use_qk_l2norm_in_kernel)
+    out, final = chunk_forward(query, key, value, g, beta, initial_state, *options)
+    return out, (final if output_final_state else None)
