@@ -1,14 +1,27 @@
+import warnings
+
 import pytest
 import torch
+from common import HAS_GPU
 from common import PyTestCase
 from common import backends
+from common import device
+from common import randn
+from common import recorded_launches
+from eager_attention import additive_mask
+from eager_attention import gemma
+from eager_attention import gpt_oss
 from test_attention import OPTIONS
 from test_attention import tensors
 
 from tilegym.backend import use_backend
 from tilegym.ops import fmha
+from tilegym.ops.attn_interface import attention_sink_interface
 from tilegym.ops.attn_interface import fmha_interface
+from tilegym.ops.attn_interface import gemma_attention_interface
+from tilegym.ops.attn_interface import get_attention_sink_interface
 from tilegym.ops.attn_interface import get_fmha_interface
+from tilegym.ops.attn_interface import get_gemma_attention_interface
 from tilegym.ops.pytorch.attention import fmha as reference
 
 
@@ -45,3 +58,135 @@ class Test_Interface(PyTestCase):
         with torch.autocast(kwargs["q"].device.type, torch.bfloat16):
             assert torch.equal(fmha_interface(**mixed), expected)
             assert torch.equal(fmha_interface(**kwargs), expected)
+
+    @pytest.mark.parametrize("queries", [1, 6], ids=["decoding", "prefill"])
+    def test_gradients(self, queries):
+        """Also of a single query, which the decoding kernel would not differentiate, and without a fallback."""
+        kwargs = tensors(2, 4, 2, queries, 50, 32, 32) | {"sinks": randn(4, seed=5)}
+        with use_backend("cutile"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.assertCorrectness(fmha_interface, reference, kwargs, gradient=True)
+
+
+def padding(lengths, keys):
+    """Padding on the left, as boolean [B, 1, 1, Skv]."""
+    first = keys - torch.tensor(lengths, device=device())
+    return (torch.arange(keys, device=device()) >= first[:, None])[:, None, None]
+
+
+QUERIES = pytest.mark.parametrize("queries", [1, 6, 30], ids=["decoding", "speculative", "prefill"])
+MASKS = pytest.mark.parametrize("masked", [None, "padding", "additive"])
+
+
+def masks(kind, queries, keys, window):
+    """What TileGym is given for a kind of mask, and the mask that eager attention is given."""
+    full = additive_mask(queries, keys, window)
+    if kind is None:
+        return {"window_size": window}, full
+    keep = padding((keys, keys - 9), keys)
+    written_out = full.masked_fill(~keep, torch.finfo(torch.float32).min)
+    if kind == "padding":
+        return {"window_size": window, "attention_mask": keep}, written_out
+    return {"is_causal": False, "attention_mask": written_out}, written_out
+
+
+def seen(queries, keys, kind):
+    """Which rows see a key: the others are zeros here, and a mean of what is masked in eager attention."""
+    position = torch.arange(queries, device=device()) + keys - queries
+    return (position[None] >= (torch.tensor([0, 9], device=device())[:, None] if kind else 0))[:, None, :, None]
+
+
+class Test_GptOss(PyTestCase):
+    @backends("fmha")
+    @QUERIES
+    @MASKS
+    @pytest.mark.parametrize("window", [None, 7])
+    def test_as_transformers(self, backend, queries, masked, window):
+        kwargs = tensors(2, 4, 2, queries, 30, 32, 32)
+        sinks, scaling = randn(4, seed=5), 0.3
+        options, mask = masks(masked, queries, 30, window)
+        expected = gpt_oss(*kwargs.values(), sinks, scaling, mask)
+        got = attention_sink_interface(**kwargs, sinks=sinks, scaling=scaling, **options, backend=backend)
+        rows = seen(queries, 30, masked)
+        torch.testing.assert_close(got * rows, expected * rows)
+        assert torch.equal(
+            get_attention_sink_interface(backend)(**kwargs, sinks=sinks, scaling=scaling, **options), got
+        )
+
+    @backends("fmha")
+    @pytest.mark.parametrize("start_q", [4, torch.tensor([4], device=device()), torch.tensor([4, 20], device=device())])
+    def test_position_of_the_first_query(self, backend, start_q):
+        kwargs = tensors(2, 4, 2, 6, 30, 32, 32) | {"sinks": randn(4, seed=5), "window_size": 3}
+        kv_len = torch.as_tensor(start_q, device=device()).expand(2).to(torch.int32) + 6
+        keep = padding((30, 21), 30)
+        for mask in (None, keep):
+            got = attention_sink_interface(**kwargs, start_q=start_q, attention_mask=mask, backend=backend)
+            torch.testing.assert_close(got, reference(**kwargs, kv_len=kv_len, attention_mask=mask))
+        with pytest.raises(ValueError, match="kv_len or start_q"):
+            attention_sink_interface(**kwargs, start_q=start_q, kv_len=kv_len, backend=backend)
+        with pytest.raises(ValueError, match="attention_sink_interface: start_q is 25"):
+            attention_sink_interface(**kwargs, start_q=25, backend=backend)
+
+    @backends("fmha")
+    @pytest.mark.skipif(HAS_GPU, reason="the order in which random numbers are drawn is the CPU's")
+    def test_dropout_as_transformers(self, backend):
+        kwargs, sinks = tensors(2, 4, 2, 30, 30, 32, 32), randn(4, seed=5)
+        torch.manual_seed(3)
+        expected = gpt_oss(*kwargs.values(), sinks, 0.3, additive_mask(30, 30, 7), dropout=0.4)
+        torch.manual_seed(3)
+        got = attention_sink_interface(**kwargs, sinks=sinks, scaling=0.3, window_size=7, dropout=0.4, backend=backend)
+        torch.testing.assert_close(got, expected)
+
+    @backends("fmha")
+    def test_gradients(self, backend):
+        kwargs = tensors(1, 4, 2, 6, 20, 32, 32) | {"sinks": randn(4, seed=5)}
+        self.assertCorrectness(attention_sink_interface, reference, kwargs, {"backend": backend}, gradient=True)
+
+
+class Test_Gemma(PyTestCase):
+    @backends("fmha")
+    @QUERIES
+    @MASKS
+    @pytest.mark.parametrize("window", [None, 7])
+    @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+    def test_as_transformers(self, backend, family, queries, masked, window):
+        kwargs = tensors(2, 4, 2, queries, 30, 32, 32)
+        scaling, soft_cap = 0.3, 1.5 if family == "gemma2" else None
+        options, mask = masks(masked, queries, 30, window)
+        expected = gemma(*kwargs.values(), scaling, soft_cap, mask, family)
+        options |= {"scaling": scaling, "soft_cap": soft_cap}
+        got = gemma_attention_interface(**kwargs, **options, backend=backend)
+        rows = seen(queries, 30, masked)
+        torch.testing.assert_close(got * rows, expected * rows)
+        assert torch.equal(get_gemma_attention_interface(backend)(**kwargs, **options), got)
+
+    @backends("fmha")
+    def test_lengths(self, backend):
+        """A static cache: the last query stands at the last valid key."""
+        kwargs = tensors(2, 4, 2, 6, 30, 32, 32)
+        kv_len = torch.tensor([20, 20], dtype=torch.int32, device=device())
+        got = gemma_attention_interface(
+            **kwargs, scaling=0.3, soft_cap=1.5, window_size=7, kv_len=kv_len, backend=backend
+        )
+        filled = {name: t if name == "q" else t[:, :, :20] for name, t in kwargs.items()}
+        torch.testing.assert_close(got, gemma(*filled.values(), 0.3, 1.5, additive_mask(6, 20, 7)))
+
+    @backends("fmha")
+    @pytest.mark.parametrize("soft_cap", [None, 1.5])
+    @pytest.mark.skipif(HAS_GPU, reason="the order in which random numbers are drawn is the CPU's")
+    def test_dropout_as_transformers(self, backend, soft_cap):
+        kwargs = tensors(2, 4, 2, 30, 30, 32, 32)
+        torch.manual_seed(3)
+        expected = gemma(*kwargs.values(), 0.3, soft_cap, additive_mask(30, 30, 7), dropout=0.4)
+        torch.manual_seed(3)
+        options = dict(scaling=0.3, soft_cap=soft_cap, window_size=7, dropout=0.4)
+        torch.testing.assert_close(gemma_attention_interface(**kwargs, **options, backend=backend), expected)
+
+    @pytest.mark.parametrize("interface", [fmha_interface, gemma_attention_interface])
+    def test_dropout_goes_to_pytorch(self, interface):
+        kwargs = {name: t.cpu() for name, t in tensors(1, 4, 2, 6, 20, 32, 32).items()}
+        with recorded_launches() as launches:
+            interface(**kwargs, dropout=0.1, backend="cutile")
+        assert not launches
+        with pytest.raises(ValueError, match="dropout"):
+            interface(**kwargs, soft_cap=1.0, dropout=-0.1, backend="cutile")
