@@ -1,5 +1,6 @@
 """Goes over a small model and its trace, and tries on every part the formulas that may fit."""
 
+import itertools
 import re
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -51,12 +52,22 @@ class Finding:
         return self.match.formula
 
 
+@dataclass(frozen=True)
+class Missed:
+    """A part that no formula reproduces, why, and the kind that it resembles, "" for none."""
+
+    callee: Any
+    path: str
+    why: str
+    resembles: str = ""
+
+
 @dataclass
 class Findings:
-    """What was found in a small model, and what was not: (callee, path, why)."""
+    """What was found in a small model, and what was not."""
 
     found: list[Finding] = field(default_factory=list)
-    missed: list[tuple[Any, str, str]] = field(default_factory=list)
+    missed: list[Missed] = field(default_factory=list)
 
     def at(self, path: str, *kinds: str) -> Finding | None:
         """What of these kinds the module at ``path`` is."""
@@ -84,13 +95,13 @@ def signature(module: nn.Module, sizes: bool = True) -> tuple:
     Args:
         sizes: whether integers and shapes count; without them a full-size module equals its small counterpart.
     """
-    plain = []
+    plain, children = [], list(module.named_children())
     for name, value in sorted(vars(module).items()):
         if name.startswith("_") or name in ("layer_idx", "layer_id", "training", "layer_number"):
             continue
         if value is None or isinstance(value, (str, bool)) or (type(value) is int and sizes):
             plain.append((name, value))
-        elif type(value) is float and (sizes or not re.search("scal|norm_factor", name)):
+        elif type(value) is float and (sizes or not children):
             plain.append((name, value))
         elif type(value) is int:
             flag = value in (0, 1) and _FLAG.search(name)
@@ -98,7 +109,7 @@ def signature(module: nn.Module, sizes: bool = True) -> tuple:
         elif callable(value) and not isinstance(value, nn.Module):
             plain.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
     own = tuple((n, tuple(p.shape) if sizes else p.ndim) for n, p in module.named_parameters(recurse=False))
-    return type(module), tuple(plain), own, tuple((n, signature(m, sizes)) for n, m in module.named_children())
+    return type(module), tuple(plain), own, tuple((n, signature(m, sizes)) for n, m in children)
 
 
 def find(model: nn.Module, trace: Trace) -> Findings:
@@ -121,7 +132,7 @@ def find(model: nn.Module, trace: Trace) -> Findings:
     _routing(model, trace, findings)
     _pairs(model, trace, findings)
     _drop_parts(findings)
-    _missed(model, trace, first, findings)
+    _missed(model, first, findings)
     return findings
 
 
@@ -201,7 +212,8 @@ def _functions(trace: Trace, findings: Findings) -> None:
                 if match:
                     findings.found.append(Finding("attention", call.callee, call.path, dict(match.what), match))
                 else:
-                    findings.missed.append((call.callee, call.path, "no formula of attention gives what it gives"))
+                    why = "no formula of attention gives what it gives"
+                    findings.missed.append(Missed(call.callee, call.path, why, "attention"))
             continue
         kind, match = _function(call)
         if match is None:
@@ -218,8 +230,24 @@ def _functions(trace: Trace, findings: Findings) -> None:
     claimed = {(f.callee, f.path) for f in findings.found}
     for call in trace.functions:
         inner = id(call) in known or call.within is not None or (call.callee, call.path) in claimed
-        if not inner and call.stage == "prefill" and any(t.is_floating_point() for t in tensors(call.arguments)):
-            findings.missed.append((call.callee, call.path, "no formula known here gives what this function gives"))
+        if not inner and call.stage == "prefill" and not _is_trivial(call):
+            kind = "rope" if re.search("rotary|rope", call.callee.__name__) else ""
+            why = "no formula known here gives what this function gives"
+            findings.missed.append(Missed(call.callee, call.path, why, kind))
+
+
+def _is_trivial(call: Call) -> bool:
+    """Whether a function only adds, moves or hands on its arguments."""
+    given = [t for t in tensors(call.values) if t.is_floating_point()]
+    output = next(tensors(call.output), None)
+    if not given or output is None or not output.is_floating_point():
+        return True
+    if any(output.shape == t.shape and torch.equal(output, t) for t in given):
+        return True
+    if torch.equal(output.unique(), given[0].unique()):
+        return True
+    pairs = itertools.combinations([t for t in given if t.shape == output.shape], 2)
+    return any(torch.equal(output, a + b) for a, b in pairs)
 
 
 def _function(call: Call) -> tuple[str, Match | None]:
@@ -256,7 +284,8 @@ def _routing(model: nn.Module, trace: Trace, findings: Findings) -> None:
             roles = said.pop("roles")
             findings.found.append(Finding("routing", type(module), block, said, match, roles))
         else:
-            findings.missed.append((type(module), block, "no formula of routing gives the experts that it chooses"))
+            why = "no formula of routing gives the experts that it chooses"
+            findings.missed.append(Missed(type(module), block, why, "routing"))
 
 
 def _pairs(model: nn.Module, trace: Trace, findings: Findings) -> None:
@@ -294,10 +323,10 @@ def _pairs(model: nn.Module, trace: Trace, findings: Findings) -> None:
     calls = [c for c in trace.modules if c.callee is head and c.stage == "train"]
     both = recognise_loss(loss, head, calls, _settings(model))
     if both is None:
-        findings.missed.append((loss.callee, loss.path, "no formula of a loss gives what it gives"))
+        findings.missed.append(Missed(loss.callee, loss.path, "no formula of a loss gives what it gives", "loss"))
         return
     findings.found.append(Finding("loss", loss.callee, loss.path, dict(both[0].what), both[0]))
-    findings.missed = [m for m in findings.missed if m[0] is not loss.callee]
+    findings.missed = [m for m in findings.missed if m.callee is not loss.callee]
     if both[1]:
         said, roles = dict(both[1].what), {"weight": "weight"} | ({"bias": "bias"} if head.bias is not None else {})
         findings.found.append(Finding("linear_cross_entropy", type(model), path, said, both[1], roles))
@@ -311,27 +340,43 @@ def _drop_parts(findings: Findings) -> None:
     ]
 
 
-_HINTS = re.compile(r"norm|mlp|feedforward|experts|attention|mixer|router", re.IGNORECASE)
+_HINTS = re.compile(
+    r"(?P<attention>attention)|(?P<experts>experts)|(?P<routing>router)|(?P<norm>norm$)|(?P<mlp>mlp$)", re.I
+)
 
 
-def _missed(model: nn.Module, trace: Trace, first: dict[str, Call], findings: Findings) -> None:
+def _missed(model: nn.Module, first: dict[str, Call], findings: Findings) -> None:
     """Modules that compute something themselves and were not recognised: by their parameters, or, a hint, by name."""
-    claimed = {f.path for f in findings.found} | {p for _, p, _ in findings.missed}
-    routers = {f"{f.path}.{r}" for f in findings.found if f.kind == "routing" for r in f.roles.values()}
+    claimed = {f.path for f in findings.found} | {m.path for m in findings.missed}
+    routing = [f"{f.path}.{r}" for f in findings.found if f.kind == "routing" for r in f.roles.values()]
     inside = [f.path for f in findings.found if f.kind in ("gated_mlp", "mlp", "experts", "attention")]
     for path, call in first.items():
-        module, name = call.callee, type(call.callee).__name__
+        module = call.callee
         own = [n for n, _ in module.named_parameters(recurse=False)]
         if not path or path in claimed or isinstance(module, (nn.Embedding, nn.Dropout, nn.Identity)):
             continue
-        if any(path.startswith(f"{p}.") for p in inside) and not own:
+        if any(r.startswith(f"{path}.") for r in routing) or any(path.startswith(f"{p}.") for p in inside) and not own:
             continue
-        if own and not any(f"{path}.{n}" in routers for n in own):
-            findings.missed.append((type(module), path, f"no formula known here uses its {', '.join(own)} as it does"))
-        elif not own and _HINTS.search(name) and not _composed(path, first, findings):
-            findings.missed.append((type(module), path, "it is called like a part known here, and computes another"))
+        hint = _HINTS.search(type(module).__name__)
+        kind = _resembles(hint.lastgroup, module, call) if hint else ""
+        if own:
+            why = f"no formula known here uses its {', '.join(own)} as it does"
+            findings.missed.append(Missed(type(module), path, why, kind))
+        elif hint and not _composed(path, findings):
+            why = "it is called like a part known here, and computes another"
+            findings.missed.append(Missed(type(module), path, why, kind))
 
 
-def _composed(path: str, first: dict[str, Call], findings: Findings) -> bool:
+def _resembles(kind: str, module: nn.Module, call: Call) -> str:
+    """The kind that a module with such a name would be of, if its form fits too."""
+    given, output = next(tensors(call.arguments), None), next(tensors(call.output), None)
+    if kind in ("norm", "mlp"):
+        same = given is not None and output is not None and given.shape == output.shape
+        return ({"norm": "rms_norm"}.get(kind, kind)) if same else ""
+    # Attention and experts of their own do not go through transformers' interfaces.
+    return kind if kind == "experts" and hasattr(module, "is_transposed") else ""
+
+
+def _composed(path: str, findings: Findings) -> bool:
     """Whether a module does its work through others that were recognised, besides linear layers."""
     return any(f.path.startswith(f"{path}.") and f.kind not in ("linear", "activation") for f in findings.found)

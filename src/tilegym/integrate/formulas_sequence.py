@@ -10,6 +10,17 @@ ROTATIONS = {
         "x1, x2 = x[..., :{r}:2], x[..., 1:{r}:2]",
         "torch.cat((torch.stack((y1, y2), -1).flatten(-2), x[..., {r}:]), -1)",
     ),
+    # The last numbers of x are rotated, not the first.
+    "interleaved_tail": (
+        "x1, x2 = x[..., -{r}::2], x[..., -{r} + 1 :: 2]",
+        "torch.cat((x[..., :-{r}], torch.stack((y1, y2), -1).flatten(-2)), -1)",
+    ),
+    "half_tail": (
+        "x1, x2 = x[..., -{r} : -{h}], x[..., -{h}:]",
+        "torch.cat((x[..., :-{r}], y1, y2), -1)",
+    ),
+    # The other way round: by the negative angle.
+    "half_reversed": ("x2, x1 = x[..., :{h}], x[..., {h}:{r}]", "torch.cat((y2, y1, x[..., {r}:]), -1)"),
     "interleaved_to_half": ("x1, x2 = x[..., :{r}:2], x[..., 1:{r}:2]", "torch.cat((y1, y2, x[..., {r}:]), -1)"),
 }
 # Which of the given angles belong to the pairs.

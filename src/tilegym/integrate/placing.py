@@ -34,37 +34,59 @@ class Places:
     """The modules of the real model that are like those of the small one.
 
     Two modules are alike if they agree in everything but sizes: class, attributes, parameters' names, children, and
-    the kind of layer that they stand in.
+    the kind of layer that they stand in. Where no layer of the small model is of the same kind, one that is otherwise
+    equal will do, and for a module without children one anywhere.
+
+    Attributes:
+        modules: of the real model, by path.
+        strangers: the paths of those that are like nothing in the small model.
     """
 
     def __init__(self, small: nn.Module, real: nn.Module) -> None:
         self.small, self.real = small, real
-        self.keys = {path: self._key(small, path, module) for path, module in small.named_modules()}
-        self.alike: dict[tuple, list[str]] = {}
         self.modules = dict(real.named_modules())
-        self.real_keys: dict[str, tuple] = {}
+        lists = [
+            {name: v for name, v in vars(m.config.get_text_config(decoder=True)).items() if isinstance(v, list)}
+            for m in (small, real)
+        ]
+        layers = [getattr(m.config.get_text_config(decoder=True), "num_hidden_layers", -1) for m in (small, real)]
+        # The lists that hold something for each layer.
+        self.lists = [
+            {n: v for n, v in own.items() if all(n in o and len(o[n]) == k for o, k in zip(lists, layers, strict=True))}
+            for own in lists
+        ]
+        self.keys = {path: self._keys(small, path, module, 0) for path, module in small.named_modules()}
+        known: list[dict[tuple, tuple]] = [{}, {}, {}]
+        for keys in self.keys.values():
+            for level, key in zip(known, keys, strict=True):
+                level.setdefault(key, keys)
+        self.alike: dict[tuple, list[str]] = {}
+        self.strangers: list[str] = []
         for path, module in self.modules.items():
-            self.real_keys[path] = self._key(real, path, module)
-            self.alike.setdefault(self.real_keys[path], []).append(path)
+            keys = self._keys(real, path, module, 1)
+            like = next((level[key] for level, key in zip(known, keys, strict=True) if key in level), None)
+            if like is None:
+                self.strangers.append(path)
+            else:
+                self.alike.setdefault(like[0], []).append(path)
 
-    @staticmethod
-    def _key(model: nn.Module, path: str, module: nn.Module) -> tuple:
-        """Signature without sizes, the path without numbers, and what the config says of the layer."""
-        layer = re.search(r"\.(\d+)(?=\.|$)", path)
-        config, kind = model.config.get_text_config(decoder=True), []
+    def _keys(self, model: nn.Module, path: str, module: nn.Module, which: int) -> tuple[tuple, tuple, tuple]:
+        """What two modules have to agree in: with the kind of layer, without it, and, for leaves, without the path."""
+        layer, kind = re.search(r"\.(\d+)(?=\.|$)", path), []
         if layer is not None:
-            for name, value in sorted(vars(config).items()):
-                if isinstance(value, list) and int(layer[1]) < len(value) == getattr(config, "num_hidden_layers", -1):
-                    item = value[int(layer[1])]
-                    kind.append((name, item if isinstance(item, (str, bool)) or item in (0, 1) else None))
+            for name, values in sorted(self.lists[which].items()):
+                item = values[int(layer[1])] if int(layer[1]) < len(values) else None
+                kind.append((name, item if isinstance(item, (str, bool)) or item in (0, 1) else None))
             owner = vars(model.get_submodule(path[: layer.end()]))
             plain = {n: v for n, v in owner.items() if isinstance(v, (str, bool)) and n[0] != "_" and n != "training"}
             kind += sorted(plain.items())
-        return signature(module, sizes=False), generic(path), tuple(map(str, kind))
+        own, where = signature(module, sizes=False), generic(path)
+        leaf = own if not any(True for _ in module.children()) else (own, where)
+        return (own, where, tuple(map(str, kind))), (own, where), (leaf,)
 
     def of(self, path: str) -> list[str]:
         """The real model's modules that are like the small one's at ``path``."""
-        return self.alike.get(self.keys[path], [])
+        return self.alike.get(self.keys[path][0], [])
 
 
 def generic(path: str) -> str:
@@ -72,9 +94,8 @@ def generic(path: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
-def place(findings: Findings, small: nn.Module, real: nn.Module, changes: dict[str, Any]) -> list[tuple[Finding, str]]:
+def place(findings: Findings, places: Places, changes: dict[str, Any]) -> list[tuple[Finding, str]]:
     """Each finding, with the real model's numbers, at each of its places in the real model, in the model's order."""
-    places = Places(small, real)
     placed: dict[tuple, tuple[Finding, str]] = {}
     for finding in findings.found:
         if finding.path and finding.kind not in ("add_norm",):
@@ -86,7 +107,7 @@ def place(findings: Findings, small: nn.Module, real: nn.Module, changes: dict[s
         for path in targets:
             key = finding.kind, finding.callee, path, finding.parameters.get("form")
             if key not in placed:
-                placed[key] = (restated(finding, small, real, path, changes), path)
+                placed[key] = (restated(finding, places.small, places.real, path, changes), path)
     order = {path: i for i, path in enumerate(places.modules)}
     return sorted(placed.values(), key=lambda item: order[item[1]])
 

@@ -123,7 +123,8 @@ def recognise_routing(
     """
     experts = 1 + int(ids.max())
     matrices = {n: p for n, p in block.named_parameters() if p.ndim == 2 and p.shape[1] == x.shape[1]}
-    vectors = {n: t for n, t in itertools.chain(block.named_parameters(), block.named_buffers()) if t.ndim == 1}
+    held = dict(block.named_parameters()) | dict(block.named_buffers())
+    vectors = {n: t.detach().flatten() for n, t in held.items() if t.numel() == max(t.shape, default=0)}
     scale = [1.0, *dict.fromkeys(v for v in settings.values() if v not in (0.0, 1.0) and abs(v) < 64)]
     groups = sorted({int(v) for v in settings.values() if v in (2, 4, 8)})
     for name, matrix in matrices.items():
@@ -134,8 +135,7 @@ def recognise_routing(
             if bias and bias == correction:
                 continue
             roles = {"weight": name} | {r: n for r, n in (("bias", bias), ("correction", correction)) if n}
-            held = dict(block.named_parameters()) | dict(block.named_buffers())
-            given = {"x": x} | {role: held[n].detach() for role, n in roles.items()}
+            given = {"x": x} | {role: vectors.get(n, matrix).detach() for role, n in roles.items()}
             match = _fit(given, ids, weights, scale, groups, bool(bias), bool(correction))
             if match:
                 return Match(match.formula, match.errors, {"roles": roles, **match.what})

@@ -110,9 +110,13 @@ def _mlps(module: nn.Module, linears: dict[str, bool], transposed: bool) -> Iter
             elif widths[up][1] == 2 * widths[down][0] and not transposed:
                 roles = {"gate_up": up, "down": down}
                 biases = tuple(role for role, path in roles.items() if path in biased)
-                options = itertools.product(limits, ("concatenated", "interleaved"), ACTIVATIONS, (False, True))
-                for limit, packed, act, up_first in options:
-                    gate = Gate(act, packed, up_first, limit)
+                layouts = itertools.product(("concatenated", "interleaved"), (False, True))
+                for limit, alpha, shift, (packed, up_first), act in itertools.product(
+                    limits, alphas, (0.0, 1.0), layouts, ACTIVATIONS
+                ):
+                    if alpha and act != "silu":
+                        continue
+                    gate = Gate(act, packed, up_first, limit, alpha, shift)
                     yield formulas.gated_mlp(gate, biases), {"roles": roles, **_said(gate)}
     elif not transposed:
         for gate_path, up, down in itertools.permutations(linears):

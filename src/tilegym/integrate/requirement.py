@@ -89,11 +89,15 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Unrecognised:
-    """Something that the model computes and that matches no formula known here, and why not."""
+    """Something that the model computes and that matches no formula known here, and why not.
+
+    ``resembles`` is the kind that it looks like, by its name or its class; "" if it is like nothing known here.
+    """
 
     implementation: str
     modules: tuple[str, ...]
     why: str
+    resembles: str = ""
     source: Source | None = None
 
 

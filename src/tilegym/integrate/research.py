@@ -1,5 +1,6 @@
 """Research: what a model computes, found out by running a small copy of it and probing its parts."""
 
+import copy
 import json
 from typing import Any
 
@@ -43,9 +44,10 @@ def research(model: nn.Module | Any, trust_remote_code: bool = False, seed: int 
     """
     config = default_config(model) if isinstance(model, str) else getattr(model, "config", model)
     small = small_model(config, seed, trust_remote_code)
-    real = model if isinstance(model, nn.Module) else _laid_out(config, small.model, trust_remote_code)
+    real = model if isinstance(model, nn.Module) else _laid_out(small.config, trust_remote_code)
     findings = find(small.model, record(small.model))
-    placed = place(findings, small.model, real, small.changes)
+    places = Places(small.model, real)
+    placed = place(findings, places, small.changes)
     dtype = str(getattr(config, "dtype", None) or torch.bfloat16).removeprefix("torch.")
     text = real.config.get_text_config(decoder=True)
     requirements = _requirements(placed, real, text.model_type, dtype)
@@ -54,7 +56,7 @@ def research(model: nn.Module | Any, trust_remote_code: bool = False, seed: int 
         architecture=type(real).__name__,
         transformers=transformers.__version__,
         requirements=requirements,
-        unrecognised=_unrecognised(findings, small.model, real),
+        unrecognised=_unrecognised(findings, small.model, places),
         changes={name: list(change) for name, change in small.changes.items() if _is_plain(change)},
     )
 
@@ -63,20 +65,19 @@ def _is_plain(change: Any) -> bool:
     return all(isinstance(v, (int, float, str, bool, type(None))) for v in change)
 
 
-def _laid_out(config: Any, small: nn.Module, trust_remote_code: bool) -> nn.Module:
-    """The model of ``config`` without memory for its weights; of its text part, if the small model is one of that."""
+def _laid_out(config: Any, trust_remote_code: bool) -> nn.Module:
+    """The model of ``config`` without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
-    if type(small.config) is not type(config):
-        config = config.get_text_config(decoder=True)
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **options)
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
     except Exception as error:  # a config that contradicts itself fails anywhere in the model's constructor
-        if type(config) is not type(small.config):
-            raise ModelError(f"a model of type {config.model_type!r} cannot be laid out: {error}") from error
-        return small  # the gaps that a default config leaves are filled in the small one
+        raise ModelError(
+            f"a model of type {config.model_type!r} can be made small but not laid out in full ({error}): "
+            "check the sizes in its config"
+        ) from error
 
 
 def _requirements(placed: list[tuple[Finding, str]], real: nn.Module, family: str, dtype: str) -> tuple:
@@ -165,17 +166,19 @@ def _attention_op(said: dict[str, Any]) -> str:
     return "attention_sink" if said["sinks"] else "gemma_attention" if said["softcap"] else "fmha"
 
 
-def _unrecognised(findings: Findings, small: nn.Module, real: nn.Module) -> tuple[Unrecognised, ...]:
-    places = Places(small, real)
+def _unrecognised(findings: Findings, small: nn.Module, places: Places) -> tuple[Unrecognised, ...]:
     found: dict[tuple, tuple[Source | None, list[str]]] = {}
-    for callee, path, why in findings.missed:
-        entry = found.setdefault((implementation(callee), why), (source_of(callee), []))
-        entry[1].extend(p for p in (places.of(path) if path else [""]) if p not in entry[1])
-    known = set(places.keys.values())
-    probed = {type(small.get_submodule(f.path)) for f in findings.found if f.path and f.kind != "linear"}
-    for path, module in places.modules.items():
-        if type(module) in probed and places.real_keys[path] not in known:
-            why = "no layer of the small model is like this one"
-            entry = found.setdefault((implementation(type(module)), why), (source_of(type(module)), []))
-            entry[1].append(path)
-    return tuple(Unrecognised(name, tuple(paths), why, source) for (name, why), (source, paths) in found.items())
+    for missed in findings.missed:
+        key = implementation(missed.callee), missed.why, missed.resembles
+        entry = found.setdefault(key, (source_of(missed.callee), []))
+        entry[1].extend(p for p in (places.of(missed.path) if missed.path else [""]) if p not in entry[1])
+    probed = {type(small.get_submodule(f.path)): f.kind for f in findings.found if f.path}
+    for path in places.strangers:
+        cls = type(places.modules[path])
+        if cls in probed:
+            key = implementation(cls), "no layer of the small model is like this one", probed[cls]
+            found.setdefault(key, (source_of(cls), []))[1].append(path)
+    return tuple(
+        Unrecognised(name, tuple(paths), why, resembles, source)
+        for (name, why, resembles), (source, paths) in found.items()
+    )

@@ -110,11 +110,13 @@ class SmallModel:
 
     Attributes:
         model: the model; its weights are random and large enough for every part to matter.
+        config: what it was made from, a config in which nothing is open, with the original's sizes.
         changes: what differs from the given config, by the attribute's dotted name: (former, now).
         failures: why the recipes before the one that worked did not.
     """
 
     model: nn.Module
+    config: Any
     changes: dict[str, Any]
     failures: tuple[str, ...]
 
@@ -143,7 +145,10 @@ def small_model(config: Any, seed: int = 0, trust_remote_code: bool = False) -> 
                 reason = str(error).strip().splitlines()
                 failures.append(f"{recipe.__name__}: {type(error).__name__}: {reason[-1] if reason else ''}"[:300])
             else:
-                return SmallModel(model, changes, tuple(failures))
+                whole = candidate
+                if recipe is gaps_filled or getattr(candidate, "is_decoder", None) is False:
+                    whole = type(candidate).from_dict(_filled(candidate.to_dict(), recipe is gaps_filled))
+                return SmallModel(model, whole, changes, tuple(failures))
     last = failures[0] if failures else "its config has no decoder"
     raise ModelError(f"no small model of type {config.model_type!r} can be made ({last}): take a decoder-only model")
 
@@ -250,12 +255,32 @@ def few_layers(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def gaps_filled(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """For configs that leave open what their model needs, as some do by default."""
+    filled = _filled(config, True)
+    values, changes = _shrink(filled, lambda name: True)
+    return values, {
+        n: (None, v) for n, v in filled.items() if n in config and config[n] is None and v is not None
+    } | changes
+
+
+def _filled(config: dict[str, Any], gaps: bool) -> dict[str, Any]:
+    """A config with what it leaves open, and as a decoder."""
     filled = dict(config)
-    for name, value in _WHERE_NOTHING_IS_SAID.items():
+    if filled.get("is_decoder") is False:  # families that can be encoders too
+        filled["is_decoder"] = True
+    heads, depth = filled.get("num_attention_heads"), _depth(filled)[0]
+    usual = {
+        "head_dim": filled["hidden_size"] // heads if isinstance(heads, int) and "hidden_size" in filled else None,
+        "num_key_value_heads": heads,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "attn_layer_indices": [1],
+        "layer_types": (["conv", "full_attention"] * depth)[:depth],
+    }
+    for name, value in usual.items() if gaps else ():
         if name in filled and filled[name] is None:
             filled[name] = value
-    values, changes = _shrink(filled, lambda name: True)
-    return values, {name: (None, v) for name, v in filled.items() if config[name] is None and v is not None} | changes
+    return filled
 
 
 def twice_as_deep(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -263,15 +288,6 @@ def twice_as_deep(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return _shrink(config, lambda name: True, 2)
 
 
-_WHERE_NOTHING_IS_SAID = {
-    "head_dim": HEAD_DIM,
-    "num_key_value_heads": HEADS,
-    "num_experts_per_tok": 2,
-    "n_routed_experts": 8,
-    "first_k_dense_replace": 1,
-    "attn_layer_indices": [1],
-    "layer_types": ["conv", "full_attention"],
-}
 _RECIPES = (small_everywhere, heads_from_width, gaps_filled, twice_as_deep, original_heads, few_layers)
 
 
@@ -289,8 +305,8 @@ def _shrink(
     changes: dict[str, Any] = {}
     depth, layers = _depth(values)
     layers = min(depth, layers * depths) or layers
-    if values.get("is_decoder") is False:  # families that can be encoders too
-        values["is_decoder"], changes["is_decoder"] = True, (False, True)
+    if values.get("is_decoder") is False:
+        values, changes["is_decoder"] = _filled(values, False), (False, True)
     for name, value in list(values.items()):
         new = value
         if isinstance(value, bool) or value is None or _NOT_OURS.search(name):
