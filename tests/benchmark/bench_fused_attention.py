@@ -7,6 +7,8 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tilegym import ops
+from tilegym.bench.spec import BACKWARD
+from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
@@ -61,7 +63,7 @@ def forward(itemsize, batch, tokens, heads, kv_heads, head_dim, causal):
 
 
 def backward(itemsize, batch, tokens, heads, kv_heads, head_dim, causal):
-    """Five products instead of two; reads q, k, v, o and do, writes three gradients."""
+    """Five products instead of two, what is computed twice counted once; reads q, k, v, o and do, writes gradients."""
     once = forward(itemsize, batch, tokens, heads, kv_heads, head_dim, causal)
     q, kv = (itemsize * batch * tokens * count * head_dim for count in (heads, kv_heads))
     return Work(read=3 * q + 2 * kv, written=q + 2 * kv, flops=5 * once.flops // 2)
@@ -111,6 +113,7 @@ BENCHMARKS = [
             shape("B1 H4/2 T128 D64", batch=1, tokens=128, heads=4, kv_heads=2, head_dim=64, causal=True),
             shape("B2 H2/2 T65 D64", batch=2, tokens=65, heads=2, kv_heads=2, head_dim=64, causal=False),
         ),
+        quick_modes=(FORWARD, BACKWARD),
     )
 ]
 

@@ -32,10 +32,10 @@ def test_prefill_and_decoding(family, monkeypatch):
     assert not any(backend == "pytorch" for _, backend in served)
 
 
-@pytest.mark.filterwarnings("ignore::tilegym.errors.FallbackWarning")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_training_step(family):
-    """Every gradient, through the backward kernels of norm, MLP and rotation."""
+def test_a_training_step(family, monkeypatch):
+    """Every gradient, through the backward kernels of attention, norm, MLP and rotation."""
+    monkeypatch.setenv("DISABLE_FALLBACK", "1")
     model = make_model(family).train()
     ids, mask = padded([7, 5], "right")
 
@@ -47,7 +47,7 @@ def test_a_training_step(family):
     expected = step()
     with monkey_patch.apply(model, use_cutile=True), observed() as served:
         got = step()
-    assert served >= {(op, "cutile") for op in ("rms_norm", "swiglu", "apply_rope_base")}
+    assert served >= {(op, "cutile") for op in ("rms_norm", "swiglu", "apply_rope_base", "fmha")}
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name
         assert_close(got[name], gradient)

@@ -31,8 +31,6 @@ def assert_same_step(got, expected, backend="pytorch"):
         assert_close(got[1][name], gradient, backend)
 
 
-# cuTile's attention has no backward yet and hands training to PyTorch, saying so.
-@pytest.mark.filterwarnings("ignore::tilegym.errors.FallbackWarning")
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @families
 @backends
@@ -42,12 +40,12 @@ def test_gradients_of_all_parameters(family, backend, checkpointing):
     expected = loss_and_gradients(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    with monkey_patch.apply(model, use_cutile=backend == "cutile"):
+    with monkey_patch.apply(model, use_cutile=backend == "cutile"), observed() as calls:
         assert_same_step(loss_and_gradients(model, use_cache=False), expected, backend)
+    assert {served for op, served in calls if op == "fmha"} == {backend}
     assert_same_step(loss_and_gradients(model, use_cache=False), expected)
 
 
-@pytest.mark.filterwarnings("ignore::tilegym.errors.FallbackWarning")
 @families
 @backends
 @pytest.mark.parametrize("compute", ["all", "attn"])
@@ -63,7 +61,7 @@ def test_mixed_precision(family, backend, compute):
     expected = step()
     with monkey_patch.apply(model, use_cutile=backend == "cutile", **others), observed() as calls:
         loss, gradients = step()
-    assert "fmha" in {op for op, _ in calls}
+    assert {served for op, served in calls if op == "fmha"} == {backend}
     torch.testing.assert_close(loss, expected[0], rtol=1e-2, atol=1e-2)
     for name, gradient in expected[1].items():
         error = (gradients[name] - gradient).abs().max() / gradient.abs().max()

@@ -25,27 +25,31 @@ from tilegym.ops.cutile.matmul import uses_tf32
 def dq_configs(arch: str, tile_d: int) -> list[Config]:
     """Tiles of the kernel for dq, for head dimensions padded to ``tile_d``, the likely best first.
 
-    Three tiles of fp32 must fit the registers: dq [TILE_M, D], scores and their gradient [TILE_M, TILE_N].
+    Three tiles of fp32 must fit the registers: dq [TILE_M, D], the scores and their gradient [TILE_M, TILE_N]. These
+    compile without spills, and for sm_90 and sm_100 leave shared memory for loads to run ahead.
     """
     if arch == "cpu":
         return [Config(TILE_M=32, TILE_N=16, TWO_LOOPS=True)]
     if arch.startswith(("sm_9", "sm_10")):
         if tile_d > 128:
             return [
-                Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
                 Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False),
+                Config(TILE_M=128, TILE_N=32, TWO_LOOPS=False, num_worker_warps=8),
+            ]
+        pair = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, occupancy=2)
+        if tile_d > 64:
+            return [
+                Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+                pair,
+                Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
             ]
         return [
             Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
-            Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
-            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, occupancy=2),
+            pair,
+            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, occupancy=2),
         ]
-    if tile_d > 128:
-        return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=False)]
-    return [
-        Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
-        Config(TILE_M=64, TILE_N=32, TWO_LOOPS=False),
-    ]
+    tile_m, tile_n = (32, 32) if tile_d > 128 else (64, 32) if tile_d > 64 else (64, 64)
+    return [Config(TILE_M=tile_m, TILE_N=tile_n, TWO_LOOPS=False, num_worker_warps=8)]
 
 
 def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
@@ -53,22 +57,19 @@ def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
     if arch == "cpu":
         return [Config(TILE_M=16, TILE_N=32, TWO_LOOPS=True)]
     if arch.startswith(("sm_9", "sm_10")):
+        flat = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8)
         if tile_d > 128:
-            return [
-                Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
-                Config(TILE_M=32, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
-            ]
+            return [flat, Config(TILE_M=32, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8)]
+        tall = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8)
+        if tile_d > 64:
+            return [tall, flat]
         return [
-            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
-            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False),
-            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, num_worker_warps=8),
+            Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
+            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, occupancy=2),
+            tall,
         ]
-    if tile_d > 128:
-        return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=False)]
-    return [
-        Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
-        Config(TILE_M=32, TILE_N=64, TWO_LOOPS=False),
-    ]
+    tile_m, tile_n = (32, 32) if tile_d > 128 else (32, 64) if tile_d > 64 else (64, 64)
+    return [Config(TILE_M=tile_m, TILE_N=tile_n, TWO_LOOPS=False, num_worker_warps=8)]
 
 
 def fp32_configs(arch: str, tile_d: int) -> list[Config]:
