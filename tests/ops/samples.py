@@ -36,6 +36,16 @@ def _rope(make: Make) -> tuple:
     return (q, k, angles.cos(), angles.sin()), {"partial_rotary_factor": 16 / 24}
 
 
+def _mla(make: Make) -> tuple:
+    q, k, v = make(2, 4, make.tokens, 24), make(2, 2, 13, 24), make(2, 2, 13, 16)
+    return (q, k, v, make(2, 4, make.tokens, 40), make(2, 1, 13, 40)), {"is_causal": False}
+
+
+def _mla_decoding(make: Make) -> tuple:
+    queries = (make(2, 20, 40), make(2, 20, 24))
+    return (*queries, make(2, make.tokens, 40), make(2, make.tokens, 24), 0.2), {}
+
+
 def _splitk_reduce(make: Make) -> tuple:
     partial = make(make.tokens, 2, 3, 16, dtype=torch.float32)
     return (partial, make(make.tokens, 2, 3, dtype=torch.float32), make.dtype), {}
@@ -97,6 +107,9 @@ SAMPLES: dict[str, Sample] = {
     "layer_norm": lambda make: ((make(make.tokens, 24), 24, make(24), make(24)), {}),
     "linear": lambda make: ((make(make.tokens, 24), make(20, 24), make(20)), {}),
     "matmul": lambda make: ((make(make.tokens, 24), make(24, 20)), {}),
+    "mla": _mla,
+    "mla_decoding": _mla_decoding,
+    "mla_decoding_split_kv": _mla_decoding,
     "moe_align_block_size": lambda make: ((make.integers(5, make.tokens, 2), 16, 5), {}),
     "moe_topk_routing": lambda make: ((make(make.tokens, 24), 3), {"renormalize": True}),
     "ragged_group_gemm": _ragged_group_gemm,
@@ -110,15 +123,21 @@ SAMPLES: dict[str, Sample] = {
     "swiglu": lambda make: ((make(make.tokens, 40), make(make.tokens, 40)), {}),
 }  # fmt: skip
 
-NOT_DIFFERENTIABLE = {"attention_sink_decode", "fmha", "fmha_decode", "gemma_attention_decode", "moe_align_block_size", "splitk_reduce"}  # fmha: until it has a backward kernel
+NOT_DIFFERENTIABLE = {
+    "attention_sink_decode",
+    "fmha",
+    "fmha_decode",
+    "gemma_attention_decode",
+    "mla_decoding",
+    "mla_decoding_split_kv",
+    "moe_align_block_size",
+    "splitk_reduce",
+}  # fmha: until it has a backward kernel
 
 # Ops that are being written: whoever adds one moves it from here to SAMPLES.
 WITHOUT_SAMPLE = {
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
-    "mla",
-    "mla_decoding",
-    "mla_decoding_split_kv",
     "recurrent_gated_delta_rule",
 }
