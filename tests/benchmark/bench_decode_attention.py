@@ -73,7 +73,7 @@ BENCHMARKS = [
             "flash": Provider(sdpa, context=by(SDPBackend.FLASH_ATTENTION)),
         },
         forward=forward,
-        host={"batch": 1, "tokens": 64, "heads": 8, "kv_heads": 2, "head_dim": 128},
+        host={"batch": 1, "tokens": 640, "heads": 8, "kv_heads": 2, "head_dim": 128},
         shapes=(
             *(cached(batch, tokens) for batch in (1, 8, 64) for tokens in (512, 2048, 8192, 32768)),
             *sweep(dims, tokens=(512, 8192)),
