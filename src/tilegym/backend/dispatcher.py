@@ -1,7 +1,8 @@
 """One declaration an op, one implementation a backend, and the choice between them for every call.
 
 ``@dispatch(name)`` turns a declaration (signature, defaults, docstring, no body) into the public function.
-``@register_impl(name, backend)`` adds an implementation, whose signature must be the declaration's.
+``@register_impl(name, backend)`` adds an implementation, whose signature must be the declaration's. Calls that PyTorch
+is known to serve faster go there (:mod:`tilegym.backend.slower`).
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from typing import Any
 
 from tilegym import env
 from tilegym.backend import selector
+from tilegym.backend import slower
 from tilegym.errors import BackendError
 from tilegym.errors import FallbackWarning
 from tilegym.errors import RegistrationError
@@ -31,6 +33,7 @@ class Op:
         self.declaration = declaration
         self.signature = inspect.signature(declaration)
         self.impls: dict[str, Callable] = {}
+        self.is_slower = slower.lookup_of(name)
 
     def register(self, backend: str, impl: Callable) -> None:
         expected, got = _shape_of(self.signature), _shape_of(inspect.signature(impl))
@@ -99,6 +102,8 @@ def dispatch(name: str) -> Callable[[Callable], Callable]:
         @functools.wraps(declaration)
         def call(*args, backend: str | None = None, **kwargs):
             chosen = backend or selector.get_current_backend()
+            if op.is_slower is not None and backend is None and chosen == "cutile" and op.is_slower(args, kwargs):
+                chosen = FALLBACK_BACKEND
             impl = impls.get(chosen)
             if impl is None:
                 return op.call_without(chosen, args, kwargs)

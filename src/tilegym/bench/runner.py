@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tilegym.backend import observe_calls
 from tilegym.backend import selector
 from tilegym.bench import check
 from tilegym.bench.report import HostResult
@@ -181,11 +182,19 @@ class Candidate:
     def _find_server(self, mode: str) -> None:
         """Finds out whether the chosen backend serves ``mode`` itself, or hands it to ``pytorch``."""
         setup, call = _steps(self.function, self.pristine.copy(), mode, None)
+        served: set[tuple[str, str]] = set()
+
+        def observe(op: str, backend: str) -> contextlib.AbstractContextManager:
+            served.add((op, backend))
+            return contextlib.nullcontext()
+
         try:
-            with _no_fallback():
+            with _no_fallback(), observe_calls(observe):
                 call(setup())
         except UnsupportedError as reason:
             self._handed_over[mode] = str(reason)
+        if self.session.backend != "pytorch" and (self.pristine.benchmark.op, "pytorch") in served:
+            self._handed_over[mode] = "measured to be the faster one here"
 
     def remarks(self, mode: str) -> dict[str, str]:
         """The backend that serves ``mode``, where the provider is ours, and what there is to know about it."""

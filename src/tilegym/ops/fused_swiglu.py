@@ -108,7 +108,6 @@ class FusedSwiGLUMLP(SwiGLUMLP):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._join_weights()
-        self.register_load_state_dict_post_hook(lambda self, _: setattr(self, "_was_joined", False))
 
     def _join_weights(self) -> None:
         """Joins gate and up, unless they are: at most once until the module is moved."""
@@ -124,6 +123,10 @@ class FusedSwiGLUMLP(SwiGLUMLP):
         super()._apply(*args, **kwargs)
         self._was_joined = False
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._was_joined = False  # the projections' own, which follow, may be assigned
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
