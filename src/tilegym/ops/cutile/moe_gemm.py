@@ -74,12 +74,14 @@ def store_rows(c, m, n, tile, WEIGHT_LEFT: Bool):
 
 def every_other(both, which: Int, TILE_M: Int, TILE_N: Int, WEIGHT_LEFT: Bool):
     """In a kernel: the gates (0) or the ups (1) of an accumulator whose weights alternate."""
+    # Each is the sum of itself and 0. ct.extract would do, but for sm_100 it does not compile on an accumulator.
+    parity = ct.arange(2 * TILE_N, dtype=ct.int32) % 2 == which
     if WEIGHT_LEFT:
-        pairs = both.reshape((TILE_N, 2, TILE_M))
-        chosen = ct.extract(pairs, (0, which, 0), (TILE_N, 1, TILE_M)).reshape((TILE_N, TILE_M))
+        masked = ct.where(parity[:, None], both, 0.0)
+        chosen = ct.sum(masked.reshape((TILE_N, 2, TILE_M)), axis=1)
     else:
-        pairs = both.reshape((TILE_M, TILE_N, 2))
-        chosen = ct.extract(pairs, (0, 0, which), (TILE_M, TILE_N, 1)).reshape((TILE_M, TILE_N))
+        masked = ct.where(parity[None, :], both, 0.0)
+        chosen = ct.sum(masked.reshape((TILE_M, TILE_N, 2)), axis=2)
     return chosen
 
 

@@ -1,0 +1,303 @@
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from common import ARCHITECTURES
+from common import PyTestCase
+from common import assert_compiles
+from common import assert_launches_compile
+from common import backends
+from common import device
+from common import dtypes
+from common import gpu
+from common import randn
+from common import recorded_launches
+from common import sanitized
+
+from tilegym.ops import fused_moe
+from tilegym.ops import moe_align_block_size
+from tilegym.ops.cutile import moe_backward
+from tilegym.ops.cutile import moe_experts
+from tilegym.ops.cutile.moe_align import moe_align_kernel
+from tilegym.ops.cutile.moe_gemm import grouped_gemm_kernel
+from tilegym.ops.pytorch.moe_align import moe_align_block_size as reference_align
+from tilegym.ops.pytorch.moe_experts import ACTIVATIONS
+from tilegym.ops.pytorch.moe_experts import fused_moe as reference
+
+# Tokens, experts a token, experts, H, I. The first two take the kernels without sorting.
+SIZES = [(1, 2, 6, 48, 24), (2, 2, 17, 40, 33), (7, 3, 5, 33, 20), (40, 2, 3, 48, 24)]
+# Qwen3-30B-A3B, Mixtral-8x7B (a quarter of its width), gpt-oss-20b.
+GPU_SIZES = [(t, 8, 128, 2048, 768) for t in (1, 2, 16, 300, 2048)] + [(5, 2, 8, 1024, 3584), (64, 4, 32, 2880, 2880)]
+LAYOUTS = {
+    "concatenated": {},
+    "interleaved": {"interleaved": True},
+    "transposed": {"transposed": True},
+    "gpt-oss": {"interleaved": True, "transposed": True, "biased": True, "activation": "gpt_oss", "limit": 1.0},
+    "biased": {"biased": True},
+    "separate": {"separate": True},
+    "separate transposed": {"separate": True, "transposed": True},
+    "no gate": {"gated": False, "activation": "relu2"},
+}
+
+
+def choice(tokens, top_k, experts, seed=0):
+    """Different experts for each token."""
+    return torch.stack([randn(experts, seed=seed + t).topk(top_k).indices for t in range(tokens)])
+
+
+def arguments(size, dtype, gated=True, separate=False, biased=False, transposed=False, **options):
+    tokens, top_k, experts, width, inner = size
+    wide = 2 * inner if gated and not separate else inner
+    weights = {"w1": randn(experts, wide, width, dtype=dtype, seed=1) * width**-0.5}
+    weights["w2"] = randn(experts, width, inner, dtype=dtype, seed=2) * inner**-0.5
+    if separate:
+        weights["w1_up"] = randn(experts, wide, width, dtype=dtype, seed=3) * width**-0.5
+    if transposed:
+        weights = {name: w.mT.contiguous() for name, w in weights.items()}
+    if biased:
+        weights |= {"b1": randn(experts, wide, dtype=dtype, seed=4), "b2": randn(experts, width, dtype=dtype, seed=5)}
+    return options | weights | {
+        "hidden_states": randn(tokens, width, dtype=dtype, seed=6),
+        "topk_weights": randn(tokens, top_k, seed=7).softmax(-1).to(dtype),
+        "topk_ids": choice(tokens, top_k, experts),
+        "transposed": transposed,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def gpu_plans(hopper: bool):
+    """Tensors on the CPU get the tiles that a GPU's would."""
+    real = moe_experts.choose.__wrapped__
+
+    def chosen(*args, **kwargs):
+        return real(*args[:5], 0, **kwargs)
+
+    with (
+        mock.patch.object(moe_experts, "choose", chosen),
+        mock.patch.object(moe_backward, "choose", chosen),
+        mock.patch.object(moe_experts, "is_hopper", lambda device: hopper),
+    ):
+        yield
+
+
+def real_arguments(tokens, oss):
+    """Of the launch functions, in Qwen3-30B-A3B's sizes and its layout or gpt-oss's; the tensors have no contents."""
+
+    def empty(*size):
+        return torch.empty(size, dtype=torch.bfloat16)
+
+    w1, w2 = empty(128, 1536, 2048), empty(128, 2048, 768)
+    routed = torch.empty(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int64)
+    if not oss:
+        return empty(tokens, 2048), w1, w2, *routed, 0, None, None, None, False, False, 1.0, None
+    biases = empty(128, 1536), empty(128, 2048)
+    w1, w2 = w1.view(128, 2048, 1536), w2.view(128, 768, 2048)
+    return empty(tokens, 2048), w1, w2, *routed, 5, None, *biases, True, True, 1.7, 7.0
+
+
+class Test_FusedMoE(PyTestCase):
+    @backends("fused_moe")
+    @dtypes()
+    @pytest.mark.parametrize("size", SIZES, ids=str)
+    def test_op(self, backend, dtype, size):
+        self.assertCorrectness(fused_moe, reference, arguments(size, dtype), {"backend": backend})
+
+    @pytest.mark.parametrize("size", [SIZES[0], SIZES[2]], ids=["not sorted", "sorted"])
+    @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+    def test_layouts(self, layout, size):
+        kwargs = arguments(size, torch.bfloat16, **LAYOUTS[layout])
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_gradients(self, layout):
+        """With pairs that are left out, experts without a token, and what is added at the end."""
+        kwargs = arguments((24, 2, 5, 48, 24), torch.float32, **LAYOUTS[layout])
+        kwargs["topk_ids"][3], kwargs["topk_ids"][4, 0] = 5, -1
+        kwargs["topk_ids"][kwargs["topk_ids"] == 2] = 1
+        kwargs["shared_output"] = randn(24, 48, seed=9)
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("limit", [None, 0.5], ids=["", "clamped"])
+    def test_activations(self, activation, limit):
+        kwargs = arguments((24, 2, 3, 40, 24), torch.float32, activation=activation, limit=limit)
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @dtypes(torch.float16, torch.bfloat16)
+    def test_gradients_of_halves(self, dtype):
+        kwargs = arguments((40, 2, 3, 48, 32), dtype)
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("frozen", ["hidden_states", "w1", "w2", "topk_weights", "b1", "b2"])
+    def test_gradients_of_some(self, frozen):
+        kwargs = arguments((9, 2, 3, 24, 16), torch.float32, biased=True)
+        wanted = tuple({"hidden_states", "w1", "w2", "topk_weights", "b1", "b2"} - {frozen})
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"}, gradient=wanted)
+
+    @pytest.mark.parametrize("size", [SIZES[0], SIZES[2]], ids=["not sorted", "sorted"])
+    def test_left_out_and_shared(self, size):
+        kwargs = arguments(size, torch.bfloat16)
+        kwargs["topk_ids"][0] = torch.tensor([-1, size[2], 0])[: size[1]]
+        kwargs["shared_output"] = randn(size[0], size[3], dtype=torch.bfloat16, seed=9)
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
+        kwargs["topk_ids"][:] = size[2]
+        assert torch.equal(fused_moe(**kwargs, backend="cutile"), kwargs["shared_output"])
+
+    @pytest.mark.parametrize("size", [SIZES[0], SIZES[2]], ids=["not sorted", "sorted"])
+    @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+    def test_not_contiguous(self, size, transposed):
+        kwargs = arguments(size, torch.float32, transposed=transposed)
+        kwargs |= {name: kwargs[name].mT.contiguous().mT for name in ("w1", "w2", "topk_ids", "topk_weights")}
+        kwargs["hidden_states"] = kwargs["hidden_states"].repeat(1, 2)[:, ::2]
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
+
+    @pytest.mark.parametrize("size", [(1, 2, 3, 24, 16), (9, 2, 3, 24, 16)], ids=["not sorted", "sorted"])
+    def test_nan_stays_with_its_expert(self, size):
+        kwargs = arguments(size, torch.float32)
+        kwargs["w1"][kwargs["topk_ids"][0, 0], 3, 1] = float("nan")
+        kwargs["hidden_states"][-1, 2] = float("inf")
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
+
+    def test_weights_are_read_for_few_rows_only(self):
+        """Decoding must not compute 128 rows an expert."""
+        with gpu_plans(hopper=True):
+            heights = {
+                tokens: moe_experts.choose(tokens, 8, 128, 2, False, 0).rows for tokens in (1, 16, 64, 512, 8192)
+            }
+        assert heights == {1: 0, 16: 16, 64: 16, 512: 64, 8192: 128}
+
+    def test_three_runs_are_equal(self):
+        kwargs = arguments((40, 3, 4, 48, 24), torch.bfloat16)
+        first = fused_moe(**kwargs, backend="cutile")
+        assert all(torch.equal(fused_moe(**kwargs, backend="cutile"), first) for _ in range(2))
+
+    @backends("fused_moe")
+    def test_wrong_arguments(self, backend):
+        kwargs = arguments(SIZES[2], torch.float32) | {"backend": backend}
+        for changed, error, text in (
+            ({"w1": kwargs["w1"][:, 1:]}, ValueError, "w1 .* does not fit w2"),
+            ({"w1": kwargs["w1"][..., 1:]}, ValueError, "do not fit hidden_states"),
+            ({"topk_weights": kwargs["topk_weights"][:, 1:]}, ValueError, r"must be \[7, k\]"),
+            ({"activation": "swish"}, ValueError, "activation must be one of"),
+            ({"b1": randn(5, 3)}, ValueError, r"b1 must be \[5, 40\]"),
+            ({"shared_output": randn(5, 3)}, ValueError, "shared_output must be"),
+            ({"w1_up": kwargs["w1"]}, ValueError, "does not fit"),
+            ({"w2": kwargs["w2"].half()}, TypeError, "w2 is torch.float16"),
+            ({"topk_ids": kwargs["topk_weights"]}, TypeError, "topk_ids are"),
+        ):
+            with pytest.raises(error, match=text):
+                fused_moe(**kwargs | changed)
+
+    def test_double_falls_back(self):
+        kwargs = arguments(SIZES[2], torch.float64)
+        with pytest.warns(match="not fp32, fp16 or bf16"):
+            assert torch.equal(fused_moe(**kwargs, backend="cutile"), reference(**kwargs))
+
+    @pytest.mark.parametrize("size", [SIZES[0], SIZES[2]], ids=["not sorted", "sorted"])
+    def test_operator(self, size):
+        kwargs = arguments(size, torch.float32, biased=True)
+        tensors = [kwargs[name] for name in ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")]
+        options = (None, kwargs["b1"], kwargs["b2"], False, False, 1.0, None)
+        torch.library.opcheck(moe_experts.moe_forward.operator, (*tensors, 0, *options, None))
+
+    def test_compiled(self):
+        kwargs = arguments((9, 2, 5, 24, 16), torch.float32)
+
+        def call(hidden_states, w1, w2, topk_weights):
+            given = {"hidden_states": hidden_states * 2, "w1": w1, "w2": w2, "topk_weights": topk_weights}
+            return fused_moe(**kwargs | given, backend="cutile").relu()
+
+        self.assertCompiledEqualsEager(call, *(kwargs[n] for n in ("hidden_states", "w1", "w2", "topk_weights")))
+
+    @pytest.mark.parametrize("layout", ["concatenated", "gpt-oss"])
+    @pytest.mark.parametrize("tokens", [1, 32, 4096])
+    def test_compiles_for_every_architecture(self, tokens, layout):
+        """The kernels for Qwen3-30B-A3B's sizes."""
+        oss = layout == "gpt-oss"
+        # With Hopper's plan a kernel of many rows takes long to compile, and twice as long for the others.
+        architectures = ("sm_90",) if tokens > 1000 and not oss else ARCHITECTURES
+        with gpu_plans(hopper=len(architectures) == 1):
+            assert_launches_compile(lambda: moe_experts.moe_forward(*real_arguments(tokens, oss), None), architectures)
+
+    def test_gradients_compile_for_every_architecture(self):
+        hidden, *others = real_arguments(32, True)
+        with gpu_plans(hopper=False), recorded_launches() as launches:
+            _, g = moe_backward.moe_forward_for_gradients(hidden, *others, None)
+            moe_backward.moe_backward(hidden, hidden, *others[:4], g, *others[4:], [True] * 7)
+        once = {kernel: args for kernel, args in launches if kernel not in (grouped_gemm_kernel, moe_align_kernel)}
+        assert len(once) == 6
+        for kernel, args in once.items():
+            assert_compiles(kernel, args)
+
+    @gpu
+    @pytest.mark.parametrize("size", GPU_SIZES, ids=str)
+    def test_real_sizes(self, size):
+        kwargs = arguments(size, torch.bfloat16, activation="gpt_oss" if size[2] == 32 else "silu")
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"}, gradient=size[0] > 100)
+
+    @gpu
+    @pytest.mark.parametrize("tokens", [1, 16, 512])
+    def test_graph_capture(self, tokens):
+        kwargs = arguments((tokens, 4, 32, 512, 256), torch.bfloat16)
+
+        def call(hidden_states, topk_ids):
+            return fused_moe(**kwargs | {"hidden_states": hidden_states, "topk_ids": topk_ids}, backend="cutile")
+
+        self.assertCaptures(call, kwargs["hidden_states"], kwargs["topk_ids"])
+
+
+class Test_Align(PyTestCase):
+    @backends("moe_align_block_size")
+    @pytest.mark.parametrize(
+        ("tokens", "top_k", "experts", "block"),
+        [(1, 2, 4, 16), (5, 3, 7, 16), (300, 4, 33, 32), (97, 8, 128, 16), (3, 2, 300, 4), (0, 2, 4, 16)],
+    )
+    @dtypes(torch.int32, torch.int64)
+    def test_op(self, backend, dtype, tokens, top_k, experts, block):
+        # The last id is left out.
+        ids = torch.stack([randn(experts + 1, seed=t).topk(top_k).indices for t in range(tokens)]) if tokens else None
+        ids = torch.empty(0, top_k, device=device()) if ids is None else ids
+        ids = ids.to(dtype)
+        with sanitized():
+            sorted_ids, expert_ids, padded = moe_align_block_size(ids, block, experts, backend=backend)
+        for got, expected in zip((sorted_ids, expert_ids, padded), reference_align(ids, block, experts), strict=True):
+            assert torch.equal(got, expected)
+        # By the definition: every block's pairs are its expert's.
+        flat = ids.reshape(-1).tolist() + [None]
+        rows = [flat[pair] for pair in sorted_ids.tolist()]
+        for i, expert in enumerate(expert_ids.tolist()):
+            inside = set(rows[i * block : (i + 1) * block]) - {None}
+            assert inside == ({expert} if expert >= 0 else set())
+        assert sorted(x for x in rows if x is not None) == sorted(x for x in flat[:-1] if x < experts)
+        assert padded.item() == block * (expert_ids >= 0).sum().item()
+
+    def test_not_contiguous(self):
+        ids = choice(40, 4, 8)[:, ::2]
+        with sanitized():
+            results = moe_align_block_size(ids, 16, 8, backend="cutile")
+        for got, expected in zip(results, reference_align(ids, 16, 8), strict=True):
+            assert torch.equal(got, expected)
+
+    @backends("moe_align_block_size")
+    def test_wrong_arguments(self, backend):
+        ids = torch.zeros(3, 2, dtype=torch.int64)
+        with pytest.raises(ValueError, match="power of two"):
+            moe_align_block_size(ids, 12, 4, backend=backend)
+        with pytest.raises(ValueError, match=r"must be \[T, k\]"):
+            moe_align_block_size(ids[0], 16, 4, backend=backend)
+        with pytest.raises(TypeError, match="int32 or int64"):
+            moe_align_block_size(ids.float(), 16, 4, backend=backend)
+
+    def test_compiles_for_every_architecture(self):
+        with recorded_launches() as launches:
+            moe_align_block_size(torch.zeros(8192, 8, dtype=torch.int64), 128, 128, backend="cutile")
+        assert len(launches) == 2
+        assert_launches_compile(
+            lambda: moe_align_block_size(torch.zeros(8192, 8, dtype=torch.int64), 128, 128, backend="cutile")
+        )
+
+    @gpu
+    def test_graph_capture(self):
+        ids = choice(64, 4, 8)
+        self.assertCaptures(lambda t: moe_align_block_size(t, 16, 8, backend="cutile"), ids)

@@ -1,0 +1,186 @@
+import pytest
+import torch
+from common import PyTestCase
+from common import backends
+from common import device
+from common import randn
+from common import sanitized
+from torch import nn
+
+from tilegym.backend import use_backend
+from tilegym.errors import UnsupportedError
+from tilegym.ops import fused_moe
+from tilegym.ops import moe_topk_routing
+from tilegym.ops.moe_interface import experts_forward
+from tilegym.ops.moe_interface import find_formula
+from tilegym.ops.moe_interface import moe_interface
+from tilegym.ops.moe_interface import prepare_experts
+
+transformers = pytest.importorskip("transformers")
+moe = pytest.importorskip("transformers.integrations.moe")
+
+TOKENS, WIDTH, INNER, EXPERTS = 12, 64, 24, 6
+
+
+def hugging_face(name: str) -> nn.Module:
+    """The experts of a model of transformers with random weights."""
+    sizes = dict(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        moe_intermediate_size=INNER,
+        num_experts=EXPERTS,
+        num_local_experts=EXPERTS,
+        n_routed_experts=EXPERTS,
+    )
+    folder, config, experts = {
+        "mixtral": ("mixtral", "MixtralConfig", "MixtralExperts"),
+        "qwen3_moe": ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeExperts"),
+        "olmoe": ("olmoe", "OlmoeConfig", "OlmoeExperts"),
+        "deepseek_v2": ("deepseek_v2", "DeepseekV2Config", "DeepseekV2Experts"),
+        "deepseek_v3": ("deepseek_v3", "DeepseekV3Config", "DeepseekV3Experts"),
+        "gpt_oss": ("gpt_oss", "GptOssConfig", "GptOssExperts"),
+    }[name]
+    module = pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}")
+    options = getattr(transformers, config)(**sizes)
+    options._experts_implementation = "eager"
+    made = getattr(module, experts)(options)
+    for i, parameter in enumerate(made.parameters()):
+        parameter.data = randn(*parameter.shape, seed=i) * parameter.shape[-1] ** -0.5
+    return made
+
+
+def routed(dtype=torch.float32):
+    weights, ids = moe_topk_routing(randn(TOKENS, EXPERTS, seed=5), 2, backend="pytorch")
+    return randn(TOKENS, WIDTH, dtype=dtype, seed=6), ids, weights.to(dtype)
+
+
+class Test_Experts(PyTestCase):
+    @backends("fused_moe")
+    @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss"])
+    def test_op(self, backend, name):
+        """As transformers' own, with gradients; in fp64 its loop over the experts is the oracle."""
+        experts = hugging_face(name)
+
+        def call(hidden, weights, *parameters, forward):
+            own = dict(zip(names, parameters, strict=True))
+            with torch.nn.utils.stateless._reparametrize_module(experts, own):
+                return forward(experts, hidden, ids, weights)
+
+        hidden, ids, weights = routed()
+        names = [name for name, _ in experts.named_parameters()]
+        leaves = [hidden, weights, *(p.detach() for p in experts.parameters())]
+        results = []
+        for forward, dtype in (
+            (experts_forward, torch.float32),
+            (type(experts).forward, torch.float32),
+            (type(experts).forward, torch.float64),
+        ):
+            inputs = [t.to(dtype).requires_grad_() for t in (t.detach().clone() for t in leaves)]
+            with use_backend(backend), sanitized():
+                out = call(*inputs, forward=forward)
+                results.append((out, *torch.autograd.grad(out, inputs, randn(TOKENS, WIDTH, seed=7).to(dtype))))
+        for name, *tensors in zip(["out", "hidden", "weights", *names], *results, strict=True):
+            self.assertClose(name, *tensors)
+
+    def test_registered(self, monkeypatch):
+        experts = hugging_face("gpt_oss")
+        hidden, ids, weights = routed()
+        expected = experts(hidden, ids, weights)
+        monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS, "tilegym_test", experts_forward)
+        experts.config._experts_implementation = "tilegym_test"
+        with use_backend("cutile"):
+            got = experts(hidden, ids, weights)
+        torch.testing.assert_close(got, expected)
+        assert not torch.equal(got, expected), "transformers' own code ran"
+
+    def test_without_gate(self):
+        class Experts(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.up_proj = nn.Parameter(randn(EXPERTS, INNER, WIDTH))
+                self.down_proj = nn.Parameter(randn(EXPERTS, WIDTH, INNER, seed=1))
+                self.num_experts, self.act_fn = EXPERTS, lambda x: torch.relu(x).square()
+
+            def forward(self, *args):
+                raise AssertionError
+
+        made = moe.use_experts_implementation(Experts, has_gate=False)(transformers.PretrainedConfig())
+        hidden, ids, weights = routed()
+        assert find_formula(made).activation == "relu2"
+        expected = moe.batched_mm_experts_forward(made, hidden, ids, weights)
+        with use_backend("cutile"):
+            torch.testing.assert_close(experts_forward(made, hidden, ids, weights), expected, rtol=1e-4, atol=1e-3)
+
+    def test_experts_of_other_processes(self):
+        experts = hugging_face("mixtral")
+        hidden, ids, weights = routed()
+        ids[:, 1], weights[:, 1] = EXPERTS, 0.0
+        ids[3], weights[3] = EXPERTS, 0.0
+        expected = experts(hidden, ids, weights)
+        with use_backend("cutile"), sanitized():
+            got = experts_forward(experts, hidden, ids, weights)
+        torch.testing.assert_close(got, expected)
+        assert not got[3].any()
+
+    def test_autocast(self):
+        experts = hugging_face("mixtral").bfloat16()
+        hidden, ids, weights = routed()
+        with use_backend("cutile"), torch.autocast(device(), torch.bfloat16):
+            out = experts_forward(experts, hidden, ids, weights)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out, experts(hidden.bfloat16(), ids, weights).float(), rtol=0.05, atol=0.05)
+
+    def test_unknown_activation(self):
+        experts = hugging_face("mixtral")
+        experts._apply_gate = lambda x: x.chunk(2, dim=-1)[0].tanh()
+        with pytest.raises(UnsupportedError, match="none that fused_moe computes"):
+            prepare_experts(experts)
+        experts.has_post_expert_norm = True
+        with pytest.raises(UnsupportedError, match="norm"):
+            prepare_experts(experts)
+
+    def test_formulas(self):
+        assert find_formula(hugging_face("gpt_oss")) == ("gpt_oss", True, 1.702, 7.0)
+        assert find_formula(hugging_face("olmoe"))[:2] == ("silu", False)
+
+    def test_compiled(self):
+        experts = hugging_face("gpt_oss")
+        prepare_experts(experts)
+        _, ids, weights = routed()
+
+        def call(hidden):
+            return experts_forward(experts, hidden * 2, ids, weights)
+
+        with use_backend("cutile"):
+            self.assertCompiledEqualsEager(call, randn(TOKENS, WIDTH))
+
+
+class Test_Interface(PyTestCase):
+    @backends("fused_moe")
+    def test_op(self, backend):
+        x, logits = randn(2, 5, WIDTH), randn(10, EXPERTS)
+        w1, w2 = randn(EXPERTS, 2 * INNER, WIDTH), randn(EXPERTS, WIDTH, INNER)
+        s1, s2 = randn(32, WIDTH), randn(WIDTH, 16)
+        out = moe_interface(
+            x,
+            logits,
+            w1,
+            w2,
+            3,
+            routing={"renormalize": True},
+            experts={"activation": "gelu"},
+            shared_w1=s1,
+            shared_w2=s2,
+            backend=backend,
+        )
+        weights, ids = moe_topk_routing(logits, 3, renormalize=True, backend="pytorch")
+        flat = x.view(10, WIDTH)
+        gate, up = (flat @ s1.t()).chunk(2, dim=-1)
+        shared = (nn.functional.silu(gate) * up) @ s2.t()
+        expected = fused_moe(flat, w1, w2, weights, ids, "gelu", shared_output=shared, backend="pytorch")
+        torch.testing.assert_close(out, expected.view(x.shape), rtol=1e-4, atol=1e-2)
+
+    def test_wrong_arguments(self):
+        x = randn(2, WIDTH)
+        with pytest.raises(ValueError, match="both shared_w1 and shared_w2"):
+            moe_interface(x, x, x, x, 1, shared_w1=x)
