@@ -44,9 +44,12 @@ class Formula:
 
     @property
     def code(self) -> str:
-        """A Python file that defines ``run``."""
-        lines = "\n".join(f"    {line}" if line else "" for line in self.body.strip("\n").splitlines())
-        return f"import torch\nimport torch.nn.functional as F\n\n\ndef run({', '.join(self.inputs)}):\n{lines}\n"
+        """A Python file that defines ``run``, which returns its outputs by name."""
+        *lines, last = self.body.strip("\n").splitlines()
+        names, result = ", ".join(self.outputs), last.removeprefix("return ")
+        lines += [f"return {names}"] if result == names else [f"{names} = {result}", f"return {names}"]
+        text = "\n".join(f"    {line}" if line else "" for line in lines)
+        return f"import torch\nimport torch.nn.functional as F\n\n\ndef run({', '.join(self.inputs)}):\n{text}\n"
 
     @property
     def run(self) -> Callable:

@@ -54,7 +54,7 @@ def recognise_experts(module: nn.Module, order: list[str], width: int) -> Match 
     count = next(iter(banks.values())).shape[0]
     x = numbers(24, width, scale=2.0)
     ids = torch.stack([torch.randperm(count, generator=torch.Generator().manual_seed(i))[:2] for i in range(24)])
-    weights = numbers(24, 2).abs()
+    weights = numbers(*ids.shape).abs()
     twins, outputs = {}, {}
     for dtype in (torch.float32, torch.bfloat16):
         twins[dtype] = isolated(module, dtype, scale=2.5)

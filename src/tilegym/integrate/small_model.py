@@ -273,6 +273,7 @@ def _filled(config: dict[str, Any], gaps: bool) -> dict[str, Any]:
         "num_key_value_heads": heads,
         "num_experts_per_tok": 2,
         "n_routed_experts": 8,
+        "n_shared_experts": 1,
         "first_k_dense_replace": 1,
         "attn_layer_indices": [1],
         "layer_types": (["conv", "full_attention"] * depth)[:depth],

@@ -1,4 +1,4 @@
-"""Where a class or function is written: file and lines of the installed transformers, and a link to the same lines."""
+"""Where a class or function is written: file and lines of the installed package, and a link to the same lines."""
 
 import functools
 import importlib.metadata
@@ -6,6 +6,8 @@ import inspect
 import json
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tilegym.integrate.requirement import Source
 
@@ -50,4 +52,7 @@ def source_of(thing: Any) -> Source | None:
     if package == "transformers":
         revision, immutable = transformers_revision()
         url = f"{REPOSITORY}/blob/{revision}/src/{file}#L{first}-L{last}"
+    elif package == "torch":
+        commit = torch.version.git_version
+        url, immutable = f"https://github.com/pytorch/pytorch/blob/{commit}/{file}#L{first}-L{last}", True
     return Source(file, first, last, thing.__qualname__, url, immutable)
