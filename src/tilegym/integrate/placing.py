@@ -113,14 +113,12 @@ def place(findings: Findings, places: Places, changes: dict[str, Any]) -> list[t
 
 
 def _same_position(path: str, findings: Findings, places: Places) -> list[str]:
-    """Norms behind an addition: the first layer's may stand behind the embeddings instead."""
+    """Norms behind an addition, in layers of every kind; the first layer's may stand behind the embeddings instead."""
     at = {f.path for f in findings.found if f.kind == "add_norm"}
-    targets = places.of(path)
-    if re.search(r"\.0\.", path) is None:
-        first = re.sub(r"\.\d+\.", ".0.", path, count=1)
-        if first not in at:
-            targets = [t for t in targets if t != first]
-    return targets
+    where, cls = generic(path), type(places.small.get_submodule(path))
+    targets = [p for p, module in places.modules.items() if generic(p) == where and type(module) is cls]
+    first = re.sub(r"\.\d+(?=\.)", ".0", path, count=1)
+    return targets if first in at else [t for t in targets if t != first]
 
 
 def restated(finding: Finding, small: nn.Module, real: nn.Module, path: str, changes: dict[str, Any]) -> Finding:
@@ -129,7 +127,12 @@ def restated(finding: Finding, small: nn.Module, real: nn.Module, path: str, cha
     for name, pattern in _FROM_CONFIG.items():
         for changed, value in changes.items():
             former, now = value if isinstance(value, tuple) else (value, value)
-            if said.get(name) == now and type(now) is int and re.search(pattern, changed.rpartition(".")[2]):
+            if (
+                said.get(name) == now
+                and type(now) is int
+                and former is not None
+                and re.search(pattern, changed.rpartition(".")[2])
+            ):
                 said[name] = former
     module, twin = real.get_submodule(path), small.get_submodule(finding.path)
     if finding.kind in (*_NORMS, "add_norm", "qk_norm"):

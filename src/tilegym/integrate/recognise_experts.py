@@ -164,10 +164,7 @@ def _fit(given, ids, weights, scale, groups, bias, correction) -> Match | None:
             error = distance(got[0].gather(1, got[1].sort(-1).indices), expected)
             if error <= 64.0:
                 usual = asdict(Routing(scoring, ids.shape[1]))
-                said = {
-                    k: v for k, v in asdict(way).items() if v != usual[k] or k in ("scoring", "top_k", "normalised")
-                }
-                if count == 1:
-                    said.pop("group_score", None)
+                shown = ("scoring", "top_k", "normalised", *(("top_groups", "group_score") if count > 1 else ()))
+                said = {k: v for k, v in asdict(way).items() if k in shown or (v != usual[k] and k != "group_score")}
                 return Match(formula, {"float32": round(error, 3)}, said)
     return None

@@ -21,6 +21,7 @@ from tilegym.integrate.requirement import Requirement
 from tilegym.integrate.requirement import Research
 from tilegym.integrate.requirement import Source
 from tilegym.integrate.requirement import Unrecognised
+from tilegym.integrate.small_model import SmallModel
 from tilegym.integrate.small_model import default_config
 from tilegym.integrate.small_model import small_model
 from tilegym.integrate.source_regions import source_of
@@ -43,8 +44,8 @@ def research(model: nn.Module | Any, trust_remote_code: bool = False, seed: int 
         ModelError: the family is no causal language model, or cannot be made small.
     """
     config = default_config(model) if isinstance(model, str) else getattr(model, "config", model)
-    small = small_model(config, seed, trust_remote_code)
-    real = model if isinstance(model, nn.Module) else _laid_out(small.config, trust_remote_code)
+    small = small_model(config, seed, trust_remote_code, type(model) if isinstance(model, nn.Module) else None)
+    real = model if isinstance(model, nn.Module) else _laid_out(small)
     findings = find(small.model, record(small.model))
     places = Places(small.model, real)
     placed = place(findings, places, small.changes)
@@ -65,17 +66,14 @@ def _is_plain(change: Any) -> bool:
     return all(isinstance(v, (int, float, str, bool, type(None))) for v in change)
 
 
-def _laid_out(config: Any, trust_remote_code: bool) -> nn.Module:
-    """The model of ``config`` without memory for its weights."""
-    from transformers import AutoModelForCausalLM
-
-    options = {"trust_remote_code": True} if trust_remote_code else {}
+def _laid_out(small: SmallModel) -> nn.Module:
+    """The model of the whole config without memory for its weights."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+            return small.make(copy.deepcopy(small.config))
     except Exception as error:  # a config that contradicts itself fails anywhere in the model's constructor
         raise ModelError(
-            f"a model of type {config.model_type!r} can be made small but not laid out in full ({error}): "
+            f"a model of type {small.config.model_type!r} can be made small but not laid out in full ({error}): "
             "check the sizes in its config"
         ) from error
 

@@ -6,6 +6,7 @@ stay grouped, packed stays packed). What is no size (eps, activations, windows' 
 stays. Where a family asks for other sizes, the next, less thorough recipe is tried.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -101,6 +102,7 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"model_max_length", 4096),
 )
 _SIZES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _SIZES)
+_LEFT_OUT = ("architectures", "transformers_version", "quantization_config", "dtype")
 _NOT_OURS = re.compile(r"vision|audio|vq_config|label|quantization")
 
 
@@ -111,23 +113,28 @@ class SmallModel:
     Attributes:
         model: the model; its weights are random and large enough for every part to matter.
         config: what it was made from, a config in which nothing is open, with the original's sizes.
+        make: makes a model from such a config.
         changes: what differs from the given config, by the attribute's dotted name: (former, now).
         failures: why the recipes before the one that worked did not.
     """
 
     model: nn.Module
     config: Any
+    make: Callable[..., nn.Module]
     changes: dict[str, Any]
     failures: tuple[str, ...]
 
 
-def small_model(config: Any, seed: int = 0, trust_remote_code: bool = False) -> SmallModel:
+def small_model(
+    config: Any, seed: int = 0, trust_remote_code: bool = False, model_class: type | None = None
+) -> SmallModel:
     """Builds a small causal language model of the family of ``config``.
 
     Args:
         config: a config of transformers, which is not changed, or a ``model_type``, whose default config is taken.
         seed: of the weights.
         trust_remote_code: whether code that comes with the config may run.
+        model_class: the class to build where transformers does not know which, such as a model of one's own.
 
     Raises:
         ModelError: the family is no causal language model, or no recipe makes it small; with what was tried.
@@ -135,11 +142,11 @@ def small_model(config: Any, seed: int = 0, trust_remote_code: bool = False) -> 
     config = default_config(config) if isinstance(config, str) else config
     text = config.get_text_config(decoder=True)
     failures = []
-    for candidate in _candidates(config, text):
+    for candidate, make in _candidates(config, text, trust_remote_code, model_class):
         for recipe in _RECIPES:
             try:
                 values, changes = recipe(candidate.to_dict())
-                model = _build(type(candidate), values, seed, trust_remote_code)
+                model = _build(type(candidate), make, values, seed)
                 run(model)
             except Exception as error:  # each architecture checks its config in its own way, or fails in its forward
                 reason = str(error).strip().splitlines()
@@ -148,7 +155,7 @@ def small_model(config: Any, seed: int = 0, trust_remote_code: bool = False) -> 
                 whole = candidate
                 if recipe is gaps_filled or getattr(candidate, "is_decoder", None) is False:
                     whole = type(candidate).from_dict(_filled(candidate.to_dict(), recipe is gaps_filled))
-                return SmallModel(model, whole, changes, tuple(failures))
+                return SmallModel(model, whole, make, changes, tuple(failures))
     last = failures[0] if failures else "its config has no decoder"
     raise ModelError(f"no small model of type {config.model_type!r} can be made ({last}): take a decoder-only model")
 
@@ -169,13 +176,24 @@ def default_config(model_type: str) -> Any:
         raise ModelError(f"the default config of {model_type!r} contradicts itself: give a model's own") from error
 
 
-def _candidates(config: Any, text: Any) -> Iterator[Any]:
-    """The config itself, or the text part of one for several modalities where that makes a model by itself."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+def _candidates(
+    config: Any, text: Any, trust_remote_code: bool, model_class: type | None
+) -> Iterator[tuple[Any, Callable[..., nn.Module]]]:
+    """Configs, and what makes a model of them.
 
+    For several modalities first the text part, where that makes a model by itself.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import AutoModelForCausalLM
+
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    automatic = functools.partial(AutoModelForCausalLM.from_config, **options)
     if type(text) is not type(config) and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        yield text
-    yield config
+        yield text, automatic
+    if model_class is not None and MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is not model_class:
+        yield config, model_class._from_config
+    else:
+        yield config, automatic
 
 
 def example(model: nn.Module, batch: int = 2, length: int = 2 * WINDOW + 3, seed: int = 1) -> torch.Tensor:
@@ -197,21 +215,16 @@ def run(model: nn.Module) -> None:
         model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
 
 
-def _build(config_class: type, values: dict[str, Any], seed: int, trust_remote_code: bool) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    config = config_class.from_dict(values)
-    options = {"trust_remote_code": True} if trust_remote_code else {}
+def _build(config_class: type, make: Callable[..., nn.Module], values: dict[str, Any], seed: int) -> nn.Module:
     with torch.device("meta"):
-        count = AutoModelForCausalLM.from_config(config, **options).num_parameters()
+        count = make(config_class.from_dict(values)).num_parameters()
     if count > MAX_PARAMETERS:
         raise ModelError(f"{count:,} parameters are too many for a small model")
     config = config_class.from_dict(values)  # a model changes the config that it is made from
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        # Eager attention and experts are plain PyTorch that gets every mask and option as an argument.
-        options |= {"dtype": torch.float32, "attn_implementation": "eager"}
-        model = AutoModelForCausalLM.from_config(config, **options).eval()
+        # Eager attention is plain PyTorch that gets every mask and option as an argument.
+        model = make(config, dtype=torch.float32, attn_implementation="eager").eval()
         _scatter(model)
     return model
 
@@ -302,7 +315,7 @@ def _parts(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _shrink(
     config: dict[str, Any], wanted: Callable[[str], bool], depths: int = 1
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    values = {name: value for name, value in config.items() if name not in ("architectures", "transformers_version")}
+    values = {name: value for name, value in config.items() if name not in _LEFT_OUT}
     changes: dict[str, Any] = {}
     depth, layers = _depth(values)
     layers = min(depth, layers * depths) or layers

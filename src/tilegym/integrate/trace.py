@@ -114,9 +114,15 @@ def modeling_files(model: nn.Module) -> list[types.ModuleType]:
     for module in model.modules():
         for cls in type(module).__mro__:
             name = cls.__module__
-            if name.startswith(("transformers.models.", "transformers_modules.")) and ".modeling" in name:
+            if name in sys.modules and _is_modeling(name):
                 found[name] = sys.modules[name]
     return list(found.values())
+
+
+def _is_modeling(name: str) -> bool:
+    """Whether a Python module is a family's own: not torch, nor what all families of transformers share."""
+    package = name.partition(".")[0]
+    return name.startswith("transformers.models.") or package not in ("transformers", "torch", "builtins")
 
 
 def functions_of(files: list[types.ModuleType]) -> dict[types.CodeType, types.FunctionType]:
@@ -124,9 +130,7 @@ def functions_of(files: list[types.ModuleType]) -> dict[types.CodeType, types.Fu
     found = {}
     for file in files:
         for value in vars(file).values():
-            if isinstance(value, types.FunctionType) and value.__module__.startswith(
-                ("transformers.models.", "transformers_modules.")
-            ):
+            if isinstance(value, types.FunctionType) and _is_modeling(value.__module__):
                 found[inspect.unwrap(value).__code__] = value
     return found
 
