@@ -123,6 +123,26 @@ SAMPLES: dict[str, Sample] = {
     "swiglu": lambda make: ((make(make.tokens, 40), make(make.tokens, 40)), {}),
 }  # fmt: skip
 
+# Elementwise ops and those of rows, which take floating-point numbers only.
+ROWWISE = (
+    "apply_rope_base",
+    "cross_entropy",
+    "dual_rms_norm",
+    "fused_add_rms_norm",
+    "fused_linear_cross_entropy",
+    "geglu",
+    "gelu",
+    "group_norm",
+    "layer_norm",
+    "relu",
+    "rms_norm",
+    "rms_norm_gated",
+    "sigmoid_mul",
+    "silu_and_mul",
+    "softmax",
+    "swiglu",
+)
+
 NOT_DIFFERENTIABLE = {
     "attention_sink_decode",
     "fmha",
@@ -139,5 +159,9 @@ WITHOUT_SAMPLE = {
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
+    "linear_add",
     "recurrent_gated_delta_rule",
+    "rms_norm_linear",
+    "rms_norm_swiglu",
+    "rope_and_cache",
 }

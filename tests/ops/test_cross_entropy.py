@@ -13,6 +13,7 @@ from common import sanitized
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import cross_entropy
+from tilegym.ops import fused_linear_cross_entropy
 from tilegym.ops.cutile.cross_entropy import cross_entropy_backward
 from tilegym.ops.cutile.cross_entropy import cross_entropy_forward
 from tilegym.ops.pytorch.cross_entropy import cross_entropy as reference
@@ -201,3 +202,55 @@ class Test_CrossEntropy(PyTestCase):
         self.assertCaptures(
             lambda x: cross_entropy(x, target, backend="cutile"), randn(16, 128256, dtype=torch.bfloat16)
         )
+
+
+class Test_LossOfCausalModels:
+    """The loss of a Hugging Face model over several batches that make up one step of an optimizer.
+
+    Each is divided by the tokens of all batches, ``num_items_in_batch``, not by its own.
+    """
+
+    HIDDEN, VOCAB = 24, 70
+
+    def batches(self):
+        """Hidden states and labels, with padding of different lengths."""
+        for seed, padding in enumerate((0, 5)):
+            labels = (randn(2, 9, seed=seed).abs() * 1e4).long() % self.VOCAB
+            labels[:, 9 - padding :] = -100
+            yield randn(2, 9, self.HIDDEN, seed=10 + seed), labels
+
+    def step(self, loss_of_batch):
+        """The losses, and what they add up to in the gradients of the output layer and of the hidden states."""
+        weight = (randn(self.VOCAB, self.HIDDEN, seed=3) * 0.2).requires_grad_()
+        count = sum((labels[:, 1:] != -100).sum() for _, labels in self.batches())
+        results = []
+        for hidden, labels in self.batches():
+            hidden.requires_grad_()
+            loss = loss_of_batch(hidden, weight, labels, count)
+            loss.backward()
+            results += [loss.detach(), hidden.grad]
+        return *results, weight.grad
+
+    @backends("cross_entropy")
+    @pytest.mark.parametrize("fused", [False, True], ids=["cross_entropy", "fused_linear_cross_entropy"])
+    @pytest.mark.parametrize("accumulating", [True, False])
+    def test_equals_the_models(self, backend, fused, accumulating):
+        loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+
+        def theirs(hidden, weight, labels, count):
+            logits = torch.nn.functional.linear(hidden, weight)
+            return loss_utils.ForCausalLMLoss(logits, labels, self.VOCAB, count if accumulating else None)
+
+        def ours(hidden, weight, labels, count):
+            target = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+            reduction = "sum" if accumulating else "mean"
+            if fused:
+                loss = fused_linear_cross_entropy(
+                    hidden, weight, target, chunk_size=5, reduction=reduction, backend=backend
+                )
+            else:
+                logits = torch.nn.functional.linear(hidden, weight)
+                loss = cross_entropy(logits, target, reduction=reduction, backend=backend)
+            return loss / count if accumulating else loss
+
+        torch.testing.assert_close(self.step(ours), self.step(theirs))

@@ -19,6 +19,7 @@ from common import sanitized
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym import ops
+from tilegym.backend import get_available_backends_for_op
 from tilegym.backend import get_registry_info
 
 every_op = pytest.mark.parametrize("op", sorted(samples.SAMPLES))
@@ -164,6 +165,16 @@ def test_no_tokens(op):
     with sanitized():
         results = run(Call(op, tokens=0))
     torch.testing.assert_close(results, run(Call(op, tokens=0, backend="pytorch")))
+
+
+@pytest.mark.parametrize("op", samples.ROWWISE)
+def test_integers_are_a_type_error(op):
+    """Named by op and argument, whatever backend: to say that a backend does not support them would be no help."""
+    for backend in get_available_backends_for_op(op):
+        call = Call(op, backend=backend)
+        numbers = tuple(t.detach().to(torch.int32) if t.is_floating_point() else t for t in call.tensors)
+        with pytest.raises(TypeError, match=rf"^{op}: \w+ .*torch\.int32"):
+            call(*numbers)
 
 
 def every_other(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.activations import check_gelu
+from tilegym.ops.pytorch.checks import check_floating
 
 
 @ct.kernel
@@ -119,6 +120,7 @@ class ReLU(torch.autograd.Function):
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     check_gelu(approximate)
     if x.dtype not in FLOATS:
+        check_floating("gelu", x=x)
         raise UnsupportedError("x is not fp32, fp16 or bf16")
     if torch.is_grad_enabled() and x.requires_grad:
         return GELU.apply(x, approximate == "tanh")
@@ -128,6 +130,7 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 @register_impl("relu", "cutile")
 def relu(x: torch.Tensor) -> torch.Tensor:
     if x.dtype not in FLOATS:
+        check_floating("relu", x=x)
         raise UnsupportedError("x is not fp32, fp16 or bf16")
     if torch.is_grad_enabled() and x.requires_grad:
         return ReLU.apply(x)

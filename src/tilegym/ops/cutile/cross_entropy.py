@@ -31,6 +31,7 @@ from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import rows_of
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
+from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.cross_entropy import check_cross_entropy
 from tilegym.ops.pytorch.cross_entropy import reduced
 
@@ -205,6 +206,7 @@ def cross_entropy(
 ) -> torch.Tensor:
     check_cross_entropy(logits, target, label_smoothing, softcap, reduction)
     if logits.dtype not in FLOATS:
+        check_floating("cross_entropy", logits=logits)
         raise UnsupportedError("logits is not fp32, fp16 or bf16")
     if z_loss < 0.0:
         raise UnsupportedError("z_loss is negative")

@@ -14,6 +14,7 @@ from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.cross_entropy import cross_entropy_forward
 from tilegym.ops.cutile.cross_entropy import launch_backward
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.cross_entropy import reduced
 from tilegym.ops.pytorch.fused_linear_cross_entropy import check_fused_linear_cross_entropy
 
@@ -124,6 +125,7 @@ def fused_linear_cross_entropy(
 ) -> torch.Tensor:
     check_fused_linear_cross_entropy(hidden_states, weight, target, bias, chunk_size, reduction)
     if hidden_states.dtype not in FLOATS:
+        check_floating("fused_linear_cross_entropy", hidden_states=hidden_states)
         raise UnsupportedError("hidden_states is not fp32, fp16 or bf16")
     hidden, rows = hidden_states.reshape(-1, weight.shape[1]), target.reshape(-1)
     if torch.is_grad_enabled() and (

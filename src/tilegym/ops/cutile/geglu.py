@@ -21,6 +21,7 @@ from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import size_of
+from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.geglu import check_geglu
 
 TWO_SQRT_2_OVER_PI = 2.0 * math.sqrt(2.0 / math.pi)
@@ -130,6 +131,7 @@ class GEGLU(torch.autograd.Function):
 def geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     check_geglu(a, b, approximate)
     if a.dtype not in FLOATS:
+        check_floating("geglu", a=a)
         raise UnsupportedError("a and b are not fp32, fp16 or bf16")
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return GEGLU.apply(a, b, approximate == "tanh")

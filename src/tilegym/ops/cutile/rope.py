@@ -18,6 +18,7 @@ from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import span
+from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.rope import check_rope
 from tilegym.ops.pytorch.rope import rotary_dim
 from tilegym.ops.pytorch.rope import tables_of_tokens
@@ -128,6 +129,7 @@ def apply_rope_base(
     rotary = rotary_dim(q, partial_rotary_factor)
     check_rope(q, k, cos, sin, position_ids, unsqueeze_dim, rotary)
     if q.dtype not in FLOATS:
+        check_floating("apply_rope_base", q=q)
         raise UnsupportedError("q and k are not fp32, fp16 or bf16")
     gradients = torch.is_grad_enabled()
     if gradients and (cos.requires_grad or sin.requires_grad):

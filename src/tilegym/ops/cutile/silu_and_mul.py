@@ -16,6 +16,7 @@ from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import is_small
 from tilegym.ops.cutile.tiling import rows_of
 from tilegym.ops.cutile.tiling import size_of
+from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.silu_and_mul import check_silu_and_mul
 
 
@@ -79,6 +80,7 @@ class SiluAndMul(torch.autograd.Function):
 def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     check_silu_and_mul(input, out)
     if input.dtype not in FLOATS:
+        check_floating("silu_and_mul", input=input)
         raise UnsupportedError("input is not fp32, fp16 or bf16")
     if out is not None:
         with torch.no_grad():

@@ -24,6 +24,7 @@ from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import small_or_rows
 from tilegym.ops.cutile.tiling import span
+from tilegym.ops.pytorch.checks import check_floating
 
 
 def _load(x, rows, cols, padding):
@@ -181,6 +182,7 @@ class Softmax(torch.autograd.Function):
 @register_impl("softmax", "cutile")
 def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     if x.dtype not in FLOATS:
+        check_floating("softmax", x=x)
         raise UnsupportedError("x is not fp32, fp16 or bf16")
     if x.dim() == 0:
         raise UnsupportedError("x has no dimensions")

@@ -17,6 +17,7 @@ from tilegym.ops.cutile.pointwise import small_or_flat
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import size_of
+from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.swiglu import check_swiglu
 
 
@@ -88,6 +89,7 @@ class SwiGLU(torch.autograd.Function):
 def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     check_swiglu(a, b)
     if a.dtype not in FLOATS:
+        check_floating("swiglu", a=a)
         raise UnsupportedError("a and b are not fp32, fp16 or bf16")
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return SwiGLU.apply(a, b)

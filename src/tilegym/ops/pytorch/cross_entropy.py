@@ -3,6 +3,7 @@
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_floating
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -49,6 +50,7 @@ def cross_entropy(
     reduction: str = "mean",
 ) -> torch.Tensor:
     check_cross_entropy(logits, target, label_smoothing, softcap, reduction)
+    check_floating("cross_entropy", logits=logits)
     x = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         x = softcap * torch.tanh(x / softcap)

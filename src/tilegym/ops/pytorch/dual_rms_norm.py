@@ -4,6 +4,7 @@ import torch
 
 from tilegym.backend import register_impl
 from tilegym.ops.pytorch.checks import CASTINGS
+from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.checks import check_option
 from tilegym.ops.pytorch.checks import check_same_dtype
 from tilegym.ops.pytorch.rms_norm import rms_norm
@@ -36,6 +37,7 @@ def dual_rms_norm(
     casting: str = "llama",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_dual_rms_norm(q, k, q_weight, k_weight, casting)
+    check_floating("dual_rms_norm", q=q)
     return tuple(
         rms_norm(x, x.shape[-1], weight, eps, offset=offset, casting=casting)
         for x, weight in ((q, q_weight), (k, k_weight))

@@ -3,7 +3,9 @@
 import torch
 
 from tilegym.backend import register_impl
-from tilegym.ops.pytorch.rms_norm import CASTINGS
+from tilegym.ops.pytorch.checks import CASTINGS
+from tilegym.ops.pytorch.checks import check_floating
+from tilegym.ops.pytorch.checks import check_option
 from tilegym.ops.pytorch.rms_norm import rms_norm
 
 
@@ -25,7 +27,7 @@ def check_fused_add_rms_norm(
             f"fused_add_rms_norm: weight has shape {tuple(weight.shape)}, x's last dimension is {x.shape[-1]}"
         )
     if casting not in CASTINGS:
-        raise ValueError(f"fused_add_rms_norm: casting is {casting!r}, allowed are {', '.join(map(repr, CASTINGS))}")
+        check_option("fused_add_rms_norm", "casting", casting, CASTINGS)
 
 
 @register_impl("fused_add_rms_norm", "pytorch")
@@ -38,5 +40,6 @@ def fused_add_rms_norm(
     casting: str = "llama",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_fused_add_rms_norm(x, residual, weight, casting)
+    check_floating("fused_add_rms_norm", x=x)
     total = x + residual
     return rms_norm(total, total.shape[-1], weight, eps, offset=offset, casting=casting), total

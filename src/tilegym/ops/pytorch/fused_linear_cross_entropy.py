@@ -4,6 +4,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.cross_entropy import check_targets
 from tilegym.ops.pytorch.cross_entropy import cross_entropy
 from tilegym.ops.pytorch.cross_entropy import reduced
@@ -50,6 +51,7 @@ def fused_linear_cross_entropy(
     reduction: str = "mean",
 ) -> torch.Tensor:
     check_fused_linear_cross_entropy(hidden_states, weight, target, bias, chunk_size, reduction)
+    check_floating("fused_linear_cross_entropy", hidden_states=hidden_states)
     chunks = zip(
         hidden_states.reshape(-1, weight.shape[1]).split(chunk_size), target.reshape(-1).split(chunk_size), strict=True
     )

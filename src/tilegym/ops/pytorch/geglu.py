@@ -3,6 +3,7 @@
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_floating
 
 APPROXIMATIONS = ("tanh", "none")
 
@@ -21,4 +22,5 @@ def check_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str) -> None:
 @register_impl("geglu", "pytorch")
 def geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     check_geglu(a, b, approximate)
+    check_floating("geglu", a=a)
     return torch.nn.functional.gelu(a, approximate=approximate) * b

@@ -3,6 +3,7 @@
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_floating
 
 
 def check_layer_norm(
@@ -36,6 +37,7 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     shape = check_layer_norm(input, normalized_shape, weight, bias)
+    check_floating("layer_norm", input=input)
     if all(t is None or t.dtype == input.dtype for t in (weight, bias)):
         return torch.nn.functional.layer_norm(input, shape, weight, bias, eps)
     # A weight of another dtype: torch takes that on some devices only.

@@ -3,9 +3,11 @@
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import CASTINGS
+from tilegym.ops.pytorch.checks import check_floating
+from tilegym.ops.pytorch.checks import check_option
 
 MODES = (None, "static_persistent", "multi_wave_reload", "multi_wave_cached")
-CASTINGS = ("llama", "gemma")
 
 
 def check_rms_norm(
@@ -24,9 +26,9 @@ def check_rms_norm(
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"rms_norm: {name} has shape {tuple(tensor.shape)}, normalized_shape is {shape}")
     if mode not in MODES:
-        raise ValueError(f"rms_norm: mode is {mode!r}, allowed are {', '.join(map(repr, MODES))}")
+        check_option("rms_norm", "mode", mode, MODES)
     if casting not in CASTINGS:
-        raise ValueError(f"rms_norm: casting is {casting!r}, allowed are {', '.join(map(repr, CASTINGS))}")
+        check_option("rms_norm", "casting", casting, CASTINGS)
 
 
 @register_impl("rms_norm", "pytorch")
@@ -41,8 +43,7 @@ def rms_norm(
     casting: str = "llama",
 ) -> torch.Tensor:
     check_rms_norm(input, normalized_shape, weight, bias, mode, casting)
-    if not input.is_floating_point():
-        raise TypeError(f"rms_norm: input is {input.dtype}, it must be floating point")
+    check_floating("rms_norm", input=input)
     compute = torch.float64 if input.dtype == torch.float64 else torch.float32
     x = input.to(compute)
     y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)

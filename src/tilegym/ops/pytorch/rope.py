@@ -3,6 +3,7 @@
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_floating
 
 
 def rotary_dim(q: torch.Tensor, partial_rotary_factor: float) -> int:
@@ -75,6 +76,7 @@ def apply_rope_base(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rotary = rotary_dim(q, partial_rotary_factor)
     check_rope(q, k, cos, sin, position_ids, unsqueeze_dim, rotary)
+    check_floating("apply_rope_base", q=q)
     cos, sin = tables_of_tokens(cos, sin, position_ids)
     if cos.shape[-1] < rotary:
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)

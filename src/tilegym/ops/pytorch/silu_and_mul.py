@@ -3,6 +3,7 @@
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_floating
 
 
 def check_silu_and_mul(input: torch.Tensor, out: torch.Tensor | None) -> None:
@@ -20,6 +21,7 @@ def check_silu_and_mul(input: torch.Tensor, out: torch.Tensor | None) -> None:
 @register_impl("silu_and_mul", "pytorch")
 def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     check_silu_and_mul(input, out)
+    check_floating("silu_and_mul", input=input)
     gate, up = input.chunk(2, dim=-1)
     if out is None:
         return torch.nn.functional.silu(gate) * up

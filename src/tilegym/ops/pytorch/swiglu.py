@@ -3,6 +3,7 @@
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_floating
 
 
 def check_swiglu(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -16,4 +17,5 @@ def check_swiglu(a: torch.Tensor, b: torch.Tensor) -> None:
 @register_impl("swiglu", "pytorch")
 def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     check_swiglu(a, b)
+    check_floating("swiglu", a=a)
     return torch.nn.functional.silu(a) * b
