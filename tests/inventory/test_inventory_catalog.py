@@ -3,6 +3,7 @@
 import pytest
 from common import sanitized
 
+from tilegym.backend import dispatcher
 from tilegym.inventory import loading
 from tilegym.inventory import reference
 from tilegym.inventory.rules import validate
@@ -16,13 +17,21 @@ def test_the_rules_are_kept():
     assert not validate(), "\n".join(map(str, validate()))
 
 
+def test_every_op_has_an_entry():
+    covered = {tag.removeprefix("op:") for d in CATALOG.definitions.values() for tag in d.tags if tag.startswith("op:")}
+    ops = {name for name, op in dispatcher._ops.items() if op.declaration.__module__.startswith("tilegym.ops.")}
+    assert sorted(ops - covered) == [], "no Definition carries the tag 'op:<name>' for these"
+    assert sorted(covered - ops) == [], "tags of ops that there are not"
+
+
 def test_every_definition_has_a_solution_in_cutile():
     for name in CATALOG.definitions:
         assert any(s.spec.language == "cuda-tile" for s in CATALOG.solutions_of(name)), name
 
 
 @pytest.mark.parametrize("name", SOLUTIONS)
-def test_solutions_compute_their_definitions(name):
+def test_solutions_compute_their_definitions(name, monkeypatch):
+    monkeypatch.setenv("DISABLE_FALLBACK", "1")  # the kernels themselves, or an error
     solution = CATALOG.solutions[name]
     definition = CATALOG.definitions[solution.definition]
     wrong = check_solution(definition, solution, context=sanitized)

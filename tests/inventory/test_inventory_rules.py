@@ -112,6 +112,7 @@ WRONG_DEFINITIONS = {
     "constraint": (definition(constraints=["N >"]), "constraints.0", "is not an expression"),
     "unknown in constraint": (definition(constraints=["N > M"]), "constraints.0", "uses M"),
     "impossible": (definition(constraints=["N > 3", "N < 2"]), "constraints", "no sizes were found"),
+    "impossible branch": (definition(constraints=["N > 3", "N > 4 or N == 2"]), "constraints", "and N == 2"),
     "mutates": (definition(tags=["mutates:z"]), "tags", "names no input"),
 }
 
@@ -185,9 +186,11 @@ def test_solutions_that_compute_something_else(family, name):
 
 def test_declared_mutation_and_destination_passing(family):
     kernel = "def scale(x, factor, y):\n    y.copy_(x * factor)\n    x.zero_()\n"
-    d = Definition.model_validate(definition(tags=["mutates:x"], description=None))
+    text = REFERENCE.replace("    return y", "    x.zero_()\n    return y")
+    d = Definition.model_validate(definition(tags=["mutates:x"], reference=text))
     s = Solution.model_validate(solution(spec={"destination_passing_style": True}))
     assert check_solution(d, s, family(kernel=kernel)) == []
+    assert "input 'x', which is changed" in check_solution(d, s, family(kernel=kernel.replace("zero_", "neg_")))[0]
 
 
 def test_every_branch_is_run(family):

@@ -62,21 +62,24 @@ def cases(definition: Definition, count: int = 2, dtype: torch.dtype | None = No
         seed: the same seed gives the same calls.
 
     Raises:
-        InventoryError: no sizes were found for which the constraints hold.
+        InventoryError: for some branch no sizes were found for which the constraints hold.
     """
     flags = [name for name, spec in definition.inputs.items() if spec.shape is None and spec.dtype == "bool"]
     branches = [constraints.alternatives(constraint) for constraint in definition.constraints]
-    rng, reached = random.Random(f"{definition.name} {seed}"), False
+    rng = random.Random(f"{definition.name} {seed}")
+    missed = dict.fromkeys([f"{name}={value}" for name in flags for value in (False, True)])
+    missed |= dict.fromkeys(alternative for alternatives in branches for alternative in alternatives)
     for values in itertools.product((False, True), repeat=len(flags)):
         for chosen in itertools.product(*branches):
             for index in range(count):
                 case = _case(definition, dict(zip(flags, values, strict=True)), chosen, rng, dtype, small=index == 0)
                 if case is None:
                     break  # these branches exclude each other
-                reached = True
+                for way in (*(f"{name}={value}" for name, value in zip(flags, values, strict=True)), *chosen):
+                    missed.pop(way, None)
                 yield case
-    if not reached:
-        raise InventoryError(f"{definition.name}: no sizes were found for which its constraints hold")
+    if missed:
+        raise InventoryError(f"{definition.name}: no sizes were found for which all constraints hold and {min(missed)}")
 
 
 def _case(
@@ -118,7 +121,11 @@ def _numbers(
     for attempt in range(_TRIES):
         values = dict(known)
         sizes = SIZES[: max(3, 6 if small and attempt < _TRIES // 2 else len(SIZES))]
-        for name in sorted(unknown, key=lambda n: (n in fixed, n in scalars)):
+        waiting = sorted(unknown, key=lambda n: (n in fixed, n in scalars))
+        while waiting:  # what an equation gives comes when all that it needs is there
+            ready = (n for n in waiting if n not in fixed or constraints.names(fixed[n]) <= values.keys())
+            name = next(ready, waiting[0])
+            waiting.remove(name)
             values[name] = _number(name, scalars.get(name), fixed.get(name), values, conditions, rng, sizes)
         if None not in values.values() and all(constraints.holds(c, values) for c in relevant):
             return values

@@ -99,6 +99,10 @@ def match(definition: Definition, catalog: Catalog | None = None) -> list[Match]
     return sorted(found, key=lambda m: m.rank)
 
 
+class _Misshapen(Exception):
+    """No view of the results has the shapes that are required."""
+
+
 class _Required:
     """What is required, with calls of it and their results."""
 
@@ -161,8 +165,11 @@ def _fit(required: _Required, target: Definition) -> tuple[Adapter, bool, tuple[
                 trials += 1
                 if trials > _MAX_TRIALS:
                     return None
-                if result := _try(required, target, run, ordered):
-                    return result
+                try:
+                    if result := _try(required, target, run, ordered):
+                        return result
+                except _Misshapen:  # whatever the numbers are
+                    break
     return None
 
 
@@ -193,6 +200,8 @@ def _try(
                     same_rounding = False
                     if difference(got.to(own.dtype), own, oracle) is not None:
                         return None
+        except _Misshapen:
+            raise
         except Exception:  # whatever the reference does with inputs that it was not written for, it does not match
             return None
     return adapter, same_rounding, tuple(assumes)
@@ -231,7 +240,10 @@ def _gives(
     gives: dict[str, Give] = {}
     used: set[int] = set()
     for (name, spec), value in zip(required.definition.outputs.items(), expected, strict=True):
-        for give in _give_options(results, value, spec):
+        options = list(_give_options(results, value, spec))
+        if not options:
+            raise _Misshapen
+        for give in options:
             if len(give.indices) == 1 and give.view.part is None and give.indices[0] in used:
                 continue
             got = give(results, tuple(value.shape) if isinstance(value, torch.Tensor) else None)

@@ -112,13 +112,12 @@ def compare(definition: Definition, solution: Solution, function: Callable, case
 
     Shapes and dtypes have to be the reference's. Values may be twice as far from the reference in fp64 as the reference
     in the call's own dtype is, and half a unit in the last place besides; integers have to be equal. No input may be
-    changed but those that the Definition's tags allow.
+    changed but those that the Definition's tags name, which end as the reference leaves them.
     """
     run = reference.load(definition.reference, definition.name)
-    own = Case(case.axes, case.copies())
-    # The reference may write to what it is given, as a Solution may not.
-    expected = outputs_of(definition, run(*case.copies().values()))
-    exact = outputs_of(definition, run(*case.copies(torch.float64).values()))
+    own, after, after_exact = Case(case.axes, case.copies()), case.copies(), case.copies(torch.float64)
+    expected = outputs_of(definition, run(*after.values()))
+    exact = outputs_of(definition, run(*after_exact.values()))
     try:
         got = call_solution(definition, solution, function, own)
     except Exception as error:
@@ -127,9 +126,13 @@ def compare(definition: Definition, solution: Solution, function: Callable, case
         wrong = difference(value, should, oracle)
         if wrong is not None:
             return f"output {name!r}: {wrong}"
-    allowed = {tag.removeprefix(MUTATES) for tag in definition.tags if tag.startswith(MUTATES)}
+    changed = {tag.removeprefix(MUTATES) for tag in definition.tags if tag.startswith(MUTATES)}
     for name, before in case.inputs.items():
-        if isinstance(before, torch.Tensor) and name not in allowed and not _same(before, own.inputs[name]):
+        if name in changed:
+            wrong = difference(own.inputs[name], after[name], after_exact[name])
+            if wrong is not None:
+                return f"input {name!r}, which is changed: {wrong}"
+        elif isinstance(before, torch.Tensor) and not _same(before, own.inputs[name]):
             return f"input {name!r} was changed; say so with the tag '{MUTATES}{name}', or leave it alone"
     return None
 

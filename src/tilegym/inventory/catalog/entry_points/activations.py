@@ -4,6 +4,7 @@ from tilegym.ops import dropout as dropout_op
 from tilegym.ops import geglu as geglu_op
 from tilegym.ops import gelu as gelu_op
 from tilegym.ops import relu as relu_op
+from tilegym.ops import sigmoid_mul as sigmoid_mul_op
 from tilegym.ops import silu_and_mul as silu_and_mul_op
 from tilegym.ops import swiglu as swiglu_op
 
@@ -38,3 +39,7 @@ def relu(x):
 
 def dropout(x, seed, p):
     return dropout_op(x, seed, p, backend="cutile")
+
+
+def sigmoid_mul(x, gate):
+    return sigmoid_mul_op(x, gate, backend="cutile")

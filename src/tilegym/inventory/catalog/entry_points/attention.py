@@ -2,8 +2,15 @@
 
 import torch
 
+from tilegym.ops import attention_sink as attention_sink_op
+from tilegym.ops import attention_sink_decode as attention_sink_decode_op
 from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
+from tilegym.ops import gemma_attention as gemma_attention_op
+from tilegym.ops import gemma_attention_decode as gemma_attention_decode_op
+from tilegym.ops import mla as mla_op
+from tilegym.ops import mla_decoding as mla_decoding_op
+from tilegym.ops import mla_decoding_split_kv as mla_decoding_split_kv_op
 from tilegym.ops import splitk_reduce as splitk_reduce_op
 
 
@@ -19,10 +26,6 @@ def attention_masked(q, k, v, scaling, mask):
     return fmha(q, k, v, scaling, is_causal=False, attention_mask=mask, backend="cutile")
 
 
-def attention_soft_cap(q, k, v, scaling, soft_cap, window):
-    return fmha(q, k, v, scaling, window_size=window, soft_cap=soft_cap, backend="cutile")
-
-
 def attention_sinks(q, k, v, scaling, sinks):
     return fmha(q, k, v, scaling, sinks=sinks, backend="cutile")
 
@@ -33,3 +36,31 @@ def attention_decode(q, k, v, scaling, kv_len):
 
 def splitk_reduce(partial, lse):
     return splitk_reduce_op(partial, lse, torch.float32, backend="cutile")
+
+
+def gemma_attention(q, k, v, scaling, soft_cap, window):
+    return gemma_attention_op(q, k, v, scaling, window, soft_cap, backend="cutile")
+
+
+def gemma_attention_decode(q, k, v, scaling, soft_cap, kv_len):
+    return gemma_attention_decode_op(q, k, v, scaling, soft_cap=soft_cap, kv_len=kv_len, backend="cutile")
+
+
+def attention_sink(query, key, value, sinks, scaling):
+    return attention_sink_op(query, key, value, sinks, scaling, backend="cutile")
+
+
+def attention_sink_decode(query, key, value, sinks, scaling):
+    return attention_sink_decode_op(query, key, value, sinks, scaling, backend="cutile")
+
+
+def mla(q, k, v, qpe, kpe, scaling, is_causal):
+    return mla_op(q, k, v, qpe, kpe, is_causal, scaling, backend="cutile")
+
+
+def mla_decoding(q, qpe, kv, kpe, scaling):
+    return mla_decoding_op(q, qpe, kv, kpe, scaling, backend="cutile")
+
+
+def mla_decoding_split_kv(q, qpe, kv, kpe, scaling, kv_len):
+    return mla_decoding_split_kv_op(q, qpe, kv, kpe, scaling, kv_len=kv_len, backend="cutile")
