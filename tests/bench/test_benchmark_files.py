@@ -46,7 +46,8 @@ def test_work_is_the_bytes_of_inputs_and_outputs(declared):
         inputs = declared.inputs(meta, **shape.dims)
         outputs = tensors(declared.peers[declared.baseline].call(**inputs))
         work = declared.work(spec.FORWARD, 2, shape.dims)
-        assert work.read == sum(v.nbytes for v in inputs.values() if isinstance(v, torch.Tensor)), shape
+        given = sum(v.nbytes for v in inputs.values() if isinstance(v, torch.Tensor))
+        assert work.read == given if declared.reads_all else work.read <= given, shape
         assert work.written == sum(output.nbytes for output in outputs), shape
         if declared.differentiable:
             backward = declared.work(spec.BACKWARD, 2, shape.dims)

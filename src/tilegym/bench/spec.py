@@ -123,6 +123,7 @@ class Benchmark:
         shapes, quick, small: the sweep; the few shapes of ``--quick``; those for a machine without a GPU.
         host: the sizes at which host time is measured, so small that the GPU never holds the host up.
         quick_modes: the passes that ``--quick`` measures.
+        reads_all: whether a pass reads all of its inputs, rather than a part that depends on their values.
     """
 
     op: str
@@ -139,6 +140,7 @@ class Benchmark:
     differentiable: tuple[str, ...] = ()
     quick_modes: tuple[str, ...] = (FORWARD,)
     baseline: str = "torch"
+    reads_all: bool = True
     extra: dict[str, Provider] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,180 @@
+from unittest import mock
+
+import pytest
+import torch
+from common import PyTestCase
+from common import assert_launches_compile
+from common import backends
+from common import device
+from common import dtypes
+from common import gpu
+from common import randn
+from common import sanitized
+
+from tilegym.ops import group_gemm
+from tilegym.ops import ragged_group_gemm
+from tilegym.ops.cutile import group_gemm as cutile
+from tilegym.ops.cutile import moe_experts
+from tilegym.ops.pytorch.group_gemm import group_gemm as reference
+from tilegym.ops.pytorch.group_gemm import ragged_group_gemm as ragged_reference
+
+# M, K, N of each product; one has no rows, one more than a tile.
+GROUPS = [[(3, 20, 40)], [(3, 20, 40), (70, 33, 9), (0, 5, 6), (17, 64, 65)]]
+# Offsets of four groups among 48 rows: empty ones, rows before and behind them all, whole tiles.
+OFFSETS = [[0, 3, 3, 40, 41], [2, 18, 30, 30, 37], [0, 0, 0, 0, 0], [0, 16, 32, 48, 48], [5, 5, 48, 48, 48]]
+
+
+def tensors(groups, dtype, transpose_b):
+    """a0, a1, ..., b0, b1, ... by name: assertCorrectness differentiates in arguments that are tensors."""
+    a = {f"a{i}": randn(m, k, dtype=dtype, seed=i) for i, (m, k, _) in enumerate(groups)}
+    shapes = [(n, k) if transpose_b else (k, n) for _, k, n in groups]
+    return a | {f"b{i}": randn(*shape, dtype=dtype, seed=9 + i) for i, shape in enumerate(shapes)}
+
+
+def by_name(function, transpose_b, **options):
+    def call(**named):
+        a, b = ([t for name, t in named.items() if name[0] == letter] for letter in "ab")
+        return tuple(function(a, b, transpose_b, **options))
+
+    return call
+
+
+class Test_GroupGEMM(PyTestCase):
+    @backends("group_gemm")
+    @dtypes()
+    @pytest.mark.parametrize("transpose_b", [False, True], ids=["", "transpose_b"])
+    @pytest.mark.parametrize("groups", GROUPS, ids=len)
+    def test_op(self, backend, dtype, groups, transpose_b):
+        ours = by_name(group_gemm, transpose_b, backend=backend)
+        self.assertCorrectness(
+            ours, by_name(reference, transpose_b), tensors(groups, dtype, transpose_b), gradient=True
+        )
+
+    @pytest.mark.parametrize(
+        "view", [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:, 3:40]], ids=["t", "step", "cut"]
+    )
+    def test_not_contiguous(self, view):
+        kwargs = {name: view(randn(64, 64, seed=i)) for i, name in enumerate(("a0", "a1"))}
+        kwargs |= {f"b{i}": view(randn(64, 64, seed=9)).t() for i in range(2)}
+        self.assertCorrectness(
+            by_name(group_gemm, False, backend="cutile"), by_name(reference, False), kwargs, gradient=True
+        )
+
+    @backends("group_gemm")
+    def test_empty(self, backend):
+        assert group_gemm([], [], backend=backend) == []
+        (c,) = group_gemm([randn(3, 0)], [randn(0, 4)], backend=backend)
+        assert c.shape == (3, 4) and not c.any()
+
+    @backends("group_gemm")
+    def test_wrong_arguments(self, backend):
+        x = randn(4, 4)
+        with pytest.raises(ValueError, match="2 matrices, group_B 1"):
+            group_gemm([x, x], [x], backend=backend)
+        with pytest.raises(ValueError, match="pair 1 does not fit"):
+            group_gemm([x, x], [x, x[1:]], backend=backend)
+        with pytest.raises(TypeError, match="pair 0 has"):
+            group_gemm([x], [x.half()], backend=backend)
+
+    def test_double_falls_back(self):
+        x = randn(4, 4, dtype=torch.float64)
+        with pytest.warns(match="not fp32, fp16 or bf16"):
+            assert torch.equal(group_gemm([x], [x], backend="cutile")[0], x @ x)
+
+    def test_compiles_for_every_architecture(self):
+        a = [torch.empty(m, 64, dtype=torch.bfloat16) for m in (128, 200)]
+        b = [torch.empty(128, 64, dtype=torch.bfloat16)] * 2
+        assert_launches_compile(lambda: group_gemm(a, b, transpose_b=True, backend="cutile"))
+
+    @gpu
+    def test_real_sizes(self):
+        kwargs = tensors([(512, 2048, 768), (1, 4096, 4096), (3000, 1023, 513)], torch.bfloat16, False)
+        ours = by_name(group_gemm, False, backend="cutile")
+        self.assertCorrectness(ours, by_name(reference, False), kwargs, gradient=True)
+
+
+def arguments(offsets, dtype, transpose_b=True, bias=False, rows=48, k=30, n=20):
+    b = randn(len(offsets) - 1, n, k, dtype=dtype, seed=1)
+    given = {"a": randn(rows, k, dtype=dtype), "b": b if transpose_b else b.mT.contiguous(), "transpose_b": transpose_b}
+    given["offsets"] = torch.tensor(offsets, device=device())
+    return given | ({"bias": randn(len(offsets) - 1, n, dtype=dtype, seed=2)} if bias else {})
+
+
+class Test_RaggedGroupGEMM(PyTestCase):
+    @backends("ragged_group_gemm")
+    @dtypes()
+    @pytest.mark.parametrize("transpose_b", [False, True], ids=["", "transpose_b"])
+    @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
+    def test_op(self, backend, dtype, transpose_b, offsets):
+        kwargs = arguments(offsets, dtype, transpose_b, bias=transpose_b)
+        self.assertCorrectness(ragged_group_gemm, ragged_reference, kwargs, {"backend": backend}, gradient=True)
+
+    def test_int32_and_strides(self):
+        kwargs = arguments([0, 7, 33], torch.float32)
+        kwargs |= {"a": kwargs["a"].t().contiguous().t(), "b": kwargs["b"].mT.contiguous().mT}
+        kwargs["offsets"] = kwargs["offsets"].int()
+        self.assertCorrectness(ragged_group_gemm, ragged_reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("rows", [0, 1, 48])
+    def test_one_group_and_no_rows(self, rows):
+        kwargs = arguments([0, rows], torch.float32, rows=rows, bias=True)
+        self.assertCorrectness(ragged_group_gemm, ragged_reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_nan_stays_in_its_group(self):
+        kwargs = arguments([0, 7, 33, 48], torch.float32)
+        kwargs["a"][6, 1], kwargs["a"][40, 2] = float("nan"), float("inf")
+        self.assertCorrectness(ragged_group_gemm, ragged_reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @backends("ragged_group_gemm")
+    def test_wrong_arguments(self, backend):
+        kwargs = arguments([0, 7, 33], torch.float32, bias=True) | {"backend": backend}
+        for changed, error, text in (
+            ({"a": randn(4, 5)}, ValueError, "expected a"),
+            ({"offsets": kwargs["offsets"][1:]}, ValueError, r"offsets must be \[3\]"),
+            ({"bias": randn(2, 3)}, ValueError, r"bias must be \[2, 20\]"),
+            ({"offsets": kwargs["offsets"].float()}, TypeError, "int32 or int64"),
+            ({"b": kwargs["b"].half()}, TypeError, "one dtype"),
+        ):
+            with pytest.raises(error, match=text):
+                ragged_group_gemm(**kwargs | changed)
+
+    def test_compiled(self):
+        offsets = torch.tensor([0, 7, 33], device=device())
+
+        def call(a, b, bias):
+            return ragged_group_gemm(a * 2, b, offsets, bias=bias, backend="cutile").relu()
+
+        self.assertCompiledEqualsEager(call, randn(40, 24), randn(2, 16, 24), randn(2, 16))
+
+    @pytest.mark.parametrize("rows", [64, 4096])
+    def test_compiles_for_every_architecture(self, rows):
+        real = moe_experts.choose.__wrapped__
+        a, b = torch.empty(rows, 512, dtype=torch.bfloat16), torch.empty(8, 768, 512, dtype=torch.bfloat16)
+        offsets = torch.zeros(9, dtype=torch.int32)
+
+        def call():
+            ragged_group_gemm(a, b, offsets, backend="cutile")
+            cutile.ragged_outer(a, a, offsets)
+            cutile.ragged_sum(a, None, offsets)
+
+        with (
+            mock.patch.object(cutile, "choose", lambda *args, **kwargs: real(*args[:5], 0, **kwargs)),
+            mock.patch.object(moe_experts, "is_hopper", lambda device: False),
+        ):
+            assert_launches_compile(call)
+
+    @gpu
+    @pytest.mark.parametrize("rows", [40, 3000])
+    def test_real_sizes(self, rows):
+        kwargs = arguments([0, rows // 3, rows // 2, rows - 5], torch.bfloat16, rows=rows, k=2048, n=768)
+        with sanitized():
+            self.assertCorrectness(ragged_group_gemm, ragged_reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @gpu
+    def test_graph_capture(self):
+        kwargs = arguments([0, 100, 300], torch.bfloat16, rows=300, k=512, n=256)
+
+        def call(a, b, offsets):
+            return ragged_group_gemm(a, b, offsets, backend="cutile")
+
+        self.assertCaptures(call, kwargs["a"], kwargs["b"], kwargs["offsets"])
