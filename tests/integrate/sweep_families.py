@@ -35,13 +35,15 @@ def main() -> None:
             known = [u for u in found.unrecognised if u.resembles]
             verdict = "incomplete" if known else "correct"
             for missed in found.unrecognised:
-                lines.append(f"{missed.implementation.rpartition('.')[2]} at {missed.modules[:1]}: {missed.why} [{missed.resembles}]")
+                name = missed.implementation.rpartition(".")[2]
+                lines.append(f"{name} at {missed.modules[:1]}: {missed.why} [{missed.resembles}]")
         counts[verdict] += 1
         print(f"{verdict:11} {family:28} {time.perf_counter() - start:5.1f} s", flush=True)
         for line in lines:
             print(f"            {line[:200]}", flush=True)
     small = sum(counts.values()) - counts["not small"]
-    print(f"transformers {transformers.__version__}: {counts}; correct: {counts['correct'] / max(small, 1):.0%} of {small}")
+    share = counts["correct"] / max(small, 1)
+    print(f"transformers {transformers.__version__}: {counts}; correct: {share:.0%} of {small}")
 
 
 if __name__ == "__main__":

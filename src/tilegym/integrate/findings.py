@@ -318,8 +318,10 @@ def _pairs(model: nn.Module, trace: Trace, findings: Findings) -> None:
     head = model.get_output_embeddings()
     path = next((p for p, m in model.named_modules() if m is head), "")
     loss = next((c for c in trace.functions if c.stage == "train" and "loss" in c.callee.__name__.lower()), None)
-    if loss is None:
-        return
+    if loss is None:  # written out in the model's forward
+        whole = next(c for c in trace.modules if c.callee is model and c.stage == "train")
+        values = {"logits": whole.output.logits, "labels": whole.arguments["labels"]}
+        loss = Call(type(model).forward, "", values, values, "train", output=whole.output.loss)
     calls = [c for c in trace.modules if c.callee is head and c.stage == "train"]
     both = recognise_loss(loss, head, calls, _settings(model))
     if both is None:

@@ -1,0 +1,88 @@
+"""Small models: every family by one recipe, with every kind of layer of the original."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
+from transformers import LlamaConfig
+
+from tilegym.errors import ModelError
+from tilegym.integrate.small_model import MAX_PARAMETERS
+from tilegym.integrate.small_model import default_config
+from tilegym.integrate.small_model import example
+from tilegym.integrate.small_model import small_model
+
+# Families whose layers differ from each other: dense and sparse, sliding and full, recurrent and attention.
+MIXED = [
+    "deepseek_v3", "exaone4", "falcon_h1", "gemma3_text", "glm4_moe", "gpt_oss", "jamba", "llama4_text", "minimax",
+    "nemotron_h", "olmo3", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "smollm3", "zamba2",
+]  # fmt: skip
+
+
+def _kinds(model: torch.nn.Module) -> set[str]:
+    return {type(module).__name__ for module in model.modules()}
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_every_kind_of_layer_is_kept(family):
+    small = small_model(family)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(small.config)
+    assert _kinds(small.model) == _kinds(whole)
+    types = {str(t) for t in getattr(whole.config, "layer_types", None) or ()}
+    assert {str(t) for t in getattr(small.model.config, "layer_types", None) or ()} == types
+    assert sum(p.numel() for p in small.model.parameters()) < 3_000_000
+
+
+def test_sizes_change_and_constants_do_not():
+    config = LlamaConfig(
+        hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=3e-5, hidden_act="gelu",
+        attention_bias=True, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    )  # fmt: skip
+    before = config.to_dict()
+    small = small_model(config)
+    now = small.model.config
+    assert config.to_dict() == before, "the given config is left alone"
+    assert (now.rms_norm_eps, now.hidden_act, now.attention_bias) == (3e-5, "gelu", True)
+    assert now.rope_parameters == config.rope_parameters
+    assert now.num_key_value_heads < now.num_attention_heads, "queries stay grouped"
+    assert small.changes["hidden_size"] == (4096, now.hidden_size)
+    assert small.model.num_parameters() < MAX_PARAMETERS
+
+
+def test_weights_are_reproducible_and_matter():
+    one, two, other = (small_model("llama", seed=seed).model for seed in (0, 0, 1))
+    ids = example(one)
+    with torch.no_grad():
+        logits = [model(ids).logits for model in (one, two, other)]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.allclose(logits[0], logits[2])
+    assert logits[0].std() > 0.1
+
+
+def test_randomness_of_the_caller_is_left_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    small_model("llama")
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_default_config_with_gaps_is_filled():
+    assert default_config("deepseek_v2").num_experts_per_tok is None
+    small = small_model("deepseek_v2")
+    assert small.config.num_experts_per_tok == 2
+    assert small.failures, "the usual recipe fails without it"
+
+
+@pytest.mark.parametrize("family", ["t5", "vit", "no_such_family"])
+def test_what_is_no_causal_language_model_is_refused(family):
+    with pytest.raises(ModelError, match=family):
+        small_model(family)
+
+
+def test_a_config_that_contradicts_itself_is_refused():
+    config = AutoConfig.for_model("llama", hidden_act="no_such_activation")
+    with pytest.raises(ModelError, match="no_such_activation"):
+        small_model(config)
