@@ -36,3 +36,19 @@ def without_none(op):
         return tuple(x for x in op(**kwargs) if x is not None)
 
     return call
+
+
+def in_one_dtype(kwargs):
+    """``kwargs`` with gates and state in the dtype of the query."""
+    dtype = kwargs["query"].dtype
+    return {k: v.to(dtype) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+
+
+def final_in_dtype(op):
+    """``op`` with the final state in the dtype of the query, so that it is measured in the working dtype."""
+
+    @functools.wraps(op)
+    def call(**kwargs):
+        return tuple(x.to(kwargs["query"].dtype) for x in op(**kwargs) if x is not None)
+
+    return call

@@ -11,7 +11,9 @@ from common import dtypes
 from common import gpu
 from common import randn
 from delta_rule import arguments
+from delta_rule import final_in_dtype
 from delta_rule import floating
+from delta_rule import in_one_dtype
 from delta_rule import without_none
 
 from tilegym.backend import dispatcher
@@ -65,6 +67,15 @@ class Test_RecurrentGatedDeltaRule(PyTestCase):
         before = kwargs["initial_state"].clone()
         recurrent_gated_delta_rule(**kwargs, backend="cutile")
         assert torch.equal(kwargs["initial_state"], before)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_gradients(self, dtype):
+        """They are the chunked op's, whose tests say more."""
+        kwargs = in_one_dtype(arguments(2, 5, 2, 4, 16, 16, dtype=dtype))
+        self.assertCorrectness(
+            final_in_dtype(recurrent_gated_delta_rule), final_in_dtype(reference), kwargs, {"backend": "cutile"},
+            gradient=True,
+        )  # fmt: skip
 
     def test_steps_add_up(self):
         """A sequence token by token, the state handed on: what one call gives, bit for bit."""

@@ -12,8 +12,9 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
-from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.gated_delta_rule_chunk import ChunkGatedDeltaRule
+from tilegym.ops.cutile.gated_delta_rule_tiles import check_supported
+from tilegym.ops.cutile.gated_delta_rule_tiles import wants_gradient
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import next_power_of_2
@@ -21,8 +22,6 @@ from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.gated_delta_rule import NORM_EPS
 from tilegym.ops.pytorch.gated_delta_rule import check_delta_rule
-
-MAX_HEAD_DIM = 256
 
 
 def _vector(x, batch, token, head, places, NORM: Bool):
@@ -103,33 +102,6 @@ def recurrent_forward(
     return out, final
 
 
-def check_supported(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-) -> None:
-    """Raises UnsupportedError for what the kernels of the gated delta rule do not serve."""
-    dtype = q.dtype
-    if dtype not in FLOATS or k.dtype != dtype or v.dtype != dtype:
-        raise UnsupportedError("query, key and value are not all fp32, all fp16 or all bf16")
-    if g.dtype not in FLOATS or beta.dtype not in FLOATS:
-        raise UnsupportedError("g or beta is not fp32, fp16 or bf16")
-    if initial_state is not None and initial_state.dtype not in FLOATS:
-        raise UnsupportedError("initial_state is not fp32, fp16 or bf16")
-    if k.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
-        raise UnsupportedError(f"it takes head dimensions up to {MAX_HEAD_DIM}")
-    if cu_seqlens is not None:
-        raise UnsupportedError("it does not take cu_seqlens")
-
-
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 @register_impl("recurrent_gated_delta_rule", "cutile")
 def recurrent_gated_delta_rule(
     query: torch.Tensor,
@@ -144,8 +116,8 @@ def recurrent_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     check_delta_rule("recurrent_gated_delta_rule", query, key, value, g, beta, initial_state, cu_seqlens)
     check_supported(query, key, value, g, beta, initial_state, cu_seqlens)
-    if wants_gradient(query, key, value, g, beta, initial_state):
-        raise UnsupportedError("it has no backward kernel")
-    options = (output_final_state, use_qk_l2norm_in_kernel)
-    out, final = recurrent_forward(query, key, value, g, beta, initial_state, *options)
+    # The kernels in chunks compute the same, and have a backward pass.
+    training = wants_gradient(query, key, value, g, beta, initial_state)
+    run = ChunkGatedDeltaRule.apply if training else recurrent_forward
+    out, final = run(query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel)
     return out, (final if output_final_state else None)

@@ -22,11 +22,10 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
-from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import with_unit_stride
-from tilegym.ops.cutile.gated_delta_rule import check_supported
-from tilegym.ops.cutile.gated_delta_rule import wants_gradient
+from tilegym.ops.cutile.gated_delta_rule_backward import backward_chunk_kernel
+from tilegym.ops.cutile.gated_delta_rule_backward import backward_scan_kernel
 from tilegym.ops.cutile.gated_delta_rule_tiles import CHUNK
 from tilegym.ops.cutile.gated_delta_rule_tiles import DECAY
 from tilegym.ops.cutile.gated_delta_rule_tiles import FACTORS
@@ -37,9 +36,12 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import OF_VALUE
 from tilegym.ops.cutile.gated_delta_rule_tiles import OF_WRITE
 from tilegym.ops.cutile.gated_delta_rule_tiles import TF32
 from tilegym.ops.cutile.gated_delta_rule_tiles import TF32_SPLIT
+from tilegym.ops.cutile.gated_delta_rule_tiles import check_supported
 from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_decay
 from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import decay_sums
 from tilegym.ops.cutile.gated_delta_rule_tiles import decays
+from tilegym.ops.cutile.gated_delta_rule_tiles import decays_to_end
 from tilegym.ops.cutile.gated_delta_rule_tiles import factor
 from tilegym.ops.cutile.gated_delta_rule_tiles import gram
 from tilegym.ops.cutile.gated_delta_rule_tiles import inverse
@@ -51,8 +53,10 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import product_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_matrix
 from tilegym.ops.cutile.gated_delta_rule_tiles import strictly_lower
+from tilegym.ops.cutile.gated_delta_rule_tiles import wants_gradient
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.gated_delta_rule import NORM_EPS
 from tilegym.ops.pytorch.gated_delta_rule import check_chunk
@@ -72,17 +76,15 @@ def chunk_matrices_kernel(
     qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
     kt = chunk_of(k, batch, chunk, head // GROUP, 0, TILE_K)
     rate = numbers_of(beta, batch, chunk, head)[:, None]
-    total = ct.cumsum(numbers_of(g, batch, chunk, head), axis=0)
-    place = ct.arange(CHUNK, dtype=ct.int32)
-    last = ct.sum(ct.where(place == CHUNK - 1, total, 0.0))
+    high, low = decay_sums(numbers_of(g, batch, chunk, head))
     same_k = gram(kt, kt, PRECISION)
     of_k = inverse_norms(same_k, 1, NORM_EPS, NORM)
     of_q = inverse_norms(gram(qt, qt, PRECISION), 1, NORM_EPS, NORM) * scale
-    between = decays(total) * inverse_norms(same_k, 0, NORM_EPS, NORM)
+    between = decays(high, low) * inverse_norms(same_k, 0, NORM_EPS, NORM)
     store_matrix(scores, row, chunk, 0, gram(qt, kt, PRECISION) * between * of_q)
     store_matrix(solved, row, chunk, 0, strictly_lower(same_k * between * (rate * of_k)))
-    decay = ct.exp(total)[:, None]
-    rest = ct.exp(last - total)[:, None]
+    decay = ct.exp(high)[:, None]
+    rest = decays_to_end(high, low)[:, None]
     for which, column in ct.static_iter(
         ((OF_READ, decay * of_q), (OF_HELD, decay * of_k * rate), (OF_VALUE, rate), (OF_WRITE, rest * of_k),
          (DECAY, decay))
@@ -190,6 +192,80 @@ def chunk_forward(
     return out, final
 
 
+def _fake_backward(dout, dfinal, q, k, v, g, beta, initial, normalize):
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        g.new_empty(g.shape),
+        beta.new_empty(beta.shape),
+        v.new_empty((0,) if initial is None else initial.shape, dtype=torch.float32),
+    )
+
+
+@compilable(fake=_fake_backward)
+def chunk_backward(
+    dout: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial: torch.Tensor | None,
+    normalize: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k, v, g, beta, and in fp32 that of the initial state (empty without one)."""
+    q, k, v, dout = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), with_unit_stride(dout)
+    batch, tokens, heads, value_dim = v.shape
+    key_heads, key_dim = k.shape[2:]
+    group, precision = heads // key_heads, PRECISIONS[q.dtype]
+    solved, scores, factors = chunk_matrices(q, k, g, beta, normalize)
+    rows, chunks = solved.shape[:2]
+    states = factors.new_empty(rows, chunks, key_dim, value_dim)
+    written = factors.new_empty(rows, chunks, CHUNK, value_dim)
+    dstates, dleft = torch.empty_like(states), torch.empty_like(written)
+    dinitial = factors.new_empty((0,) if initial is None else initial.shape)
+    tiles = scan_tiles(rows, key_dim, value_dim, v.get_device())
+    grid, constants = (rows, ct.cdiv(value_dim, tiles[1])), (group, *tiles)
+    before = factors if initial is None else with_unit_stride(initial)
+    args = (q, k, v, solved, scores, factors, before, dout, dout, states, written)
+    launch(v, grid, chunk_scan_kernel, (*args, *constants, initial is not None, False, True, precision))
+    after = factors if dfinal is None else with_unit_stride(dfinal)
+    args = (q, k, dout, solved, scores, factors, after, factors if initial is None else dinitial, dstates, dleft)
+    launch(v, grid, backward_scan_kernel, (*args, *constants, dfinal is not None, initial is not None, precision))
+    # Heads that share a key head have each its own gradient of it, in fp32 until they are added.
+    dtype = q.dtype if group == 1 else torch.float32
+    dq = q.new_empty(batch, tokens, heads, key_dim, dtype=dtype)
+    dk, dv = torch.empty_like(dq), v.new_empty(v.shape)
+    dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
+    tile_v = min(32, tile_of(value_dim))
+    args = (q, k, v, g, beta, dout, states, written, dstates, dleft, dq, dk, dv, dg, dbeta, key_dim**-0.5)
+    constants = (ct.cdiv(value_dim, tile_v), group, tiles[0], tile_v, normalize, precision)
+    launch(v, (rows * chunks,), hinted(backward_chunk_kernel, num_worker_warps=8), (*args, *constants))
+    if group > 1:
+        dq, dk = (x.unflatten(2, (key_heads, group)).sum(3).to(q.dtype) for x in (dq, dk))
+    return dq, dk, dv, dg, dbeta, dinitial
+
+
+class ChunkGatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, initial, with_final, normalize):
+        ctx.save_for_backward(q, k, v, g, beta, initial)
+        ctx.normalize = normalize
+        ctx.set_materialize_grads(False)
+        return chunk_forward(q, k, v, g, beta, initial, with_final, normalize)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dfinal):
+        q, k, v, g, beta, initial = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(v)
+        *gradients, dinitial = chunk_backward(dout, dfinal, q, k, v, g, beta, initial, ctx.normalize)
+        return *gradients, (None if initial is None else dinitial.to(initial.dtype)), None, None
+
+
 @register_impl("chunk_gated_delta_rule", "cutile")
 def chunk_gated_delta_rule(
     query: torch.Tensor,
@@ -206,8 +282,7 @@ def chunk_gated_delta_rule(
     check_delta_rule("chunk_gated_delta_rule", query, key, value, g, beta, initial_state, cu_seqlens)
     check_chunk(chunk_size)
     check_supported(query, key, value, g, beta, initial_state, cu_seqlens)
-    if wants_gradient(query, key, value, g, beta, initial_state):
-        raise UnsupportedError("it has no backward kernel")
+    run = ChunkGatedDeltaRule.apply if wants_gradient(query, key, value, g, beta, initial_state) else chunk_forward
     options = (output_final_state, use_qk_l2norm_in_kernel)
-    out, final = chunk_forward(query, key, value, g, beta, initial_state, *options)
+    out, final = run(query, key, value, g, beta, initial_state, *options)
     return out, (final if output_final_state else None)

@@ -1,10 +1,13 @@
-"""What the kernels of the chunked gated delta rule share: loads of a chunk, and products of tiles.
+"""What the kernels of the gated delta rule share: loads of a chunk, products of tiles, what they do not serve.
 
 A chunk has CHUNK tokens; what lies behind the last token is read as zeros, which neither decay nor change the state.
 """
 
 import cuda.tile as ct
+import torch
 
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
@@ -12,14 +15,15 @@ from tilegym.ops.cutile.tiling import span
 
 LEVELS = 6
 CHUNK = 2**LEVELS
-# How fp32 tiles are multiplied: in tf32, with its 10 bits, or in three products of their upper and lower halves in
-# tf32, with some 21 bits. (ct.mma on fp32 has no tensor cores, and its tiles no room in the registers.)
-TF32, TF32_SPLIT = 1, 3
+# How fp32 tiles are multiplied: in tf32, with its 10 bits, or in four products of their upper and lower halves in
+# tf32, with 22 bits. (ct.mma on fp32 has no tensor cores, and its tiles no room in the registers.)
+TF32, TF32_SPLIT = 1, 4
 # The factors of a token, rows of ``factors``, [B * Hv, chunks, FACTORS, CHUNK]: what multiplies q @ S, k @ S, v, and k
 # on its way into the state; then the decay since the start of the chunk.
 OF_READ, OF_HELD, OF_VALUE, OF_WRITE, DECAY = range(5)
 FACTORS = 5
 ZERO = ct.PaddingMode.ZERO
+MAX_HEAD_DIM = 256
 
 
 def product(a, b, acc, PRECISION: Int):
@@ -27,11 +31,15 @@ def product(a, b, acc, PRECISION: Int):
     x, y = a.astype(ct.float32), b.astype(ct.float32)
     high_x, high_y = x.astype(ct.tfloat32), y.astype(ct.tfloat32)
     if PRECISION == TF32_SPLIT:
-        # What 16 bits hold has no lower half.
+        low_x = (x - high_x.astype(ct.float32)).astype(ct.tfloat32)
+        low_y = (y - high_y.astype(ct.float32)).astype(ct.tfloat32)
+        # The smallest first. What 16 bits hold has no lower half.
+        if a.dtype == ct.float32 and b.dtype == ct.float32:
+            acc = ct.mma(low_x, low_y, acc)
         if b.dtype == ct.float32:
-            acc = ct.mma(high_x, (y - high_y.astype(ct.float32)).astype(ct.tfloat32), acc)
+            acc = ct.mma(high_x, low_y, acc)
         if a.dtype == ct.float32:
-            acc = ct.mma((x - high_x.astype(ct.float32)).astype(ct.tfloat32), high_y, acc)
+            acc = ct.mma(low_x, high_y, acc)
     return ct.mma(high_x, high_y, acc)
 
 
@@ -94,12 +102,29 @@ def numbers_of(x, batch, chunk, head):
     return ct.gather(x, (batch, span(chunk, CHUNK), head)).astype(ct.float32)
 
 
-def decays(total):
-    """exp(total_i - total_j) where i >= j, else 0: [CHUNK, CHUNK], from the sums of log decays within a chunk."""
+def decay_sums(logs):
+    """The sums of ``logs``, [CHUNK], up to each token, as two numbers in fp32, the second what the first lacks.
+
+    The decays between tokens come from differences of sums, which may be large where the difference is small.
+    """
+    total = ct.cumsum(logs.astype(ct.float64), axis=0)
+    high = total.astype(ct.float32)
+    return high, (total - high.astype(ct.float64)).astype(ct.float32)
+
+
+def decays(high, low):
+    """The decay from token j to token i where i >= j, else 0: [CHUNK, CHUNK], from :func:`decay_sums`."""
     place = ct.arange(CHUNK, dtype=ct.int32)
+    between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     # Masked before exp: what runs backwards in time is positive, and may be large.
-    between = ct.where(place[:, None] >= place[None, :], total[:, None] - total[None, :], float("-inf"))
-    return ct.exp(between)
+    return ct.exp(ct.where(place[:, None] >= place[None, :], between, float("-inf")))
+
+
+def decays_to_end(high, low):
+    """The decay from each token to the last: [CHUNK]."""
+    last = ct.arange(CHUNK, dtype=ct.int32) == CHUNK - 1
+    rest = ct.sum(ct.where(last, high, 0.0)) - high
+    return ct.exp(rest + (ct.sum(ct.where(last, low, 0.0)) - low))
 
 
 def strictly_lower(tile):
@@ -127,3 +152,30 @@ def _below(system, level):
     block = ct.arange(CHUNK, dtype=ct.int32) >> level
     rows, cols = block[:, None], block[None, :]
     return ct.where((rows % 2 == 1) & (rows == cols + 1), system, 0.0)
+
+
+def check_supported(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    """Raises UnsupportedError for what the kernels of the gated delta rule do not serve."""
+    dtype = q.dtype
+    if dtype not in FLOATS or k.dtype != dtype or v.dtype != dtype:
+        raise UnsupportedError("query, key and value are not all fp32, all fp16 or all bf16")
+    if g.dtype not in FLOATS or beta.dtype not in FLOATS:
+        raise UnsupportedError("g or beta is not fp32, fp16 or bf16")
+    if initial_state is not None and initial_state.dtype not in FLOATS:
+        raise UnsupportedError("initial_state is not fp32, fp16 or bf16")
+    if k.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
+        raise UnsupportedError(f"it takes head dimensions up to {MAX_HEAD_DIM}")
+    if cu_seqlens is not None:
+        raise UnsupportedError("it does not take cu_seqlens")
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -1,0 +1,155 @@
+"""The backward kernels of the chunked gated delta rule.
+
+In the notation of ``gated_delta_rule_chunk``, with S the state before a chunk, S' that behind it, and
+``left = beta * v - beta * e * (k S)``, so that ``new = T left``::
+
+    dnew = P^T dout + f * (k dS')                   dleft = T^T dnew
+    dS   = e_last * dS' + (scale * e * q)^T dout - (beta * e * k)^T dleft
+
+which is a scan like the forward one, from the last chunk to the first. What is left is independent in all chunks. The
+derivative of the inverse gives ``dA = -strictly_lower(dleft new^T)`` for the system ``A``; with ``dP = dout new^T``::
+
+    dq  = scale * (e * (dout S^T) + (dP * D) k)
+    dk  = (dP * D)^T scale q + f * (new dS'^T) - beta * e * (dleft S^T) + (B + B^T) k,  B = beta * (dA * D)
+    dv  = beta * dleft
+
+and the decays' gradients are the products of what they multiply with its gradient, summed from the end of the chunk.
+Nothing but the inputs is kept for the backward pass: it computes S, new, T and P again.
+"""
+
+import cuda.tile as ct
+
+from tilegym.ops.cutile.gated_delta_rule_tiles import CHUNK
+from tilegym.ops.cutile.gated_delta_rule_tiles import OF_HELD
+from tilegym.ops.cutile.gated_delta_rule_tiles import OF_READ
+from tilegym.ops.cutile.gated_delta_rule_tiles import OF_WRITE
+from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_decay
+from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import decay_sums
+from tilegym.ops.cutile.gated_delta_rule_tiles import decays
+from tilegym.ops.cutile.gated_delta_rule_tiles import decays_to_end
+from tilegym.ops.cutile.gated_delta_rule_tiles import factor
+from tilegym.ops.cutile.gated_delta_rule_tiles import gram
+from tilegym.ops.cutile.gated_delta_rule_tiles import inverse_norms
+from tilegym.ops.cutile.gated_delta_rule_tiles import matrix_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import numbers_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import product
+from tilegym.ops.cutile.gated_delta_rule_tiles import product_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
+from tilegym.ops.cutile.gated_delta_rule_tiles import store_matrix
+from tilegym.ops.cutile.gated_delta_rule_tiles import strictly_lower
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import span
+from tilegym.ops.pytorch.gated_delta_rule import NORM_EPS
+
+
+@ct.kernel
+def backward_scan_kernel(
+    q, k, dout, solved, scores, factors, dfinal, dinitial, dstates, dleft, GROUP: Int, TILE_K: Int, TILE_V: Int,
+    FINAL: Bool, INITIAL: Bool, PRECISION: Int,
+):  # fmt: skip
+    """dS' of every chunk, [B * Hv, chunks, Dk, Dv], and dleft, [B * Hv, chunks, CHUNK, Dv], from the last to the first.
+
+    dfinal, dinitial: [B, Hv, Dk, Dv]. Blocks: (batch and value heads, tiles of Dv).
+    """
+    heads, chunks = dout.shape[2], solved.shape[1]
+    row, column = ct.bid(0), ct.bid(1)
+    batch, head = row // heads, row % heads
+    if FINAL:
+        dstate = matrix_of(dfinal, batch, head, column, TILE_K, TILE_V).astype(ct.float32)
+    else:
+        dstate = ct.zeros((TILE_K, TILE_V), ct.float32)
+    for step in range(chunks):
+        chunk = chunks - 1 - step
+        store_matrix(dstates, row, chunk, column, dstate)
+        qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
+        kt = chunk_of(k, batch, chunk, head // GROUP, 0, TILE_K)
+        up = chunk_of(dout, batch, chunk, head, column, TILE_V)
+        dnew = factor(factors, row, chunk, OF_WRITE) * product_of(kt, dstate, PRECISION)
+        dnew = product(ct.transpose(matrix_of(scores, row, chunk, 0, CHUNK, CHUNK)), up, dnew, PRECISION)
+        dl = product_of(ct.transpose(matrix_of(solved, row, chunk, 0, CHUNK, CHUNK)), dnew, PRECISION)
+        store_matrix(dleft, row, chunk, column, dl)
+        dstate = dstate * chunk_decay(factors, row, chunk)
+        dstate = product(ct.transpose(qt), factor(factors, row, chunk, OF_READ) * up, dstate, PRECISION)
+        dstate = product(ct.transpose(kt), -factor(factors, row, chunk, OF_HELD) * dl, dstate, PRECISION)
+    if INITIAL:
+        store_matrix(dinitial, batch, head, column, dstate)
+
+
+def _by_rows(a, b):
+    return ct.sum(a * b, axis=1, keepdims=True)
+
+
+def _normalised_back(dx, x, inverse_norm, NORM: Bool):
+    """The gradient of rows before they were normalised to ``x``."""
+    return inverse_norm * (dx - x * _by_rows(dx, x)) if NORM else dx
+
+
+@ct.kernel
+def backward_chunk_kernel(
+    q, k, v, g, beta, dout, states, written, dstates, dleft, dq, dk, dv, dg, dbeta, scale, v_tiles, GROUP: Int,
+    TILE_K: Int, TILE_V: Int, NORM: Bool, PRECISION: Int,
+):  # fmt: skip
+    """The gradients of one chunk of one value head: dq, dk [B, T, Hv, Dk], dv [B, T, Hv, Dv], dg, dbeta [B, T, Hv]."""
+    heads, chunks = g.shape[2], states.shape[1]
+    row, chunk = ct.bid(0) // chunks, ct.bid(0) % chunks
+    batch, head = row // heads, row % heads
+    rate = numbers_of(beta, batch, chunk, head)[:, None]
+    high, low = decay_sums(numbers_of(g, batch, chunk, head))
+    decay, rest = ct.exp(high)[:, None], decays_to_end(high, low)[:, None]
+    last = ct.arange(CHUNK, dtype=ct.int32)[:, None] == CHUNK - 1
+    qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
+    kt = chunk_of(k, batch, chunk, head // GROUP, 0, TILE_K)
+    same_k = gram(kt, kt, PRECISION)
+    of_k = inverse_norms(same_k, 1, NORM_EPS, NORM)
+    of_q = inverse_norms(gram(qt, qt, PRECISION), 1, NORM_EPS, NORM)
+
+    # What comes through the states: sums over their columns, and so over tiles of Dv.
+    of_scores = ct.zeros((CHUNK, CHUNK), ct.float32)  # dP
+    of_system = ct.zeros((CHUNK, CHUNK), ct.float32)  # -dA
+    read = ct.zeros((CHUNK, TILE_K), ct.float32)  # dout S^T
+    held = ct.zeros((CHUNK, TILE_K), ct.float32)  # dleft S^T
+    wrote = ct.zeros((CHUNK, TILE_K), ct.float32)  # new dS'^T
+    drate = ct.zeros((CHUNK, 1), ct.float32)
+    kept = ct.zeros((1, 1), ct.float32)  # the sum of S * dS'
+    for column in range(v_tiles):
+        up = chunk_of(dout, batch, chunk, head, column, TILE_V)
+        new = matrix_of(written, row, chunk, column, CHUNK, TILE_V)
+        dl = matrix_of(dleft, row, chunk, column, CHUNK, TILE_V)
+        state = matrix_of(states, row, chunk, column, TILE_K, TILE_V)
+        dstate = matrix_of(dstates, row, chunk, column, TILE_K, TILE_V)
+        of_scores = product(up, ct.transpose(new), of_scores, PRECISION)
+        of_system = product(dl, ct.transpose(new), of_system, PRECISION)
+        read = product(up, ct.transpose(state), read, PRECISION)
+        held = product(dl, ct.transpose(state), held, PRECISION)
+        wrote = product(new, ct.transpose(dstate), wrote, PRECISION)
+        kept = kept + ct.sum(ct.sum(state * dstate, axis=1, keepdims=True), axis=0, keepdims=True)
+        drate = drate + _by_rows(dl, chunk_of(v, batch, chunk, head, column, TILE_V).astype(ct.float32))
+        store_chunk(dv, batch, chunk, head, column, rate * dl)
+
+    between = decays(high, low)
+    norms_of_k = inverse_norms(same_k, 0, NORM_EPS, NORM)
+    scores = gram(qt, kt, PRECISION) * of_q * norms_of_k * scale  # without the decays
+    system = same_k * of_k * norms_of_k
+    q_hat, k_hat = qt.astype(ct.float32) * of_q, kt.astype(ct.float32) * of_k
+    of_scores = of_scores * between
+    of_system = strictly_lower(-of_system * between)
+    drate = drate - decay * _by_rows(held, k_hat) + _by_rows(of_system, system)
+    of_system = of_system * rate
+    products = of_scores * scores + of_system * system  # with dP * P + dA * A the decays' gradients
+    wrote, held = rest * wrote, -rate * decay * held
+    dq_hat = scale * product(of_scores, k_hat, decay * read, PRECISION)
+    dk_hat = wrote + held
+    dk_hat = product(ct.transpose(of_scores), scale * q_hat, dk_hat, PRECISION)
+    dk_hat = product(of_system + ct.transpose(of_system), k_hat, dk_hat, PRECISION)
+    into = _by_rows(wrote, k_hat)
+    dtotal = ct.sum(products, axis=1, keepdims=True) - ct.sum(products, axis=0, keepdims=True).reshape((CHUNK, 1))
+    dtotal = dtotal + scale * _by_rows(decay * read, q_hat) + _by_rows(held, k_hat) - into
+    dtotal = dtotal + ct.where(last, ct.sum(into, axis=0, keepdims=True) + kept * decay, 0.0)
+    tokens = span(chunk, CHUNK)
+    dlog = ct.cumsum(dtotal.reshape((CHUNK,)), axis=0, reverse=True)
+    ct.scatter(dg, (batch, tokens, head), dlog.astype(dg.dtype))
+    ct.scatter(dbeta, (batch, tokens, head), drate.reshape((CHUNK,)).astype(dbeta.dtype))
+    store_chunk(dq, batch, chunk, head, 0, _normalised_back(dq_hat, q_hat, of_q, NORM))
+    store_chunk(dk, batch, chunk, head, 0, _normalised_back(dk_hat, k_hat, of_k, NORM))
