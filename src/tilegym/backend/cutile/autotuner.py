@@ -89,6 +89,7 @@ class Autotuner:
         self._calls: dict[tuple, _Choice] = {}
         self._latest: dict[ct.kernel, Config] = {}
         self._winners: dict[TuningKey, Config] = {}
+        self.version = 0  # grows when results are forgotten: what a caller has kept of them is out of date
 
     def __call__(
         self,
@@ -153,8 +154,13 @@ class Autotuner:
                 launch(like, grid, choice.kernel, args)
         return config
 
+    def known(self, kernel: ct.kernel, key: tuple) -> "_Choice | None":
+        """What a call with this ``key`` launches, the configuration, the kernel and the grid; None if not yet sure."""
+        return self._calls.get((kernel, key))
+
     def forget(self) -> None:
         """Forgets what this process knows; what is on disk is looked up again."""
+        self.version += 1
         self._calls.clear()
         self._latest.clear()
         self._winners.clear()
