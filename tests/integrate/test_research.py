@@ -113,8 +113,9 @@ def test_a_real_model_is_neither_run_nor_changed():
 
 
 def test_layers_that_differ_from_the_rest_are_not_taken_for_them():
+    config = small_model("llama").model.config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(small_model("llama").model.config)
+        model = AutoModelForCausalLM.from_config(config)
     model.model.norm.variance_epsilon = 0.5
     model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
     found = research(model)

@@ -46,7 +46,8 @@ def research(model: nn.Module | Any, trust_remote_code: bool = False, seed: int 
     config = default_config(model) if isinstance(model, str) else getattr(model, "config", model)
     small = small_model(config, seed, trust_remote_code, type(model) if isinstance(model, nn.Module) else None)
     real = model if isinstance(model, nn.Module) else _laid_out(small)
-    findings = find(small.model, record(small.model))
+    with torch.device("cpu"):  # whatever the default is
+        findings = find(small.model, record(small.model))
     places = Places(small.model, real)
     placed = place(findings, places, small.changes)
     dtype = str(getattr(config, "dtype", None) or torch.bfloat16).removeprefix("torch.")

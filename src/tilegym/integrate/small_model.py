@@ -141,7 +141,18 @@ def small_model(
     """
     config = default_config(config) if isinstance(config, str) else config
     text = config.get_text_config(decoder=True)
-    failures = []
+    failures: list[str] = []
+    with torch.device("cpu"):
+        small = _first_that_runs(config, text, seed, trust_remote_code, model_class, failures)
+    if small is not None:
+        return small
+    last = failures[0] if failures else "its config has no decoder"
+    raise ModelError(f"no small model of type {config.model_type!r} can be made ({last}): take a decoder-only model")
+
+
+def _first_that_runs(
+    config: Any, text: Any, seed: int, trust_remote_code: bool, model_class: type | None, failures: list[str]
+) -> SmallModel | None:
     for candidate, make in _candidates(config, text, trust_remote_code, model_class):
         for recipe in _RECIPES:
             try:
@@ -156,8 +167,7 @@ def small_model(
                 if recipe is gaps_filled or getattr(candidate, "is_decoder", None) is False:
                     whole = type(candidate).from_dict(_filled(candidate.to_dict(), recipe is gaps_filled))
                 return SmallModel(model, whole, make, changes, tuple(failures))
-    last = failures[0] if failures else "its config has no decoder"
-    raise ModelError(f"no small model of type {config.model_type!r} can be made ({last}): take a decoder-only model")
+    return None
 
 
 def default_config(model_type: str) -> Any:
@@ -358,7 +368,7 @@ def _shrink_number(config: dict[str, Any], name: str, value: int, layers: int, w
 
 
 def _shrink_list(config: dict[str, Any], name: str, value: list, depth: int, layers: int, wanted: Callable) -> list:
-    if _INDICES.search(name) and all(isinstance(i, int) for i in value) and name not in ("no_rope_layers",):
+    if _are_indices(name, value):
         return [i for i in value if i < layers]
     if name == "attention_types":  # GPT-Neo: [[kinds, repetitions], ...]
         return [[kinds, max(1, layers // len(kinds))] for kinds, _ in value[:1]]
@@ -369,6 +379,12 @@ def _shrink_list(config: dict[str, Any], name: str, value: list, depth: int, lay
     return [_shrink_number(config, name, v, layers, wanted) if type(v) is int and v > 8 else v for v in value]
 
 
+def _are_indices(name: str, value: list) -> bool:
+    """Whether a list names layers by their numbers, and does not hold something for each layer."""
+    rising = all(type(a) is int and type(b) is int and a < b for a, b in zip(value, value[1:], strict=False))
+    return bool(_INDICES.search(name)) and rising and all(type(i) is int for i in value)
+
+
 def _depth(values: dict[str, Any]) -> tuple[int, int]:
     """The number of layers, and how many of the first of them show every kind of layer."""
     depths = [v for name, v in values.items() if _LAYERS.search(name) and isinstance(v, int) and v > 0]
@@ -376,8 +392,8 @@ def _depth(values: dict[str, Any]) -> tuple[int, int]:
         return 0, 2
     depth = max(depths)
     lists = {name: v for name, v in values.items() if isinstance(v, list) and v}
-    columns = [v for v in lists.values() if len(v) == depth]
-    indices = [v for name, v in lists.items() if len(v) != depth and _INDICES.search(name)]
+    indices = [v for name, v in lists.items() if _are_indices(name, v)]
+    columns = [v for name, v in lists.items() if len(v) == depth and not _are_indices(name, v)]
     special = values.get("per_layer_config") or {}
     kinds = [
         (*(str(c[i]) for c in columns), *(i in v for v in indices), str(special.get(str(i), special.get(f"{i:02}"))))
