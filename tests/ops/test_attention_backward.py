@@ -110,6 +110,14 @@ class Test_FMHA_Backward(PyTestCase):
         kwargs = tensors(*SHAPES[1]) | {"attention_mask": lowest_numbers(1, 1, 17, 50)}
         self.assertCorrectness(fmha, on_cpu, kwargs, {"backend": "cutile"}, gradient=QKV)
 
+    def test_large_numbers_as_mask(self):
+        """exp of it overflows: so would the probabilities of queries behind the last one, in a ragged tile."""
+        kwargs = tensors(*SHAPES[1]) | {"attention_mask": additive(1, 1, 1, 50) + 500.0}
+        for got, expected in zip(
+            gradients(kwargs, backend="cutile"), gradients(kwargs, function=reference), strict=True
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
     def test_large_scores(self):
         kwargs = tensors(1, 2, 2, 40, 40, 16, 16) | {"scaling": 30.0}
         with sdpa_kernel(SDPBackend.MATH):

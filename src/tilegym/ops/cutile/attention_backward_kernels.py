@@ -211,8 +211,11 @@ def add_to_dk_dv(
     zeros = ct.zeros((tile_n, TILE_M), dtype=ct.float32)
     s = ct.mma(k_tile, ct.transpose(q_tile), zeros)
     dp = ct.mma(v_tile, ct.transpose(do_tile), zeros)
-    # Where there is no query, an infinity makes P zero.
-    row_lse = load_statistic(lse, 0, batch, head, i, TILE_M, ct.PaddingMode.POS_INF)[None, :]
+    # Where there is no query, q and dO are zero, and that is enough as long as P is finite; an additive mask takes an
+    # infinity here. It costs: the tensor memory accelerator pads with zeros only, and without it all warps wait for
+    # each other at every tile.
+    padding = ct.PaddingMode.POS_INF if options[3] == ADDITIVE_MASK else ct.PaddingMode.ZERO
+    row_lse = load_statistic(lse, 0, batch, head, i, TILE_M, padding)[None, :]
     rest = load_statistic(lse, 1, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[None, :] if EXACT else 0.0
     row_delta = load_statistic(delta, 0, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[None, :]
     positions = keys - queries + i * TILE_M + ct.arange(TILE_M, dtype=ct.int32)[None, :]
