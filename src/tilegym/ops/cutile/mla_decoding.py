@@ -190,7 +190,6 @@ MAX_SPLITS = 256
 MERGE_TILE = (32, 128)  # splits and columns
 
 
-@functools.lru_cache(maxsize=1024)
 def choose_tiles(
     heads: int, dim: int, rope_dim: int, itemsize: int, transpose: bool | None, device_index: int
 ) -> tuple[int, int, int, int, bool]:
@@ -227,6 +226,33 @@ def choose_splits(blocks: int, tiles: int, device_index: int) -> int:
     return min(range(1, max(1, most) + 1), key=time)
 
 
+@functools.lru_cache(maxsize=4096)
+def plan(
+    batch: int,
+    heads: int,
+    keys: int,
+    dim: int,
+    rope_dim: int,
+    itemsize: int,
+    transpose: bool | None,
+    keys_per_split: int | None,
+    device_index: int,
+) -> tuple[tuple[int, int], tuple[int, int, int, int, bool], bool]:
+    """The grid, what choose_tiles gives, and whether the tiles need the registers of eight warps.
+
+    The grid depends on shapes only, not on ``kv_len``, so that a captured graph stays right; the blocks share what is
+    valid.
+    """
+    tiles = choose_tiles(heads, dim, rope_dim, itemsize, transpose, device_index)
+    tile_h, tile_n, *_ = tiles
+    blocks = batch * -(-heads // tile_h)
+    if keys_per_split is None:
+        splits = choose_splits(blocks, -(-keys // tile_n), device_index)
+    else:
+        splits = min(-(-keys // keys_per_split), MAX_SPLITS)
+    return (blocks, splits), tiles, tile_h == MAX_TILE_H or itemsize == 4
+
+
 def _fake(q, qpe, kv, kpe, sm_scale, transpose, kv_len_per_split, kv_len, attention_mask):
     batch, heads, dim = q.shape
     return q.new_empty(batch, heads, dim), q.new_empty(batch, heads, dtype=torch.float32)
@@ -251,20 +277,16 @@ def mla_decoding_forward(
         return out.zero_(), lse.fill_(-math.inf)
     q, qpe, kv, kpe = with_unit_stride(q), with_unit_stride(qpe), with_unit_stride(kv), with_unit_stride(kpe)
     device_index, dtype = q.get_device(), q.dtype
-    tiles = choose_tiles(heads, dim, qpe.shape[2], dtype.itemsize, transpose, device_index)
-    tile_h, tile_n = tiles[0], tiles[1]
-    wide = tile_h == MAX_TILE_H or dtype == torch.float32
-    blocks = batch * -(-heads // tile_h)
-    if kv_len_per_split is None:
-        splits = choose_splits(blocks, -(-keys // tile_n), device_index)
-    else:
-        splits = min(-(-keys // kv_len_per_split), MAX_SPLITS)
+    grid, tiles, wide = plan(
+        batch, heads, keys, dim, qpe.shape[2], dtype.itemsize, transpose, kv_len_per_split, device_index
+    )
+    splits = grid[1]
     final = splits == 1
     partial = out if final else q.new_empty(batch, heads, splits, dim + STATE_COLUMNS, dtype=torch.float32)
     mask_kind, mask = prepare_mask(attention_mask, keys)
     launch(
         partial,
-        (blocks, splits),
+        grid,
         hinted(mla_decoding_kernel, num_worker_warps=8) if wide else mla_decoding_kernel,
         (
             q,
@@ -278,7 +300,7 @@ def mla_decoding_forward(
             sm_scale,
             *tiles,
             mask_kind,
-            tile_h if mask_kind != NO_MASK and mask.shape[1] > 1 else 1,
+            tiles[0] if mask_kind != NO_MASK and mask.shape[1] > 1 else 1,
             kv_len is not None,
             needs_exact(dtype, mask_kind),
             final,

@@ -86,5 +86,7 @@ def check_decoding(
         )
     if kv_len_per_split is not None and kv_len_per_split < 1:
         raise ValueError(f"{op}: kv_len_per_split must be at least 1 (or None), it is {kv_len_per_split}")
-    if kv_len is not None or attention_mask is not None:
+    # Views cost time: lengths that are right need none.
+    wrong_length = kv_len is not None and (kv_len.shape != (batch,) or kv_len.is_floating_point())
+    if wrong_length or attention_mask is not None:
         check_arguments(op, q[:, :, None], kv[:, None], kv[:, None], None, None, None, attention_mask, kv_len)
