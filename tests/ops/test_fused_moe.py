@@ -219,7 +219,7 @@ class Test_FusedMoE(PyTestCase):
             assert_launches_compile(lambda: moe_experts.moe_forward(*real_arguments(tokens, oss), None), architectures)
 
     def test_gradients_compile_for_every_architecture(self):
-        hidden, *others = real_arguments(32, True)
+        hidden, *others = real_arguments(16, True)
         with gpu_plans(hopper=False), recorded_launches() as launches:
             _, g = moe_backward.moe_forward_for_gradients(hidden, *others, None)
             moe_backward.moe_backward(hidden, hidden, *others[:4], g, *others[4:], [True] * 7)
@@ -251,7 +251,15 @@ class Test_Align(PyTestCase):
     @backends("moe_align_block_size")
     @pytest.mark.parametrize(
         ("tokens", "top_k", "experts", "block"),
-        [(1, 2, 4, 16), (5, 3, 7, 16), (300, 4, 33, 32), (97, 8, 128, 16), (3, 2, 300, 4), (0, 2, 4, 16)],
+        [
+            (1, 2, 4, 16),
+            (5, 3, 7, 16),
+            (60, 4, 33, 32),
+            (97, 8, 128, 16),
+            (600, 8, 16, 16),
+            (3, 2, 300, 4),
+            (0, 2, 4, 16),
+        ],
     )
     @dtypes(torch.int32, torch.int64)
     def test_op(self, backend, dtype, tokens, top_k, experts, block):

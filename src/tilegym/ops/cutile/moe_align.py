@@ -1,6 +1,6 @@
 """Sorting (token, expert) pairs by expert on the device: a counting sort without atomics, the same in every run.
 
-The pairs fall into chunks of CHUNK. Where there is more than one, a first kernel counts each chunk's pairs of each
+The pairs fall into chunks. Where there is more than one, a first kernel counts each chunk's pairs of each
 expert. The second one, a block a chunk, adds up the counts before it, and compares the ids within its chunk with each
 other: both together are a pair's rank among its expert's, and with the ranks of the experts the row that it gets.
 """
@@ -20,7 +20,8 @@ from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.moe_align import check_align
 from tilegym.ops.pytorch.moe_align import max_blocks
 
-CHUNK = 256
+# Pairs a chunk: a block compares each with those before it in its chunk, and reads the counts of all chunks.
+FEW_PAIRS, CHUNK_OF_FEW, CHUNK = 4096, 128, 256
 COMPARED = 8192  # elements of a tile of comparisons: 64 registers a thread
 
 
@@ -108,7 +109,7 @@ def _plan(pairs: int, block_size: int, num_experts: int) -> tuple[int, int, int,
     experts = next_power_of_2(num_experts)
     # 32 x 32 comparisons of pairs, and 32 pairs with up to 256 experts, fit.
     step = min(32, max(1, COMPARED // experts))
-    chunk = min(CHUNK, max(step, next_power_of_2(pairs)))
+    chunk = min(CHUNK if pairs > FEW_PAIRS else CHUNK_OF_FEW, max(step, next_power_of_2(pairs)))
     return max_blocks(pairs, block_size, num_experts), -(-pairs // chunk), chunk, experts, step
 
 
