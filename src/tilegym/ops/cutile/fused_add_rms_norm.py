@@ -16,6 +16,7 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
 from tilegym.ops.cutile.row_norms import contiguous_like
+from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
 from tilegym.ops.cutile.row_norms import norm_backward
@@ -96,9 +97,10 @@ def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int],
         return hinted(add_rms_norm_reload_kernel, num_worker_warps=4, occupancy=4), (rows,), 1, 4096
     tile_m, tile_n = whole_rows(rows, n, device)
     elements = tile_m * tile_n
-    warps, occupancy = (8 if elements >= 8192 else 4), max(1, min(8, 16384 // elements))
+    tiles = ct.cdiv(rows, tile_m)
+    warps, occupancy = forward_warps(tiles, elements, device), max(1, min(8, 16384 // elements))
     kernel = hinted(add_rms_norm_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (ct.cdiv(rows, tile_m),), tile_m, tile_n
+    return kernel, (tiles,), tile_m, tile_n
 
 
 def _launch_forward(x, residual, weight, eps, offset, rounded, with_rstd):

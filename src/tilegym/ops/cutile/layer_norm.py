@@ -18,6 +18,7 @@ from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
 from tilegym.ops.cutile.row_norms import centered
 from tilegym.ops.cutile.row_norms import contiguous_like
+from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
 from tilegym.ops.cutile.row_norms import norm_backward
@@ -102,9 +103,10 @@ def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int],
         return hinted(layer_norm_reload_kernel, num_worker_warps=4, occupancy=8), (rows,), 1, 4096
     tile_m, tile_n = whole_rows(rows, n, device)
     elements = tile_m * tile_n
-    warps, occupancy = (8 if elements >= 8192 else 4), min(8, 32768 // elements)
+    tiles = ct.cdiv(rows, tile_m)
+    warps, occupancy = forward_warps(tiles, elements, device), min(8, 32768 // elements)
     kernel = hinted(layer_norm_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (ct.cdiv(rows, tile_m),), tile_m, tile_n
+    return kernel, (tiles,), tile_m, tile_n
 
 
 def _launch_forward(x, weight, bias, eps, dims, save):

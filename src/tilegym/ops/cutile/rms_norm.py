@@ -13,6 +13,7 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
+from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
 from tilegym.ops.cutile.row_norms import norm_backward
@@ -112,7 +113,7 @@ def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.k
         occupancy = 3 if elements <= 4096 else 1
         kernel = hinted(rms_norm_persistent_kernel, num_worker_warps=8, occupancy=occupancy)
         return kernel, (min(tiles, occupancy * sm_count(device)),), tile_m, tile_n
-    warps, occupancy = (8 if elements >= 8192 else 4), min(8, 32768 // elements)
+    warps, occupancy = forward_warps(tiles, elements, device), min(8, 32768 // elements)
     return hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy), (tiles,), tile_m, tile_n
 
 

@@ -74,31 +74,52 @@ def _xhat(row, means, rstds, rows, CENTER: Bool):
     return row * ct.gather(rstds, rows)[:, None]
 
 
+def _load_row(dy, x, means, rstds, tile, cols, TILE_M: Int, CENTER: Bool):
+    """What the backward pass needs of TILE_M rows."""
+    rows = span(tile, TILE_M)
+    mean = ct.gather(means, rows) if CENTER else None
+    return load(dy, rows, cols), load(x, rows, cols), mean, ct.gather(rstds, rows)
+
+
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
 @ct.kernel
 def backward_kernel(
     dy, x, through, weight, means, rstds, dx, dweight, dbias, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int,
-    CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool,
+    AHEAD: Bool, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool,
 ):  # fmt: skip
     """Whole rows in registers, blocks striding over them; row ``bid`` of dweight and dbias is that block's sum.
 
-    ``through`` is a gradient that is added to dx.
+    ``through`` is a gradient that is added to dx. AHEAD: the next rows are read before these are worked on.
     """
     cols = span(0, TILE_N)
-    scale = scale_of(load_vector(weight, cols, WEIGHT), OFFSET)
+    w = load_vector(weight, cols, WEIGHT)
     dw = ct.zeros((TILE_M, TILE_N), ct.float32)
     db = ct.zeros((TILE_M, TILE_N), ct.float32)
+    if AHEAD:
+        next_up, next_row, next_mean, next_rstd = _load_row(dy, x, means, rstds, ct.bid(0), cols, TILE_M, CENTER)
     for tile in range(ct.bid(0), ct.cdiv(x.shape[0], TILE_M), ct.num_blocks(0)):
+        if AHEAD:
+            up, row, mean, rstd = next_up, next_row, next_mean, next_rstd
+            later = tile + ct.num_blocks(0)  # out of bounds in the end: nothing is read then
+            next_up, next_row, next_mean, next_rstd = _load_row(dy, x, means, rstds, later, cols, TILE_M, CENTER)
+        else:
+            up, row, mean, rstd = _load_row(dy, x, means, rstds, tile, cols, TILE_M, CENTER)
         rows = span(tile, TILE_M)
-        up = load(dy, rows, cols).astype(ct.float32)
-        added = load(through, rows, cols).astype(ct.float32) if THROUGH else None
-        xhat = _xhat(load(x, rows, cols), means, rstds, rows, CENTER)
+        added = load(through, rows, cols) if THROUGH else None
+        up, row, rstd = up.astype(ct.float32), row.astype(ct.float32), rstd[:, None]
+        xhat = (row - mean[:, None] if CENTER else row) * rstd
         # Where cols is beyond the row's end up is 0, whatever xhat is.
-        g = up * scale
-        grad = g - xhat * (ct.sum(g * xhat, axis=1, keepdims=True) / N)
+        g = up * scale_of(w, OFFSET)
         if CENTER:
-            grad = grad - ct.sum(g, axis=1, keepdims=True) / N
-        grad = grad * ct.gather(rstds, rows)[:, None]
-        store(dx, rows, cols, grad + added if THROUGH else grad)
+            product, total = ct.reduce((g * xhat, g), 1, _add_pairs, (0.0, 0.0), keepdims=True)
+            grad = g - total / N - xhat * (product / N)
+        else:
+            grad = g - xhat * (ct.sum(g * xhat, axis=1, keepdims=True) / N)
+        grad = grad * rstd
+        store(dx, rows, cols, grad + added.astype(ct.float32) if THROUGH else grad)
         if DWEIGHT:
             dw = dw + up * xhat
         if DBIAS:
@@ -182,21 +203,29 @@ def whole_rows(rows: int, n: int, device: int) -> tuple[int, int]:
     return max(1, min(4096 // tile_n, next_power_of_2(rows // (4 * sm_count(device))))), tile_n
 
 
-@functools.lru_cache(maxsize=1024)
-def backward_plan(rows: int, n: int, device: int, center: bool, through: bool) -> tuple[ct.kernel, int, int, int]:
-    """(kernel, blocks, TILE_M, TILE_N) of the backward pass in registers, for rows of up to MAX_CACHED_BACKWARD.
+def forward_warps(tiles: int, elements: int, device: int) -> int:
+    """Warps of a block that holds a tile of ``elements``. Where there are fewer tiles than multiprocessors, what counts
+    is how long one takes: with 8 warps each thread issues half as many instructions."""
+    return 8 if elements >= 8192 or (elements >= 2048 and tiles < sm_count(device)) else 4
 
-    Without center and through the fastest on an H200 for 8192x4096, 262144x128 and 4096x8192 in bf16.
+
+@functools.lru_cache(maxsize=1024)
+def backward_plan(rows: int, n: int, device: int, center: bool, through: bool) -> tuple[ct.kernel, int, int, int, bool]:
+    """(kernel, blocks, TILE_M, TILE_N, AHEAD) of the backward pass in registers, for rows of up to MAX_CACHED_BACKWARD.
+
+    Without center and through the fastest on an H200 for 8192x4096, 262144x128 and 4096x8192 in bf16. With them a
+    third block to a multiprocessor would spill on sm_90; reading ahead keeps as many bytes under way, without spills.
     """
     rows = rows if n else 0
     tile_n = next_power_of_2(n)
-    if center or through:
-        warps, occupancy = (8, 2) if tile_n > 2048 else (4, 4)
+    ahead = center or through
+    if ahead:
+        warps, occupancy = (8, 2 if tile_n <= 4096 else 1) if tile_n > 2048 else (4, 4)
     else:
         warps, occupancy = (8, 2 if tile_n > 4096 else 3) if tile_n > 2048 else (4, 8)
     tile_m = max(1, min(2048 // tile_n, next_power_of_2(rows // (occupancy * sm_count(device)))))
     kernel = hinted(backward_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, min(ct.cdiv(rows, tile_m), occupancy * sm_count(device)), tile_m, tile_n
+    return kernel, min(ct.cdiv(rows, tile_m), occupancy * sm_count(device)), tile_m, tile_n, ahead
 
 
 # Tiles of the wide backward pass, and of the sums of blocks.
@@ -285,14 +314,14 @@ def norm_backward(
     means = mean if center else rstd
     cached = n <= MAX_CACHED_BACKWARD
     if cached:
-        kernel, blocks, tile_m, tile_n = backward_plan(m, n, device, center, add)
+        kernel, blocks, *tiles = backward_plan(m, n, device, center, add)
     else:
         blocks = min(ct.cdiv(m, WIDE_M), max(1, 8 * sm_count(device) // ct.cdiv(n, WIDE_N)))
     weights = sums_of_blocks(rstd, blocks, n, dweight, dtype)
     biases = sums_of_blocks(rstd, blocks, n, dbias, dtype)
     parts = weights[0], biases[0]
     if cached:
-        constants = (offset, n, tile_m, tile_n, center, add, weighted, dweight, dbias)
+        constants = (offset, n, *tiles, center, add, weighted, dweight, dbias)
         launch(x, (blocks,), kernel, (dy, rows, through, w, means, rstd, out, *parts, *constants))
     else:
         mean_g, mean_product = (torch.empty_like(rstd) for _ in range(2))
