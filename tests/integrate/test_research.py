@@ -1,13 +1,14 @@
 """Research over whole families: the exact parts of some, nothing missed in many."""
 
 import inspect
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from expected_parts import EXPECTED
+from expected_parts import told
 from integrate_models import Unseen
 from integrate_models import UnseenConfig
 from transformers import AutoModelForCausalLM
@@ -20,10 +21,6 @@ from tilegym.integrate.small_model import small_model
 from tilegym.integrate.source_regions import source_of
 from tilegym.inventory.rules import check_definition
 from tilegym.inventory.schema import Definition
-
-sys.path.insert(0, str(Path(__file__).parent))  # expected_parts.py stands beside this file
-from expected_parts import EXPECTED  # noqa: E402
-from expected_parts import told  # noqa: E402
 
 FAMILIES = [
     "afmoe", "arcee", "bamba", "bart", "bert", "biogpt", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3",

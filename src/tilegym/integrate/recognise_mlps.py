@@ -129,7 +129,8 @@ def _mlps(module: nn.Module, linears: dict[str, bool], transposed: bool) -> Iter
                 yield formulas.gated_mlp(gate, biases), {"roles": roles, **_said(gate)}
             for act, scale, last in itertools.product(ACTIVATIONS, scales, scales):
                 if (scale, last) != (1.0, 1.0):
-                    what = {"roles": roles, **_said(Gate(act)), "gate_scale": scale, "down_scale": last}
+                    what = {"roles": roles, **_said(Gate(act))}
+                    what |= {n: v for n, v in (("gate_scale", scale), ("down_scale", last)) if v != 1.0}
                     yield formulas.gated_mlp(Gate(act), biases, scale, last), what
 
 

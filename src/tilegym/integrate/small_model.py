@@ -1,13 +1,10 @@
 """A model of any family, small enough to run anywhere in a second, that keeps every kind of layer of the original.
 
-One recipe for all families: widths, vocabularies and numbers of heads, experts and layers are recognised by the names
-that transformers' configs give them and replaced by small numbers that stand in the same relations (grouped queries
-stay grouped, packed stays packed). What is no size (eps, activations, windows' presence, scalings, kinds of layers)
-stays. Where a family asks for other sizes, the next, less thorough recipe is tried.
+One recipe for all families (:mod:`tilegym.integrate.small_config`); where a family asks for other sizes, the next,
+less thorough one is tried.
 """
 
 import functools
-import re
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,93 +14,12 @@ import torch
 from torch import nn
 
 from tilegym.errors import ModelError
+from tilegym.integrate.small_config import RECIPES
+from tilegym.integrate.small_config import WINDOW
+from tilegym.integrate.small_config import filled
+from tilegym.integrate.small_config import gaps_filled
 
-HIDDEN, HEADS, HEAD_DIM, VOCAB, WINDOW = 64, 4, 16, 128, 8
 MAX_PARAMETERS = 40_000_000  # a model that the recipes leave larger than this is not small
-
-_LAYERS = re.compile(r"(num_(hidden_|decoder_|encoder_)?layers|(decoder|encoder)_layers|n_layers?|num_blocks)$")
-_PERIOD = re.compile(r"period|interval|pattern$|every_n|(sparse|moe_layer)_step$|moe_layer_freq|layer_group_size")
-_FIRST = re.compile(r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|_layer_offset$|per_attn_res_block")
-_INDICES = re.compile(r"(_layers|_idxs|_layer_ids)$")
-_TOKEN = re.compile(r"_(token_id|token_index|index|id)$")
-
-# Name of a size -> small value; the first that matches. Functions get the config's dictionary and the old value.
-_Rule = int | Callable[[dict[str, Any], int], int]
-
-
-def _kv_heads(config: dict[str, Any], value: int) -> int:
-    heads = next((config[n] for n in ("num_attention_heads", "n_heads", "n_head") if isinstance(config.get(n), int)), 0)
-    return HEADS if value == heads else min(value, 2)
-
-
-def _head_dim(config: dict[str, Any], value: int) -> int:
-    if isinstance(config.get("qk_rope_head_dim"), int) and value == config["qk_rope_head_dim"]:
-        return 8
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    square = not isinstance(hidden, int) or not isinstance(heads, int) or hidden == value * heads
-    return HEAD_DIM if square else 2 * HEAD_DIM
-
-
-def _attention_width(config: dict[str, Any]) -> int:
-    return HIDDEN * max(1, round(config.get("attention_hidden_size", 0) / config["hidden_size"]))
-
-
-def _at_most(limit: int) -> Callable[[dict[str, Any], int], int]:
-    return lambda config, value: min(value, limit)
-
-
-def _like(other: str, same: int, different: int) -> Callable[[dict[str, Any], int], int]:
-    return lambda config, value: same if config.get(other) == value else different
-
-
-_SIZES: tuple[tuple[str, _Rule], ...] = (
-    (r"vocab_size_per_layer_input|(^|_)vocab_size$", VOCAB),
-    (r"ngram_vocab_size_base|hash_byte_group_vocab", 64),
-    (r"moe_(shared_expert_)?intermediate_size|expert_ffn_hidden_size|shared_experts?_intermediate_size", _at_most(48)),
-    (r"shared_intermediate_size", _at_most(48)),
-    (r"intermediate_size(_mlp)?$|(^|_)ffn_dim$|ffn_hidden_size|d_ff$|d_inner|dim_ff|dff|feed_forward_size|n_inner", 96),
-    (r"qk_nope_head_dim", 16),
-    (r"qk_rope_head_dim", 8),
-    (r"qk_head_dim", 24),
-    (r"v_head_dim", _like("qk_nope_head_dim", 16, 32)),
-    (r"index_head_dim", 16),
-    (r"index_n_heads", 2),
-    (r"index_topk", 8),
-    (r"linear_num_key_heads", 2),
-    (r"linear_num_value_heads", _like("linear_num_key_heads", 2, 4)),
-    (r"linear_key_head_dim|linear_head_dim", 16),
-    (r"linear_value_head_dim", _like("linear_key_head_dim", 16, 32)),
-    (r"linear_num_heads", HEADS),
-    (r"mamba_(n|num)_heads|n_mamba_heads", _at_most(8)),
-    (r"mamba_d_head|mamba_head_?dim", 16),
-    (r"mamba_d_ssm", 2 * HIDDEN),
-    (r"(mamba_d_state|state_size)$", 16),
-    (r"mamba_dt_rank|time_step_rank", 4),
-    (r"(mamba_)?(n_|n)groups$|^n_group$|num_expert_group", _at_most(2)),
-    (r"^topk_group$", lambda config, value: min(value, 2) if value == config.get("n_group") else 1),
-    (r"attention_head_dim", lambda config, value: _attention_width(config) // HEADS),
-    (r"attention_hidden_size", lambda config, value: _attention_width(config)),
-    (r"(^|_)head_dim$|dim_head|d_head|attention_head_size|kv_channels|d_kv", _head_dim),
-    (r"kv_n_heads|num_kv_heads|num_key_value_heads|num_query_groups", _kv_heads),
-    (r"attention_heads$|^n_heads?$", HEADS),
-    (r"^num_heads$", lambda config, value: 2 * HIDDEN // HEAD_DIM if "expand" in config else HEADS),
-    (r"kv_lora_rank", 32),
-    (r"q_lora_rank", 24),
-    (r"o_lora_rank|adapter_rank|laurel_rank|gated_norm_rank|hc_lowrank", 16),
-    (r"(num|n_routed|num_local|moe_num)_experts$|zero_expert_num", _at_most(8)),
-    (r"experts_per_tok(en)?$|moe_top_?k|moe_k$", _at_most(2)),
-    (r"rotary_dim", 8),
-    (r"lru_width", HIDDEN),
-    (r"hidden_size_per_layer_input|ple_embed_dim", 16),
-    (r"^(hidden_size(_global)?|d_model|n_embd|emb_dim|(input_|output_)?embedding_(dim|size)|dim_model)$", HIDDEN),
-    (r"word_embed_proj_dim|backbone_hidden_size|lm_width|input_size|dim_model_base", HIDDEN),
-    (r"(sliding_window|window_size|sliding_window_size|local_attention)$|window_len$", WINDOW),
-    (r"attention_chunk_size", WINDOW),
-    (r"model_max_length", 4096),
-)
-_SIZES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _SIZES)
-_LEFT_OUT = ("architectures", "transformers_version", "quantization_config", "dtype")
-_NOT_OURS = re.compile(r"vision|audio|vq_config|label|quantization")
 
 
 @dataclass(frozen=True)
@@ -154,7 +70,7 @@ def _first_that_runs(
     config: Any, text: Any, seed: int, trust_remote_code: bool, model_class: type | None, failures: list[str]
 ) -> SmallModel | None:
     for candidate, make in _candidates(config, text, trust_remote_code, model_class):
-        for recipe in _RECIPES:
+        for recipe in RECIPES:
             try:
                 values, changes = recipe(candidate.to_dict())
                 model = _build(type(candidate), make, values, seed)
@@ -165,7 +81,7 @@ def _first_that_runs(
             else:
                 whole = candidate
                 if recipe is gaps_filled or getattr(candidate, "is_decoder", None) is False:
-                    whole = type(candidate).from_dict(_filled(candidate.to_dict(), recipe is gaps_filled))
+                    whole = type(candidate).from_dict(filled(candidate.to_dict(), recipe is gaps_filled))
                 return SmallModel(model, whole, make, changes, tuple(failures))
     return None
 
@@ -250,183 +166,3 @@ def _scatter(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if "bias" in name and buffer.is_floating_point():
             buffer.add_(0.1 * torch.randn_like(buffer))
-
-
-# Recipes: from the dictionary of a config to the dictionary of a small one, and the changes.
-
-
-def small_everywhere(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _shrink(config, lambda name: True)
-
-
-def heads_from_width(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    values, changes = _shrink(config, lambda name: True)
-    for part in _parts(values):
-        for name in ("head_dim", "attention_head_dim"):
-            if isinstance(part.get(name), int):
-                part[name] = HEAD_DIM
-    return values, changes
-
-
-def original_heads(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _shrink(config, lambda name: not re.search(r"head|rotary|lru|hidden_size|embd|d_model|groups|mamba", name))
-
-
-def few_layers(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _shrink(config, lambda name: "experts" in name or name.endswith("vocab_size"))
-
-
-def gaps_filled(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For configs that leave open what their model needs, as some do by default."""
-    filled = _filled(config, True)
-    values, changes = _shrink(filled, lambda name: True)
-    return values, {
-        n: (None, v) for n, v in filled.items() if n in config and config[n] is None and v is not None
-    } | changes
-
-
-def _filled(config: dict[str, Any], gaps: bool) -> dict[str, Any]:
-    """A config with what it leaves open, and as a decoder."""
-    filled = dict(config)
-    if filled.get("is_decoder") is False:  # families that can be encoders too
-        filled["is_decoder"] = True
-    heads, depth = filled.get("num_attention_heads"), _depth(filled)[0]
-    usual = {
-        "head_dim": filled["hidden_size"] // heads if isinstance(heads, int) and "hidden_size" in filled else None,
-        "num_key_value_heads": heads,
-        "num_experts_per_tok": 2,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "attn_layer_indices": [1],
-        "layer_types": (["conv", "full_attention"] * depth)[:depth],
-    }
-    for name, value in usual.items() if gaps else ():
-        if name in filled and filled[name] is None:
-            filled[name] = value
-    return filled
-
-
-def twice_as_deep(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For models that tie the second layer of a kind to the first."""
-    return _shrink(config, lambda name: True, 2)
-
-
-_RECIPES = (small_everywhere, heads_from_width, gaps_filled, twice_as_deep, original_heads, few_layers)
-
-
-def _parts(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield values
-    for value in values.values():
-        if isinstance(value, dict) and "model_type" in value:
-            yield from _parts(value)
-
-
-def _shrink(
-    config: dict[str, Any], wanted: Callable[[str], bool], depths: int = 1
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    values = {name: value for name, value in config.items() if name not in _LEFT_OUT}
-    changes: dict[str, Any] = {}
-    depth, layers = _depth(values)
-    layers = min(depth, layers * depths) or layers
-    if values.get("is_decoder") is False:
-        values, changes["is_decoder"] = _filled(values, False), (False, True)
-    for name, value in list(values.items()):
-        new = value
-        if isinstance(value, bool) or value is None or _NOT_OURS.search(name):
-            continue
-        if isinstance(value, dict) and "model_type" in value:
-            new, inner = _shrink(value, wanted, depths)
-            changes |= {f"{name}.{key}": change for key, change in inner.items()}
-            values[name] = new
-            continue
-        if name == "per_layer_config" and isinstance(value, dict):
-            new = {i: _shrink(part, wanted)[0] for i, part in value.items() if int(i) < layers}
-        elif isinstance(value, list):
-            new = _shrink_list(config, name, value, depth, layers, wanted)
-        elif isinstance(value, int):
-            new = _shrink_number(config, name, value, layers, wanted)
-        if new != value:
-            values[name], changes[name] = new, (value, new)
-    _fit_rotation(values, config)
-    return values, changes
-
-
-def _shrink_number(config: dict[str, Any], name: str, value: int, layers: int, wanted: Callable) -> int:
-    if _LAYERS.search(name):
-        return min(value, layers)
-    if name == "num_kv_shared_layers":
-        return min(value, layers // 2)
-    if name == "moe_layer_end_index":
-        return min(value, layers - 1)
-    if _TOKEN.search(name):
-        return min(value, VOCAB - 1)
-    for pattern, rule in _SIZES_COMPILED:
-        if value > 0 and pattern.search(name) and wanted(name):
-            return rule if isinstance(rule, int) else rule(config, value)
-    return value
-
-
-def _shrink_list(config: dict[str, Any], name: str, value: list, depth: int, layers: int, wanted: Callable) -> list:
-    if _are_indices(name, value):
-        return [i for i in value if i < layers]
-    if name == "attention_types":  # GPT-Neo: [[kinds, repetitions], ...]
-        return [[kinds, max(1, layers // len(kinds))] for kinds, _ in value[:1]]
-    if name.endswith("token_id"):
-        return [min(i, VOCAB - 1) for i in value]
-    if len(value) == depth:
-        value = value[:layers]
-    return [_shrink_number(config, name, v, layers, wanted) if type(v) is int and v > 8 else v for v in value]
-
-
-def _are_indices(name: str, value: list) -> bool:
-    """Whether a list names layers by their numbers, and does not hold something for each layer."""
-    rising = all(type(a) is int and type(b) is int and a < b for a, b in zip(value, value[1:], strict=False))
-    return bool(_INDICES.search(name)) and rising and all(type(i) is int for i in value)
-
-
-def _depth(values: dict[str, Any]) -> tuple[int, int]:
-    """The number of layers, and how many of the first of them show every kind of layer."""
-    depths = [v for name, v in values.items() if _LAYERS.search(name) and isinstance(v, int) and v > 0]
-    if not depths:
-        return 0, 2
-    depth = max(depths)
-    lists = {name: v for name, v in values.items() if isinstance(v, list) and v}
-    indices = [v for name, v in lists.items() if _are_indices(name, v)]
-    columns = [v for name, v in lists.items() if len(v) == depth and not _are_indices(name, v)]
-    special = values.get("per_layer_config") or {}
-    kinds = [
-        (*(str(c[i]) for c in columns), *(i in v for v in indices), str(special.get(str(i), special.get(f"{i:02}"))))
-        for i in range(depth)
-    ]
-    needed = 1 + max(kinds.index(kind) for kind in set(kinds))
-    for name, value in lists.items():
-        if isinstance(value[0], str) and "type" in name and len(value) < depth:
-            needed = max(needed, len(value))  # a pattern that is repeated
-    for name, value in values.items():
-        if type(value) is int and 1 <= value <= 16:
-            if _PERIOD.search(name):
-                needed = max(needed, value)
-            elif _FIRST.search(name):
-                needed = max(needed, value + 1)
-    if values.get("num_kv_shared_layers"):
-        needed *= 2  # the layers that share come last, and each kind needs one before it to share from
-    return depth, min(depth, max(2, needed))
-
-
-def _fit_rotation(values: dict[str, Any], config: dict[str, Any]) -> None:
-    """Gives lists in the rotary parameters, which hold a number for each pair of dimensions, their new lengths."""
-    rope = values.get("rope_parameters")
-    if not isinstance(rope, dict):
-        return
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    for part in parts:
-        dim = values.get("qk_rope_head_dim") or values.get("head_dim") or HIDDEN // HEADS
-        dim = int(dim * part.get("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0))
-        for name in ("short_factor", "long_factor"):
-            if isinstance(part.get(name), list):
-                part[name] = part[name][: dim // 2]
-        section = part.get("mrope_section")
-        if isinstance(section, list):
-            share = dim // 2 // len(section)
-            part["mrope_section"] = [dim // 2 - share * (len(section) - 1)] + [share] * (len(section) - 1)
