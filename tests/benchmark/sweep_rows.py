@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from tilegym import ops
 from tilegym.ops.cutile import rms_norm as rms
 from tilegym.ops.cutile import rope
+from tilegym.ops.cutile import row_norms
 from tilegym.ops.cutile import softmax as soft
 from tilegym.ops.cutile import swiglu
 from tilegym.ops.cutile.silu_and_mul import silu_and_mul_backward
@@ -103,8 +104,8 @@ def rms_norm_forward(m: int, n: int) -> Group:
             for hint in hints(occupancies=(1, 2, 4, 8)):
                 grid = (min(blocks, SMS * hint["occupancy"]),)
                 variants.append(variant(rms.rms_norm_persistent_kernel, grid, tile, hint))
-    for tile_n in (1024, 2048, 4096):
-        for hint in hints(occupancies=(None, 8)):
+    for tile_n in (1024, 2048, 4096, 8192):
+        for hint in hints(occupancies=(None, 1, 2, 4, 8)):
             variants.append(variant(rms.rms_norm_reload_kernel, (m,), (1, min(tile_n, next_power_of_2(n))), hint))
     calls = {
         "torch": lambda: F.rms_norm(x, (n,), w, EPS),
@@ -115,22 +116,54 @@ def rms_norm_forward(m: int, n: int) -> Group:
     return Group(variants, [y], calls, 2 * x.nbytes)
 
 
-def rms_norm_backward(m: int, n: int) -> Group:
-    x, w, dy, dx, rstd = tensor(m, n), tensor(n), tensor(m, n), tensor(m, n), tensor(m, dtype=torch.float32)
+NORMS = {"rms_norm": (False, False), "fused_add_rms_norm": (False, True), "layer_norm": (True, False)}
+
+
+def norm_backward(norm: str, m: int, n: int) -> Group:
+    center, through = NORMS[norm]
+    x, w, dy, added, dx = tensor(m, n), tensor(n), tensor(m, n), tensor(m, n), tensor(m, n)
+    mean, rstd = tensor(m, dtype=torch.float32), tensor(m, dtype=torch.float32)
     if DEVICE == "cuda":
-        rstd = torch.rsqrt(x.float().pow(2).mean(-1) + EPS)
+        mean = x.float().mean(-1) if center else mean
+        rstd = torch.rsqrt((x.float() - (mean[:, None] if center else 0)).pow(2).mean(-1) + EPS)
     variants = []
-    for tile in tiles_of((2048, 4096, 8192), n):
-        for hint in hints(occupancies=(1, 2, 3, 4, 8)):
+    for tile in tiles_of((2048, 4096, 8192), n) if n <= row_norms.MAX_CACHED_BACKWARD else ():
+        for hint, ahead in itertools.product(hints(occupancies=(1, 2, 3, 4, 8)), (False, True)):
             blocks = min(ct.cdiv(m, tile[0]), SMS * hint["occupancy"])
-            args = (dy, x, w, rstd, dx, rstd.new_empty(blocks, n), rstd, 0.0, n, *tile, True, True, False)
-            variants.append(Variant(f"whole rows {tile}", hint, (blocks,), rms.rms_norm_backward_kernel, args))
-    calls = {"op": lambda: rms.rms_norm_backward(dy, x, w, rstd, 0.0, True, False)}
+            parts = [rstd.new_empty(blocks, n) for _ in range(2)]
+            args = (dy, x, added, w, mean, rstd, dx, *parts, 0.0, n, *tile, ahead, center, through, True, True, center)
+            name = f"whole rows {tile}" + " ahead" * ahead
+            variants.append(Variant(name, hint, (blocks,), row_norms.backward_kernel, args))
+    if n > 4096:
+        products = (dy.float() * w * (x.float() - mean[:, None] * center) * rstd[:, None]).mean(-1)
+        sums = (dy.float() * w).mean(-1)
+        for tile, blocks in itertools.product(((2, 512), (4, 512), (8, 512), (4, 1024), (8, 256)), (16, 33, 66, 132)):
+            parts = [rstd.new_empty(blocks, n) for _ in range(2)]
+            arrays = (dy, x, added, w, mean, rstd, sums, products, dx, *parts)
+            args = (*arrays, 0.0, *tile, center, through, True, True, center)
+            for hint in hints(warps=(4,), occupancies=(None, 4, 8)):
+                grid = (blocks, ct.cdiv(n, tile[1]))
+                variants.append(
+                    Variant(f"columns {tile} {blocks}", hint, grid, row_norms.backward_columns_kernel, args)
+                )
+    upstream = added if through else None
+    options = (0.0, 1, True, center, BF16)
+    calls = {"op": lambda: row_norms.norm_backward(dy, x, upstream, w, mean if center else None, rstd, *options)}
     if DEVICE == "cuda":
-        calls["torch"] = with_gradients(lambda x, w: F.rms_norm(x, (n,), w, EPS), [x, w], [dy])
-        if function := liger("LigerRMSNormFunction"):
+
+        def plain(x, w, b):
+            return F.layer_norm(x, (n,), w, b, EPS) if center else F.rms_norm(x, (n,), w, EPS) + b
+
+        def with_sum(x, w, b):
+            return F.rms_norm(x, (n,), w, EPS) + b, x * 1
+
+        dys = [dy, added] if through else [dy]
+        calls["torch"] = with_gradients(with_sum if through else plain, [x, w, tensor(n)], dys)
+        if not center and not through and (function := liger("LigerRMSNormFunction")):
             calls["liger"] = with_gradients(lambda x, w: function.apply(x, w, EPS, 0.0, "llama", False), [x, w], [dy])
-    return Group(variants, [dx], calls, 3 * x.nbytes)
+        if center and (function := liger("LigerLayerNormFunction")):
+            calls["liger"] = with_gradients(lambda x, w, b: function.apply(x, w, b, EPS), [x, w, tensor(n)], [dy])
+    return Group(variants, [dx], calls, (4 if through else 3) * x.nbytes)
 
 
 def _swiglu(a, b, y, dy, da, db, backward: bool, calls: dict, moved: int) -> Group:
@@ -236,8 +269,8 @@ def rope_group(b: int, heads: int, kv_heads: int, s: int, d: int, heads_inside: 
 GROUPS: dict[str, Callable[[], Group]] = {
     **{f"rms_norm {m}x{n}": (lambda m=m, n=n: rms_norm_forward(m, n))
        for m, n in ((8192, 4096), (1, 4096), (16, 4096), (262144, 128), (4096, 8192), (4096, 14336), (1024, 65536))},
-    **{f"rms_norm_backward {m}x{n}": (lambda m=m, n=n: rms_norm_backward(m, n))
-       for m, n in ((8192, 4096), (16, 4096), (262144, 128), (4096, 8192))},
+    **{f"{norm}_backward {m}x{n}": (lambda norm=norm, m=m, n=n: norm_backward(norm, m, n)) for norm in NORMS
+       for m, n in ((8192, 4096), (16, 4096), (1, 4096), (65536, 512), (4096, 8192), (4096, 14336))},
     **{f"silu_and_mul{'_backward' * g} {m}x{2 * h}": (lambda m=m, h=h, g=g: silu_and_mul_group(m, h, g))
        for g in (False, True) for m, h in ((8192, 14336), (1, 14336), (16, 14336))},
     **{f"swiglu{'_backward' * g} {m}x{h}": (lambda m=m, h=h, g=g: swiglu_group(m, h, g))

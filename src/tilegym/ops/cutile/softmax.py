@@ -67,8 +67,8 @@ def softmax_wide_kernel(x, y, TILE_N: Int):
         sums = sums * _exp(top - base, x.dtype) + _exp(part - base, x.dtype)
         top = new_top
     scale = 1.0 / ct.sum(sums, axis=1, keepdims=True)
-    for tile in range(tiles):
-        cols = span(tile, TILE_N)
+    for i in range(tiles):
+        cols = span(tiles - 1 - i, TILE_N)  # what was read last is in the cache still
         out = _exp(_load(x, rows, cols, -math.inf) - top, x.dtype) * scale
         _store(y, rows, cols, out)
 
@@ -91,8 +91,8 @@ def softmax_backward_wide_kernel(dy, y, dx, TILE_N: Int):
         cols = span(tile, TILE_N)
         sums = sums + _load(y, rows, cols, 0) * _load(dy, rows, cols, 0)
     total = ct.sum(sums, axis=1, keepdims=True)
-    for tile in range(tiles):
-        cols = span(tile, TILE_N)
+    for i in range(tiles):
+        cols = span(tiles - 1 - i, TILE_N)
         grad = _load(y, rows, cols, 0) * (_load(dy, rows, cols, 0) - total)
         _store(dx, rows, cols, grad)
 
