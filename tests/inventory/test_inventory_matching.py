@@ -191,6 +191,33 @@ def test_assumptions_about_values_are_named():
     assert any("cos[..., D // 2 :]" in assumed for assumed in best.assumes)
 
 
+CAPPED = """
+s = q @ k.transpose(2, 3) * 0.25
+s = torch.tanh(s / 50.0) * 50.0
+distance = torch.arange(s.shape[-1])[-s.shape[-2] :, None] - torch.arange(s.shape[-1])
+s = s.masked_fill((distance < 0) | (distance >= 4096), torch.finfo(s.dtype).min)
+o = s.float().softmax(-1).to(q.dtype) @ v
+"""
+
+
+@pytest.mark.parametrize(
+    "left_out, found",
+    [(None, {"gemma_attention"}), ("tanh", {"attention_window"}), ("4096", {"gemma_attention"})],
+    ids=["cap and window", "window alone", "cap alone"],
+)
+def test_limits_that_short_calls_do_not_reach_are_not_overlooked(left_out, found):
+    body = CAPPED
+    if left_out == "tanh":
+        body = body.replace("s = torch.tanh(s / 50.0) * 50.0\n", "")
+    elif left_out == "4096":
+        body = body.replace(" | (distance >= 4096)", "")
+    tensors = {"q": "bfloat16 B N S D", "k": "bfloat16 B N T D", "v": "bfloat16 B N T D"}
+    matches = match(required(tensors, {"o": "bfloat16 B N S D"}, body, constraints=("S <= T",)))
+    assert {m.target.name for m in matches} == found
+    window = "window = T" if left_out == "4096" else "window = 4096"
+    assert window in matches[0].steps
+
+
 def test_names_do_not_matter():
     rms_norm = CATALOG.definitions["rms_norm"]
     renamed = rms_norm.model_copy(update={"name": "swiglu", "op_type": "gated_activation"})

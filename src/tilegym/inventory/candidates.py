@@ -130,6 +130,7 @@ def number_choices(required: Definition, target: Definition) -> Iterator[dict[st
             constants = [False, True]
         elif family == "int":
             constants = [c for c in written if isinstance(c, int) and not isinstance(c, bool)]
+            constants += required.axes
         else:
             constants = [float(c) for c in written if not isinstance(c, bool)]
             constants += [f"{axis} ** -0.5" for axis in required.axes]

@@ -195,7 +195,7 @@ def _tensor(
     if own is torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     if not own.is_floating_point:
-        low, high = (0 if low is None else int(low)), (8 if high is None else int(high))
+        low, high = (0 if low is None else int(low)), (3 if high is None else int(high))
         return torch.randint(low, max(low, high) + 1, shape, generator=generator, dtype=own)
     if low is None and high is None:
         data = torch.randn(shape, generator=generator)

@@ -6,10 +6,12 @@ constants. Each is run: both references get random inputs, several sizes and eve
 the declared dtypes as far as rounding goes, matches.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +53,7 @@ class Match:
         adapter: makes the call: ``adapter.wrap(load_solution(solution))`` takes the inputs that were required.
         steps: what the adapter does, in words, and where axes and dtypes are not the declared ones.
         same_rounding: whether the references agree bit for bit in the declared dtypes.
-        assumes: constraints of ``target`` on the values of tensors that the Definition does not promise.
+        assumes: constraints of ``target`` that the Definition does not promise.
     """
 
     kind: str
@@ -85,11 +87,20 @@ def match(definition: Definition, catalog: Catalog | None = None) -> list[Match]
         InventoryError: the reference of ``definition`` does not run, or no inputs fit its constraints.
     """
     catalog = load() if catalog is None else catalog
-    required = _Required(definition, {v for d in catalog.definitions.values() for v in d.const_axes.values()})
+    keep = {v for d in catalog.definitions.values() for v in d.const_axes.values()}
+    required, as_written = _Required(definition, keep), None
+    large = set(required.originals.values())
     found = []
     for target in catalog.definitions.values():
         solutions = catalog.solutions_of(target.name)
-        result = _fit(required, target) if solutions else None
+        if not solutions:
+            continue
+        if large and large <= set(reference.numbers(target.reference)):
+            # The very same numbers stand in the target: nothing is to be set.
+            as_written = as_written or _Required(definition, keep, as_written=True)
+            result = _fit(as_written, target)
+        else:
+            result = _fit(required, target)
         if result is None:
             continue
         adapter, same_rounding, assumes = result
@@ -106,25 +117,52 @@ class _Misshapen(Exception):
 class _Required:
     """What is required, with calls of it and their results."""
 
-    def __init__(self, definition: Definition, keep: set[int]) -> None:
+    def __init__(self, definition: Definition, keep: set[int], as_written: bool = False) -> None:
         self.definition = definition
-        self.run = reference.load(definition.reference, definition.name)
+        written = set(reference.numbers(definition.reference))
+        sizes = set(definition.const_axes.values())
+        linked = {size for size in sizes if size in written or size // 2 in written}
+        # A window of 4096 keys would not show in calls of a few keys: in trials it is a small number.
+        self.trial, self.originals = definition, {}
+        if not as_written:
+            self.trial, self.originals = _with_small_numbers(definition, linked | {size // 2 for size in linked})
+        self.run = reference.load(self.trial.reference, definition.name)
         try:
-            self.samples = self._samples(_with_small_axes(definition, keep))
-        except Exception:  # the reference has the real sizes written in it
-            self.samples = self._samples(definition)
+            self.samples = self._samples(_with_small_axes(self.trial, keep | linked))
+        except Exception:  # the reference counts on the real sizes
+            self.samples = self._samples(self.trial)
 
     def _samples(self, definition: Definition) -> list[tuple[Case, tuple, tuple, tuple]]:
         """Calls, and their results in fp32, in fp64 and as declared; those that tell the axes apart come first."""
-        made = sorted(cases(definition, count=6), key=_ambiguity)
-        if not made:
-            raise InventoryError(f"{definition.name}: no inputs fit its constraints")
-        flags = {tuple(v for v in c.inputs.values() if isinstance(v, bool)) for c in made}
-        chosen = [
-            next(c for c in made if tuple(v for v in c.inputs.values() if isinstance(v, bool)) == f) for f in flags
-        ]
-        chosen = sorted({id(c): c for c in (*chosen, *made[:3])}.values(), key=_ambiguity)
-        return [(c, self._call(c, torch.float32), self._call(c, torch.float64), self._call(c, None)) for c in chosen]
+        made, failure = [], None
+        for case in sorted(cases(definition, count=10), key=_ambiguity):
+            try:
+                results = [self._call(case, dtype) for dtype in (torch.float32, torch.float64, None)]
+            except InventoryError as error:  # sizes that a draft's constraints should have left out
+                failure = error
+                continue
+            made.append((case, *results))
+        if failure is not None and not made:
+            raise failure
+        # The first of every combination of flags, and a few more.
+        first: dict[tuple, Any] = {}
+        for sample in made:
+            first.setdefault(tuple(v for v in sample[0].inputs.values() if isinstance(v, bool)), sample)
+        chosen = [*first.values(), *made[:5]]
+        with contextlib.suppress(InventoryError):
+            # Bounds such as a soft cap show in large numbers; rounding is not compared there.
+            large = _scaled(made[0][0], self.definition)
+            chosen.append((large, self._call(large, torch.float32), self._call(large, torch.float64), None))
+        return sorted({id(s): s for s in chosen}.values(), key=lambda s: _ambiguity(s[0]))
+
+    def restored(self, takes: dict[str, Take]) -> dict[str, Take]:
+        """``takes`` with the numbers of the reference itself for those of the trials."""
+        return {
+            name: replace(take, constant=self.originals.get(take.constant, take.constant))
+            if type(take.constant) is int
+            else take
+            for name, take in takes.items()
+        }
 
     def _call(self, case: Case, dtype: torch.dtype | None) -> tuple:
         try:
@@ -133,6 +171,30 @@ class _Required:
             raise
         except Exception as error:
             raise InventoryError(f"the reference of {self.definition.name!r} fails for {case}: {error}") from error
+
+
+def _with_small_numbers(definition: Definition, keep: set[int]) -> tuple[Definition, dict[int, int]]:
+    """``definition`` with small integers for large ones in its reference, and what they stand for."""
+    written = set(reference.numbers(definition.reference))
+    large = sorted(v for v in written if type(v) is int and v > _BIG_AXIS and v not in keep)
+    unused = (
+        v for v in (3, 5, 7, 6, 9, 10, 11, 12, 13) if v not in written and v not in definition.const_axes.values()
+    )
+    small = dict(zip(large, unused, strict=False))
+    text = reference.with_numbers(definition.reference, small) if small else definition.reference
+    return definition.model_copy(update={"reference": text}), {value: key for key, value in small.items()}
+
+
+def _scaled(case: Case, definition: Definition) -> Case:
+    """``case`` with larger numbers in the tensors that no constraint speaks of."""
+    bound = {name for constraint in definition.constraints for name in constraints.names(constraint)}
+    inputs = {
+        name: value * 16
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in bound
+        else value
+        for name, value in case.inputs.items()
+    }
+    return Case(case.axes, inputs)
 
 
 def _ambiguity(case: Case) -> tuple[int, int]:
@@ -157,9 +219,9 @@ def _with_small_axes(definition: Definition, keep: set[int]) -> Definition:
 def _fit(required: _Required, target: Definition) -> tuple[Adapter, bool, tuple[str, ...]] | None:
     """The first adapter from what is required to ``target`` that works, the plainest being tried first."""
     run = reference.load(target.reference, target.name)
-    choices, trials = list(candidates.number_choices(required.definition, target)), 0
+    choices, trials = list(candidates.number_choices(required.trial, target)), 0
     for level in range(3) if choices else ():
-        for takes in candidates.assignments(required.definition, target, required.samples[0][0], level):
+        for takes in candidates.assignments(required.trial, target, required.samples[0][0], level):
             for numbers in choices:
                 ordered = {name: takes[name] if name in takes else numbers[name] for name in target.inputs}
                 trials += 1
@@ -179,21 +241,26 @@ def _try(
     """The adapter with these ``takes``, if the references agree through it in every call."""
     adapter = Adapter(required.definition, target, takes, {})
     assumes: dict[str, None] = {}
-    same_rounding = True
-    for index, (case, single, exact, declared) in enumerate(required.samples):
+    same_rounding, agreed = True, 0
+    for case, single, exact, declared in required.samples:
         try:
             values = adapter.inputs(case.copies(torch.float32))
             axes = _axes_of(target, values)
-            if axes is None or not _constraints_hold(target, {**axes, **values}, assumes):
+            if axes is None:
                 return None
+            if not _constraints_hold(target, {**axes, **values}, assumes):
+                continue
             results = outputs_of(target, run(*values.values()))
-            if index == 0:
+            if not agreed:
                 gives = _gives(required, target, results, single, case)
                 if gives is None:
                     return None
                 adapter = Adapter(required.definition, target, takes, gives)
             if not all(map(_close, _given(adapter, results, case), single)):
                 return None
+            agreed += 1
+            if declared is None:
+                continue
             results = outputs_of(target, run(*adapter.inputs(case.copies()).values()))
             for got, own, oracle in zip(_given(adapter, results, case), declared, exact, strict=True):
                 if isinstance(own, torch.Tensor) and not torch.equal(got.nan_to_num(), own.nan_to_num()):
@@ -204,6 +271,9 @@ def _try(
             raise
         except Exception:  # whatever the reference does with inputs that it was not written for, it does not match
             return None
+    if agreed < min(2, len(required.samples)):
+        return None
+    adapter = Adapter(required.definition, target, required.restored(takes), adapter.gives)
     return adapter, same_rounding, tuple(assumes)
 
 
@@ -221,16 +291,16 @@ def _axes_of(target: Definition, values: dict[str, Any]) -> dict[str, int] | Non
 
 
 def _constraints_hold(target: Definition, values: dict[str, Any], assumes: dict[str, None]) -> bool:
-    """Whether the constraints on sizes and numbers hold; those on tensors that do not are added to ``assumes``."""
+    """Whether the constraints on sizes and numbers hold; those that do not hold are added to ``assumes``."""
     tensors = {name for name, spec in target.inputs.items() if spec.shape is not None}
+    fits = True
     for constraint in target.constraints:
         names = constraints.names(constraint)
         if not names <= values.keys() or constraints.holds(constraint, values):
             continue  # an axis of the outputs alone is for the comparison of the results
-        if not names & tensors:
-            return False
         assumes[constraint] = None
-    return True
+        fits = fits and bool(names & tensors)
+    return fits
 
 
 def _gives(

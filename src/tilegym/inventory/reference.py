@@ -86,6 +86,7 @@ def load(reference: str, name: str = "reference") -> Callable:
     return scope["run"]
 
 
+@functools.lru_cache(maxsize=256)
 def numbers(reference: str) -> list[bool | int | float]:
     """The numbers written in ``reference``, each once, negated where a minus stands before them."""
     found: dict[tuple[type, float], bool | int | float] = {}
@@ -97,3 +98,16 @@ def numbers(reference: str) -> list[bool | int | float]:
         if isinstance(value, bool | int | float):
             found[type(value), value] = value
     return list(found.values())
+
+
+def with_numbers(reference: str, replaced: dict[int, int]) -> str:
+    """``reference`` with other positive integers for some that are written in it."""
+
+    class Replace(ast.NodeTransformer):
+        def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+            return node if isinstance(node.op, ast.USub) else self.generic_visit(node)
+
+        def visit_Constant(self, node: ast.Constant) -> ast.AST:
+            return ast.Constant(replaced.get(node.value, node.value)) if type(node.value) is int else node
+
+    return ast.unparse(ast.fix_missing_locations(Replace().visit(ast.parse(reference)))) + "\n"
