@@ -57,12 +57,18 @@ def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
     if arch == "cpu":
         return [Config(TILE_M=16, TILE_N=32, TWO_LOOPS=True)]
     if arch.startswith(("sm_9", "sm_10")):
-        flat = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8)
         if tile_d > 128:
-            return [flat, Config(TILE_M=32, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8)]
+            return [
+                Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+                Config(TILE_M=32, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
+            ]
         tall = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8)
         if tile_d > 64:
-            return [tall, flat]
+            return [
+                tall,
+                Config(TILE_M=32, TILE_N=64, TWO_LOOPS=False, occupancy=2),
+                Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, num_worker_warps=8),
+            ]
         return [
             Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
             Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, occupancy=2),
