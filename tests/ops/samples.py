@@ -66,6 +66,13 @@ def _ragged_group_gemm(make: Make) -> tuple:
     return (make(make.tokens, 24), make(11, 20, 24), bounds), {"bias": make(11, 20)}
 
 
+def _delta_rule(make: Make) -> tuple:
+    q, k = make(2, make.tokens, 2, 16), make(2, make.tokens, 2, 16)
+    gates = make(2, make.tokens, 4), make(2, make.tokens, 4)
+    options = {"initial_state": make(2, 4, 16, 24), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    return (q, k, make(2, make.tokens, 4, 24), -gates[0].detach().abs().requires_grad_(), gates[1]), options
+
+
 Sample = Callable[[Make], tuple[tuple, dict[str, Any]]]
 
 SAMPLES: dict[str, Sample] = {
@@ -77,6 +84,8 @@ SAMPLES: dict[str, Sample] = {
         (make(2, 1, 2, 2, 16), make(2, make.tokens, 2, 16), make(2, make.tokens, 2, 16), make(4)), {}
     ),
     "bmm": lambda make: ((make(2, make.tokens, 24), make(2, 24, 20)), {}),
+    "causal_conv1d_fn": lambda make: ((make(2, 24, make.tokens), make(24, 4), make(24), "silu"), {}),
+    "chunk_gated_delta_rule": _delta_rule,
     "cross_entropy": lambda make: (
         (make(make.tokens, 70), make.integers(70, make.tokens)), {"reduction": "sum", "softcap": 3.0, "z_loss": 0.1}
     ),
@@ -113,6 +122,7 @@ SAMPLES: dict[str, Sample] = {
     "moe_align_block_size": lambda make: ((make.integers(5, make.tokens, 2), 16, 5), {}),
     "moe_topk_routing": lambda make: ((make(make.tokens, 24), 3), {"renormalize": True}),
     "ragged_group_gemm": _ragged_group_gemm,
+    "recurrent_gated_delta_rule": _delta_rule,
     "relu": lambda make: ((make(make.tokens, 40),), {}),
     "rms_norm": lambda make: ((make(make.tokens, 24), 24, make(24), 1e-6), {"bias": make(24)}),
     "rms_norm_gated": lambda make: ((make(make.tokens, 24), make(make.tokens, 24), make(24), 1e-6), {"group_size": 12}),
@@ -156,11 +166,8 @@ NOT_DIFFERENTIABLE = {
 
 # Ops that are being written: whoever adds one moves it from here to SAMPLES.
 WITHOUT_SAMPLE = {
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-    "chunk_gated_delta_rule",
+    "causal_conv1d_update",  # changes its state from run to run
     "linear_add",
-    "recurrent_gated_delta_rule",
     "rms_norm_linear",
     "rms_norm_swiglu",
     "rope_and_cache",

@@ -78,7 +78,10 @@ def _recurrent(query, key, value, g, beta, initial_state, normalize):
         correction = (value[:, :, t] - held) * beta[:, :, t, None]
         state = state + k * correction.unsqueeze(-2)
         out.append((state * query[:, :, t, :, None]).sum(-2))
-    out = torch.stack(out, dim=1) if out else value.transpose(1, 2)  # [B, T, Hv, Dv]
+    if out:
+        out = torch.stack(out, dim=1)  # [B, T, Hv, Dv]
+    else:  # nothing, in which all take part for the sake of their gradients
+        out = (value * ((query * key).sum(-1) * g * beta).unsqueeze(-1)).transpose(1, 2)
     return out.to(dtype), state
 
 
