@@ -17,6 +17,7 @@ from tilegym.integrate.formulas import _compiled
 from tilegym.integrate.requirement import KINDS
 from tilegym.integrate.requirement import Research
 from tilegym.integrate.research import research
+from tilegym.integrate.small_model import default_config
 from tilegym.integrate.small_model import small_model
 from tilegym.integrate.source_regions import source_of
 from tilegym.inventory.rules import check_definition
@@ -107,6 +108,26 @@ def test_a_real_model_is_neither_run_nor_changed():
     assert found.of_kind("gated_mlp")[0].definition["axes"]["I"]["value"] == 320
     assert (str(model), config.to_dict()) == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_language_model_inside_of_one_for_images_is_found_in_its_place():
+    from transformers import Gemma3ForConditionalGeneration
+
+    with torch.device("meta"):
+        model = Gemma3ForConditionalGeneration(default_config("gemma3"))
+    found = research(model)
+    layers = len(model.model.language_model.layers)
+    mlp, add = found.of_kind("gated_mlp")[0], found.of_kind("add_norm")[0]
+    assert mlp.modules == tuple(f"model.language_model.layers.{i}.mlp" for i in range(layers))
+    assert len(add.modules) == 2 * layers and "model.language_model.layers.0.input_layernorm" not in add.modules
+    assert sum(len(r.modules) for r in found.of_kind("attention")) == layers
+    assert found.of_kind("linear_cross_entropy")[0].modules == ("lm_head",)
+
+
+def test_dropout_in_training_is_said():
+    config = small_model("gpt2").model.config
+    config.resid_pdrop = 0.25
+    assert research(config).of_kind("mlp")[0].parameters["dropout"] == 0.25
 
 
 def test_layers_that_differ_from_the_rest_are_not_taken_for_them():

@@ -178,6 +178,8 @@ def _module(call: Call, linears: dict[str, Match], memory: _Memory) -> Finding |
     if match:
         said = dict(match.what)
         roles = said.pop("roles")
+        dropout = max((m.p for m in module.modules() if isinstance(m, nn.Dropout)), default=0.0)
+        said |= {"dropout": dropout} if dropout else {}  # in training; nothing in the formula
         return Finding(
             "gated_mlp" if "gate" in roles or "gate_up" in roles else "mlp", cls, call.path, said, match, roles
         )
@@ -210,7 +212,9 @@ def _functions(trace: Trace, findings: Findings) -> None:
                 seen.add(key)
                 match = recognise_attention(call)
                 if match:
-                    findings.found.append(Finding("attention", call.callee, call.path, dict(match.what), match))
+                    dropout = getattr(next(iter(call.values.values())), "attention_dropout", 0.0)
+                    said = match.what | ({"dropout": dropout} if isinstance(dropout, float) and dropout else {})
+                    findings.found.append(Finding("attention", call.callee, call.path, said, match))
                 else:
                     why = "no formula of attention gives what it gives"
                     findings.missed.append(Missed(call.callee, call.path, why, "attention"))

@@ -90,8 +90,13 @@ class Places:
 
 
 def generic(path: str) -> str:
-    """A path with the numbers in it as "*"."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+    """Where a module stands: its path from the list of layers on, with "*" for numbers; outside of layers its name.
+
+    What comes before the layers differs between a language model and the same inside of a model of several modalities.
+    """
+    parts = path.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join("*" if part.isdecimal() else part for part in parts[first - 1 :])
 
 
 def place(findings: Findings, places: Places, changes: dict[str, Any]) -> list[tuple[Finding, str]]:
@@ -117,8 +122,9 @@ def _same_position(path: str, findings: Findings, places: Places) -> list[str]:
     at = {f.path for f in findings.found if f.kind == "add_norm"}
     where, cls = generic(path), type(places.small.get_submodule(path))
     targets = [p for p, module in places.modules.items() if generic(p) == where and type(module) is cls]
-    first = re.sub(r"\.\d+(?=\.)", ".0", path, count=1)
-    return targets if first in at else [t for t in targets if t != first]
+    if re.sub(r"\.\d+(?=\.)", ".0", path, count=1) in at:
+        return targets
+    return [t for t in targets if not re.match(r"[^\d]*\.0\.", t)]
 
 
 def restated(finding: Finding, small: nn.Module, real: nn.Module, path: str, changes: dict[str, Any]) -> Finding:

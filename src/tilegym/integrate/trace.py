@@ -159,7 +159,9 @@ def _profiled(trace: Trace, functions: dict[types.CodeType, types.FunctionType],
     try:
         yield
     finally:
-        sys.setprofile(former)
+        sys.setprofile(former if callable(former) else None)
+        if former is not None and not callable(former):
+            former.enable()  # cProfile, before Python 3.12
 
 
 def record(model: nn.Module) -> Trace:
