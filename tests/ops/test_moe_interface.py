@@ -13,8 +13,11 @@ from tilegym.ops import fused_moe
 from tilegym.ops import moe_topk_routing
 from tilegym.ops.moe_interface import experts_forward
 from tilegym.ops.moe_interface import find_formula
+from tilegym.ops.moe_interface import find_routing
 from tilegym.ops.moe_interface import moe_interface
 from tilegym.ops.moe_interface import prepare_experts
+from tilegym.ops.moe_interface import prepare_router
+from tilegym.ops.moe_interface import router_forward
 
 transformers = pytest.importorskip("transformers")
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -153,6 +156,94 @@ class Test_Experts(PyTestCase):
 
         with use_backend("cutile"):
             self.assertCompiledEqualsEager(call, randn(TOKENS, WIDTH))
+
+
+MODELS = {
+    "mixtral": ("Mixtral", {}),
+    "qwen3_moe": ("Qwen3Moe", {"norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {"norm_topk_prob": False}),
+    "deepseek_v2": ("DeepseekV2", {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}),
+    "deepseek_v3": ("DeepseekV3", {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5}),
+    "gpt_oss": ("GptOss", {}),
+}
+
+
+def router(model, dtype):
+    """A router of transformers with random weights."""
+    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    name, options = MODELS[model]
+    sizes = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 12) | options
+    config = getattr(transformers, f"{name}Config")(hidden_size=64, num_experts_per_tok=2, **sizes)
+    made = next(cls for key, cls in vars(module).items() if key.lower() == f"{name}TopkRouter".lower())(config)
+    if model == "deepseek_v3":
+        made.e_score_correction_bias.copy_(torch.linspace(-0.2, 0.2, 12))
+    made.weight.data.copy_(torch.randn(12, 64, generator=torch.Generator().manual_seed(0)) * 0.2)
+    return made.to(device(), dtype)
+
+
+class Test_Router(PyTestCase):
+    @backends("moe_topk_routing")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("model", MODELS)
+    def test_op(self, backend, dtype, model):
+        made, hidden = router(model, dtype), randn(20, 64, dtype=dtype)
+        # That of gpt-oss takes them flat only.
+        hidden = hidden if model == "gpt_oss" else hidden.view(2, 10, 64)
+        logits, weights, ids = made(hidden)
+        formula = prepare_router(made)
+        assert formula.wide == (model.startswith("deepseek") and dtype == torch.bfloat16)
+        # Softmax over the chosen is the softmax over all, renormalized.
+        assert formula.renormalize == (model in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"))
+        assert formula.num_groups == (3 if model.startswith("deepseek") else 1)
+        with use_backend(backend), sanitized():
+            got_logits, got, got_ids = router_forward(made, hidden)
+        torch.testing.assert_close(got_logits, logits)
+        # In bf16 scores can be equal, and then the choice is open: the weights are the same all the same.
+        torch.testing.assert_close(got.sort(-1).values, weights.sort(-1).values)
+        same = (got_ids.sort(-1).values == ids.sort(-1).values).all(-1)
+        assert same.all() if dtype == torch.float32 else same.sum() > 15
+
+    def test_unknown_router(self):
+        made = router("mixtral", torch.float32)
+        with pytest.raises(UnsupportedError, match="not prepared"):
+            router_forward(made, randn(3, 64))
+        made.forward = lambda x: (x @ made.weight.t(), *((x @ made.weight.t()).abs().topk(2)))
+        with pytest.raises(UnsupportedError, match="none that moe_topk_routing makes"):
+            find_routing(made)
+        with pytest.raises(UnsupportedError, match="logits, weights and indices"):
+            find_routing(nn.Linear(64, 12))
+
+    @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
+    def test_whole_model(self, model, monkeypatch):
+        name, options = MODELS[model]
+        config = getattr(transformers, f"{name}Config")(
+            vocab_size=99,
+            hidden_size=64,
+            intermediate_size=32,
+            moe_intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_experts=12,
+            num_local_experts=12,
+            num_experts_per_tok=2,
+            **options,
+        )
+        monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS, "tilegym_test", experts_forward)
+        lm = transformers.AutoModelForCausalLM.from_config(config).to(device()).eval()
+        ids = torch.arange(22, device=device()).view(2, 11)
+        expected = lm(ids).logits
+        lm.set_experts_implementation("tilegym_test")
+        routers = [module for module in lm.modules() if type(module).__name__.endswith("TopKRouter")]
+        assert len(routers) == 2
+        for module in routers:
+            prepare_router(module)
+            module.forward = router_forward.__get__(module)
+        with use_backend("cutile"):
+            got = lm(ids).logits
+        torch.testing.assert_close(got, expected)
+        assert not torch.equal(got, expected), "transformers' own code ran"
 
 
 class Test_Interface(PyTestCase):

@@ -4,8 +4,11 @@
 (``ALL_EXPERTS_FUNCTIONS["tilegym"] = experts_forward``) and a model's ``config._experts_implementation`` set to
 ``"tilegym"``, every class of experts that transformers decorates with ``use_experts_implementation`` runs on
 :func:`tilegym.ops.fused_moe`: what such a class computes between its two products is found out, not looked up by name.
+``router_forward`` does the same for the routers, the modules that choose the experts.
 """
 
+import copy
+import itertools
 from typing import Any
 from typing import NamedTuple
 
@@ -18,6 +21,8 @@ from tilegym.ops.ops import linear
 from tilegym.ops.ops import silu_and_mul
 from tilegym.ops.pytorch.moe_experts import ACTIVATIONS
 from tilegym.ops.pytorch.moe_experts import activate
+from tilegym.ops.pytorch.moe_routing import SCORINGS
+from tilegym.ops.pytorch.moe_routing import moe_topk_routing as routing_formula
 
 
 def moe_interface(
@@ -74,7 +79,7 @@ class ExpertsFormula(NamedTuple):
     limit: float | None
 
 
-FORMULA = "_tilegym_formula"  # the attribute in which a module keeps its own
+FORMULA = "_tilegym_formula"  # the attribute in which a module of experts or a router keeps its own
 PROBE_WIDTH = 32
 
 
@@ -172,3 +177,110 @@ def experts_forward(
         formula.limit,
     )
     return out.to(hidden_states.dtype)
+
+
+class RouterFormula(NamedTuple):
+    """How a router computes: its logits in fp32 or in its weight's dtype, and the options of ``moe_topk_routing``."""
+
+    wide: bool
+    top_k: int
+    scoring: str
+    renormalize: bool
+    corrected: bool
+    num_groups: int
+    topk_groups: int
+    scaling_factor: float
+    out_dtype: torch.dtype
+
+
+def _router_logits(module: torch.nn.Module, hidden_states: torch.Tensor, wide: bool) -> torch.Tensor:
+    x, weight, bias = hidden_states, module.weight, getattr(module, "bias", None)
+    x = x.reshape(-1, weight.shape[1])
+    return linear(x.float(), weight.float(), bias) if wide else linear(x, weight, bias)
+
+
+def _correction(module: torch.nn.Module) -> torch.Tensor | None:
+    return getattr(module, "e_score_correction_bias", None)
+
+
+@torch.no_grad()
+def find_routing(module: torch.nn.Module) -> RouterFormula:
+    """The routing whose choice and weights are those of the router itself, on random hidden states.
+
+    Args:
+        module: a router of transformers: ``weight`` [E, H], perhaps ``bias`` and ``e_score_correction_bias``, and a
+            ``forward`` that gives logits, weights and indices.
+
+    Raises:
+        UnsupportedError: it is no such module, or no routing gives what it gives.
+    """
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        raise UnsupportedError("the router has no floating-point weight with two dimensions")
+    hidden = torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    try:
+        own_logits, own_weights, _ = module(hidden)
+        # Choices are compared in fp32, where no two experts' scores are equal.
+        module, hidden = copy.deepcopy(module).float(), hidden.float()
+        logits, weights, ids = module(hidden)
+        expected = torch.nn.functional.linear(hidden, module.weight, getattr(module, "bias", None))
+        fits = weights.shape == ids.shape and torch.allclose(logits, expected, rtol=1e-2, atol=1e-2)
+    except (RuntimeError, AttributeError, TypeError, ValueError) as error:
+        raise UnsupportedError("the router does not give logits, weights and indices") from error
+    wide = own_logits.dtype != weight.dtype
+    if not fits or (wide and own_logits.dtype != torch.float32):
+        raise UnsupportedError("the router's logits are not those of a linear layer")
+    groups = int(_attribute(module, "num_group", "n_group") or 1), int(_attribute(module, "topk_group") or 1)
+    scales = dict.fromkeys((_attribute(module, "routed_scaling_factor", "router_scaling_factor") or 1.0, 1.0))
+    corrections = (True, False) if _correction(module) is not None else (False,)
+    choices = itertools.product(SCORINGS, (False, True), corrections, dict.fromkeys((groups, (1, 1))), scales)
+    order = ids.argsort(-1)
+    for scoring, renormalize, corrected, (num_groups, topk_groups), scale in choices:
+        formula = RouterFormula(
+            wide, ids.shape[1], scoring, renormalize, corrected, num_groups, topk_groups, scale, own_weights.dtype
+        )
+        try:
+            got, got_ids = _routed(module, logits, formula, routing_formula)
+        except ValueError:
+            continue  # options that do not go together
+        got_order = got_ids.argsort(-1)
+        if torch.equal(ids.gather(1, order), got_ids.gather(1, got_order)) and torch.allclose(
+            weights.gather(1, order).to(got), got.gather(1, got_order), rtol=1e-2, atol=1e-6
+        ):
+            return formula
+    raise UnsupportedError("the router's choice is none that moe_topk_routing makes")
+
+
+def _routed(module: torch.nn.Module, logits: torch.Tensor, formula: RouterFormula, function: Any = moe_topk_routing):
+    _, top_k, scoring, renormalize, corrected, *others = formula
+    return function(logits, top_k, scoring, renormalize, _correction(module) if corrected else None, *others)
+
+
+def prepare_router(module: torch.nn.Module) -> RouterFormula:
+    """:func:`find_routing`, kept in the module. Call it before ``torch.compile`` traces the module."""
+    formula = find_routing(module)
+    setattr(module, FORMULA, formula)
+    return formula
+
+
+def router_forward(
+    self: torch.nn.Module, hidden_states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``forward`` of a transformers router returns; its chosen experts come by descending score.
+
+    Args:
+        self: the router, see :func:`find_routing`.
+        hidden_states: [..., H].
+
+    Returns:
+        The logits [T, E], the weights [T, k] and the indices [T, k] of the experts.
+
+    Raises:
+        UnsupportedError: the router computes something else.
+    """
+    formula = getattr(self, FORMULA, None)
+    if formula is None:
+        # Its own forward may be this function by now.
+        raise UnsupportedError("the router is not prepared: call prepare_router before its forward is replaced")
+    logits = _router_logits(self, hidden_states, formula.wide)
+    return logits, *_routed(self, logits, formula)

@@ -18,6 +18,7 @@ from tilegym.ops.cutile.matmul import tile_of_block
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.moe_experts import as_stored
 from tilegym.ops.cutile.moe_experts import choose
+from tilegym.ops.cutile.moe_experts import is_hopper
 from tilegym.ops.cutile.moe_gemm import grouped_outer_kernel
 from tilegym.ops.cutile.moe_gemm import grouped_sum_kernel
 from tilegym.ops.cutile.moe_gemm import load_bias
@@ -26,6 +27,7 @@ from tilegym.ops.cutile.moe_gemm import scalar_at
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.group_gemm import check_group
@@ -221,13 +223,17 @@ def launch_outer(
 ) -> None:
     """Writes a^T b of each group of rows to c; ``aligned`` as in the kernel, to tiles of ``rows``."""
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
+    kernel, tile_m, tile_n = grouped_outer_kernel, 64, 64
     if a.get_device() < 0:
         tile_m, tile_n = 32, 32
-    else:
-        tile_m, tile_n = (128, 128) if a.element_size() == 2 else (64, 64)
+    elif a.element_size() == 2:
+        tile_m, tile_n = 128, 128
+        if is_hopper(a.get_device()):
+            # The tile that matmul's sweep on an H200 found.
+            kernel, tile_n = hinted(kernel, num_worker_warps=8), 256
     grid = (c.shape[0] * -(-c.shape[1] // tile_m) * -(-c.shape[2] // tile_n),)
     args = (a, b, offsets, c, tile_m, tile_n, rows, aligned, uses_tf32(a.dtype))
-    launch(c, grid, grouped_outer_kernel, args)
+    launch(c, grid, kernel, args)
 
 
 @compilable(fake=lambda x, weights, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1]))
