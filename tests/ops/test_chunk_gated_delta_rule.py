@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from common import ARCHITECTURES
 from common import HAS_GPU
 from common import PyTestCase
 from common import assert_launches_compile
@@ -232,18 +233,18 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
         cutile.scan_tiles.cache_clear()
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_compiles_for_every_architecture(self, dtype):
-        tensors = [t.cpu() for t in floating(arguments(1, 128, 2, 4, 128, 128, dtype=dtype))]
-        every = ("sm_80", "sm_90", "sm_100", "sm_120") if dtype == torch.bfloat16 else ("sm_90",)
-        assert_launches_compile(lambda: chunk_forward(*tensors, True, True), every)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_backward_compiles_for_every_architecture(self, dtype):
-        tensors = [t.cpu() for t in floating(arguments(1, 128, 2, 4, 128, 128, dtype=dtype))]
-        every = ("sm_80", "sm_90", "sm_100", "sm_120") if dtype == torch.bfloat16 else ("sm_90",)
-        assert_launches_compile(lambda: chunk_backward(tensors[2], tensors[5], *tensors, True), every)
+    @pytest.mark.parametrize("backward", [False, True])
+    @pytest.mark.parametrize(
+        ("dtype", "dim", "architectures"),
+        [(torch.bfloat16, 64, ARCHITECTURES), (torch.float32, 32, ("sm_90",))],
+        ids=["bfloat16", "float32"],
+    )
+    def test_compiles(self, dtype, dim, architectures, backward):
+        tensors = [t.cpu() for t in floating(arguments(1, 128, 2, 4, dim, dim, dtype=dtype))]
+        if backward:
+            assert_launches_compile(lambda: chunk_backward(tensors[2], tensors[5], *tensors, True), architectures)
+        else:
+            assert_launches_compile(lambda: chunk_forward(*tensors, True, True), architectures)
 
     @gpu
     def test_graph_capture(self):
