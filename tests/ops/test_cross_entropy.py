@@ -5,6 +5,7 @@ from common import HAS_GPU
 from common import PyTestCase
 from common import assert_launches_compile
 from common import backends
+from common import device
 from common import dtypes
 from common import gpu
 from common import randn
@@ -172,6 +173,25 @@ class Test_CrossEntropy(PyTestCase):
         ):
             with pytest.raises(error, match=f"cross_entropy: {message}"):
                 cross_entropy(**kwargs | wrong, backend=backend)
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_loss_changed_in_place(self, reduction):
+        """As training loops do that accumulate gradients."""
+        logits = randn(6, 11).requires_grad_()
+        target = torch.arange(6, device=logits.device)
+        gradients = []
+        for in_place in (True, False):
+            loss = cross_entropy(logits, target, reduction=reduction, backend="cutile")
+            if in_place:
+                loss /= 4
+            gradients.append(torch.autograd.grad(loss if in_place else loss / 4, logits)[0])
+        assert torch.equal(*gradients)
+
+    def test_more_losses_than_one_block_adds(self, monkeypatch):
+        logits, target = randn(6, 11), torch.arange(6, device=device())
+        expected = cross_entropy(logits, target, ignore_index=3, backend="cutile")
+        monkeypatch.setattr("tilegym.ops.cutile.cross_entropy.MOST_ADDED", 5)
+        torch.testing.assert_close(cross_entropy(logits, target, ignore_index=3, backend="cutile"), expected)
 
     @pytest.mark.parametrize("reduction", ["mean", "none"])
     def test_compiled(self, reduction):

@@ -124,6 +124,14 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
             inputs, eps=1e-2, atol=1e-2, rtol=1e-2, nondet_tol=0.0,
         )  # fmt: skip
 
+    def test_loss_changed_in_place(self):
+        kwargs = arguments()
+        weight = kwargs["weight"].requires_grad_()
+        expected = torch.autograd.grad(fused_linear_cross_entropy(**kwargs, backend="cutile") / 4, weight)[0]
+        loss = fused_linear_cross_entropy(**kwargs, backend="cutile")
+        loss /= 4
+        torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], expected)
+
     def test_not_contiguous(self):
         kwargs = arguments(6, 5)
         kwargs |= {name: kwargs[name].transpose(0, 1) for name in ("hidden_states", "target")}

@@ -33,7 +33,6 @@ from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.cross_entropy import check_cross_entropy
-from tilegym.ops.pytorch.cross_entropy import reduced
 
 
 def _capped(x, SOFTCAP: Float):
@@ -108,6 +107,20 @@ def cross_entropy_backward_kernel(
         ct.scatter(dx, (rows, cols), grad)
 
 
+@ct.kernel
+def add_losses_kernel(losses, target, out, number, ignore_index, TILE: Int, MEAN: Bool):
+    """out: [1], the sum of losses [M], or their mean over the rows that are not ignored; number: [1], that of those."""
+    sums = ct.zeros((TILE,), ct.float32)
+    counts = ct.zeros((TILE,), ct.int32)
+    for tile in range(ct.cdiv(target.shape[0], TILE)):
+        rows = span(tile, TILE)
+        sums = sums + ct.gather(losses, rows)
+        counts = counts + ct.where(ct.gather(target, rows, padding_value=ignore_index) == ignore_index, 0, 1)
+    total, count = ct.sum(sums), ct.sum(counts).astype(ct.float32)
+    ct.scatter(out, 0, total / count if MEAN else total)
+    ct.scatter(number, 0, count)
+
+
 @functools.lru_cache(maxsize=1024)
 def forward_plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
     """(kernel, grid, TILE_M, TILE_N) for logits [m, n] on CUDA device ``device`` (-1: CPU).
@@ -137,9 +150,30 @@ def cross_entropy_forward(
     rows = rows_of(logits)
     losses, lse = _like_targets(logits, target)
     kernel, grid, tile_m, tile_n = forward_plan(*rows.shape, logits.get_device())
-    arrays = (rows, target.reshape(-1), losses.view(-1), lse.view(-1, 2))
+    arrays = (rows, target, losses, lse)
+    if target.dim() != 1:
+        arrays = (rows, target.reshape(-1), losses.view(-1), lse.view(-1, 2))
     launch(logits, grid, kernel, (*arrays, ignore_index, softcap, smoothing, z_loss, tile_m, tile_n))
     return losses, lse
+
+
+MOST_ADDED = 2**16  # losses that one block adds up; beyond it torch is faster
+
+
+@compilable(fake=lambda losses, *_: (losses.new_empty(()), losses.new_empty(())))
+def add_losses(
+    losses: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the losses, or their mean over the rows that are not ignored, and the number of those."""
+    if losses.numel() > MOST_ADDED:
+        number, total = (target != ignore_index).sum().to(losses.dtype), losses.sum()
+        return (total / number if mean else total), number
+    # In memory of their own: a user may change the loss in place, and backward needs the number.
+    out, number = losses.new_empty(()), losses.new_empty(())
+    if target.dim() != 1:
+        losses, target = losses.view(-1), target.reshape(-1)
+    launch(losses, (1,), add_losses_kernel, (losses, target, out.view(1), number.view(1), ignore_index, 1024, mean))
+    return out, number
 
 
 def launch_backward(scale, rows, target, lse, dx, ignore_index, softcap, smoothing, z_loss) -> None:
@@ -180,16 +214,19 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, ignore_index, softcap, smoothing, z_loss, reduction):
         options = (ignore_index, softcap, smoothing, z_loss)
         losses, lse = cross_entropy_forward(logits, target, *options)
-        ctx.save_for_backward(logits, target, lse)
-        ctx.options, ctx.reduction = options, reduction
-        return reduced(losses, target, ignore_index, reduction)
+        loss, number = losses, None
+        if reduction != "none":
+            loss, number = add_losses(losses, target, ignore_index, reduction == "mean")
+        ctx.save_for_backward(logits, target, lse, number if reduction == "mean" else None)
+        ctx.options = options
+        return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss):
-        logits, target, lse = ctx.saved_tensors
-        if ctx.reduction == "mean":
-            dloss = dloss / (target != ctx.options[0]).sum()
+        logits, target, lse, number = ctx.saved_tensors
+        if number is not None:
+            dloss = dloss / number
         dx = cross_entropy_backward(dloss.expand(target.shape), logits, target, lse, *ctx.options)
         return dx, None, None, None, None, None, None
 
@@ -213,4 +250,5 @@ def cross_entropy(
     options = (ignore_index, softcap or 0.0, label_smoothing, z_loss)
     if torch.is_grad_enabled() and logits.requires_grad:
         return CrossEntropy.apply(logits, target, *options, reduction)
-    return reduced(cross_entropy_forward(logits, target, *options)[0], target, ignore_index, reduction)
+    losses, _ = cross_entropy_forward(logits, target, *options)
+    return losses if reduction == "none" else add_losses(losses, target, ignore_index, reduction == "mean")[0]

@@ -11,11 +11,11 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.cross_entropy import add_losses
 from tilegym.ops.cutile.cross_entropy import cross_entropy_forward
 from tilegym.ops.cutile.cross_entropy import launch_backward
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.pytorch.checks import check_floating
-from tilegym.ops.pytorch.cross_entropy import reduced
 from tilegym.ops.pytorch.fused_linear_cross_entropy import check_fused_linear_cross_entropy
 
 NO_OPTIONS = (0.0, 0.0, 0.0)  # softcap, label smoothing, z-loss
@@ -87,25 +87,26 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         wanted = tuple(once and needed for needed in ctx.needs_input_grad[:3])
         ones = hidden.new_ones((), dtype=torch.float32).expand(target.shape)
         losses, *gradients = linear_cross_entropy_chunks(hidden, weight, bias, target, ones, *ctx.sizes, *wanted)
-        if once:
-            ctx.save_for_backward(target, *gradients)
-        else:
+        if not once:
             ctx.save_for_backward(target, hidden, weight, bias)
-        return reduced(losses, target, ignore_index, reduction)
+            return losses
+        loss, number = add_losses(losses, target, ignore_index, reduction == "mean")
+        ctx.save_for_backward(number, *gradients)
+        return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss):
-        target, *saved = ctx.saved_tensors
+        first, *saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         if ctx.reduction == "none":
-            _, *gradients = linear_cross_entropy_chunks(*saved, target, dloss.contiguous(), *ctx.sizes, *wanted)
+            _, *gradients = linear_cross_entropy_chunks(*saved, first, dloss.contiguous(), *ctx.sizes, *wanted)
             scale = None
         else:
             gradients, scale = saved, dloss
             if ctx.reduction == "mean":
                 # Where every row is ignored the gradients are 0 already.
-                scale = dloss / (target != ctx.sizes[0]).sum().clamp(min=1)
+                scale = dloss / first.clamp(min=1)
         results = (
             _scaled(gradient, scale, dtype) if needed else None
             for gradient, dtype, needed in zip(gradients, ctx.dtypes, wanted, strict=True)
@@ -138,5 +139,5 @@ def fused_linear_cross_entropy(
         losses, *_ = linear_cross_entropy_chunks(
             hidden, weight, bias, rows, scale, ignore_index, chunk_size, False, False, False
         )
-        loss = reduced(losses, rows, ignore_index, reduction)
+        loss = losses if reduction == "none" else add_losses(losses, rows, ignore_index, reduction == "mean")[0]
     return loss.view(target.shape) if reduction == "none" else loss
