@@ -15,7 +15,7 @@ from tilegym.ops.cutile.moe_routing import moe_topk_forward
 from tilegym.ops.pytorch.moe_routing import moe_topk_routing as reference
 
 TOKENS, EXPERTS = 13, 24
-BIAS = torch.linspace(-0.5, 0.5, EXPERTS)
+BIAS = torch.sin(torch.arange(EXPERTS)) * 0.1
 ROUTERS = {
     "softmax": dict(top_k=2),
     "renormalized": dict(top_k=3, renormalize=True),
