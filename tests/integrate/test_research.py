@@ -124,6 +124,18 @@ def test_the_language_model_inside_of_one_for_images_is_found_in_its_place():
     assert found.of_kind("linear_cross_entropy")[0].modules == ("lm_head",)
 
 
+def test_multipliers_are_found():
+    config = default_config("granite")
+    config.embedding_multiplier, config.residual_multiplier = 12.0, 0.22
+    config.attention_multiplier, config.logits_scaling = 0.0078125, 8.0
+    found = research(config)
+    (pair,) = found.of_kind("add_norm")
+    assert pair.parameters["residual_scale"] == 0.22 and pair.op == "", "no op has such a factor"
+    assert found.of_kind("attention")[0].parameters["scaling"] == 0.0078125
+    head = found.of_kind("linear_cross_entropy")[0]
+    assert head.parameters["scale"] == 1 / 8 and head.op == ""
+
+
 def test_dropout_in_training_is_said():
     config = small_model("gpt2").model.config
     config.resid_pdrop = 0.25

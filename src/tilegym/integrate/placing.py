@@ -12,6 +12,7 @@ from tilegym.integrate import formulas_experts
 from tilegym.integrate import formulas_sequence
 from tilegym.integrate.findings import Finding
 from tilegym.integrate.findings import Findings
+from tilegym.integrate.findings import Missed
 from tilegym.integrate.findings import signature
 from tilegym.integrate.formulas import Formula
 from tilegym.integrate.probe import floats_of
@@ -101,28 +102,40 @@ def generic(path: str) -> str:
 
 def place(findings: Findings, places: Places, changes: dict[str, Any]) -> list[tuple[Finding, str]]:
     """Each finding, with the real model's numbers, at each of its places in the real model, in the model's order."""
-    placed: dict[tuple, tuple[Finding, str]] = {}
-    for finding in findings.found:
-        if finding.path and finding.kind not in ("add_norm",):
-            targets = places.of(finding.path)
-        elif finding.kind == "add_norm":
-            targets = _same_position(finding.path, findings, places)
-        else:
-            targets = [""]
+    placed: dict[tuple, tuple[Finding, Finding, str]] = {}
+
+    def put(finding: Finding, targets: list[str], again: bool = True) -> None:
         for path in targets:
             key = finding.kind, finding.callee, path, finding.parameters.get("form")
             if key not in placed:
-                placed[key] = (restated(finding, places.small, places.real, path, changes), path)
+                real = restated(finding, places.small, places.real, path, changes)
+                placed[key] = finding, real, path
+            elif again and placed[key][0].parameters != finding.parameters:
+                why = f"layers that look alike differ: {placed[key][0].parameters} and {finding.parameters}"
+                findings.missed.append(Missed(finding.callee, finding.path, why, finding.kind))
+
+    pairs = [finding for finding in findings.found if finding.kind == "add_norm"]
+    for finding in findings.found:
+        if finding.kind != "add_norm":
+            put(finding, places.of(finding.path) if finding.path else [""])
+    for finding in pairs:
+        put(finding, _not_first(finding.path, places.of(finding.path), pairs))
+    for finding in pairs:
+        put(finding, _not_first(finding.path, _same_position(finding.path, places), pairs), again=False)
     order = {path: i for i, path in enumerate(places.modules)}
-    return sorted(placed.values(), key=lambda item: order[item[1]])
+    return sorted(((real, path) for _, real, path in placed.values()), key=lambda item: order[item[1]])
 
 
-def _same_position(path: str, findings: Findings, places: Places) -> list[str]:
-    """Norms behind an addition, in layers of every kind; the first layer's may stand behind the embeddings instead."""
-    at = {f.path for f in findings.found if f.kind == "add_norm"}
+def _same_position(path: str, places: Places) -> list[str]:
+    """Norms behind an addition, in layers of every kind."""
     where, cls = generic(path), type(places.small.get_submodule(path))
-    targets = [p for p, module in places.modules.items() if generic(p) == where and type(module) is cls]
-    if re.sub(r"\.\d+(?=\.)", ".0", path, count=1) in at:
+    return [p for p, module in places.modules.items() if generic(p) == where and type(module) is cls]
+
+
+def _not_first(path: str, targets: list[str], pairs: list[Finding]) -> list[str]:
+    """Without the first layer's norm, if it stands behind the embeddings there instead of an addition."""
+    first = re.sub(r"\.\d+(?=\.)", ".0", path, count=1)
+    if any(finding.path == first for finding in pairs):
         return targets
     return [t for t in targets if not re.match(r"[^\d]*\.0\.", t)]
 

@@ -32,7 +32,8 @@ def residual_of(call: Call, producers: dict[int, Step]) -> dict[str, Any] | None
     scales = []
     for operand in operands:
         before = producers.get(id(operand))
-        if before is not None and before.name in _MUL:
+        # A product made elsewhere, such as that of scaled embeddings, is the residual itself.
+        if before is not None and before.name in _MUL and before.path == step.path:
             scales += [float(f) for f in before.inputs if isinstance(f, (int, float))]
     return {"residual_in": step.path, "residual_scale": scales[0] if len(scales) == 1 else 1.0}
 
