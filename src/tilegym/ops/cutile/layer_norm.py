@@ -33,6 +33,8 @@ from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import size_of
+from tilegym.ops.cutile.tiling import small_or_rows
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.layer_norm import check_layer_norm
@@ -109,16 +111,22 @@ def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int],
     return kernel, (tiles,), tile_m, tile_n
 
 
+def _flat(vector, rows, dims):
+    """weight or bias as [N]; without one any array stands in its place."""
+    if vector is None:
+        return rows
+    return vector if dims == 1 else vector.reshape(-1)
+
+
 def _launch_forward(x, weight, bias, eps, dims, save):
-    rows, y = rows_over(x, dims), contiguous_like(x)
-    m, n = rows.shape
-    mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) if save else y for _ in range(2))
+    rows = small_or_rows(x) if dims == 1 else rows_over(x, dims)
+    m, n = size_of(rows)
+    y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2)) if save else (y, y)
     kernel, grid, tile_m, tile_n = forward_plan(m, n, x.get_device())
-    w = rows if weight is None else weight.reshape(-1)
-    b = rows if bias is None else bias.reshape(-1)
     constants = (n, tile_m, tile_n, weight is not None, bias is not None, save)
-    launch(x, grid, kernel, (rows, w, b, y.view(m, n), mean, rstd, eps, *constants))
-    return y, mean, rstd
+    launch(x, grid, kernel, (rows, _flat(weight, rows, dims), _flat(bias, rows, dims), y, mean, rstd, eps, *constants))
+    return (y if rows is x else y.view(x.shape)), mean, rstd
 
 
 @compilable(fake=contiguous_like)
