@@ -30,6 +30,7 @@ from tilegym.ops.cutile.moe_decode import moe_gemv_down_kernel
 from tilegym.ops.cutile.moe_decode import moe_gemv_up_kernel
 from tilegym.ops.cutile.moe_experts import up_of
 from tilegym.ops.cutile.moe_gemm import grouped_gemm_kernel
+from tilegym.ops.cutile.moe_gemm import moe_combine_kernel
 from tilegym.ops.cutile.moe_gemm import moe_up_kernel
 from tilegym.ops.pytorch.moe_align import moe_align_block_size
 from tilegym.ops.pytorch.moe_experts import activate
@@ -65,6 +66,7 @@ def tensors(device: str, model: str, tokens: int, up: bool) -> dict:
     t |= {"ids": chosen(tokens, experts, top_k).reshape(-1).to(device), "order": order.to(device)}
     t["out"] = torch.empty(pairs, inner if up else hidden, device=device, dtype=BF16)
     t["weights"] = torch.ones(pairs, device=device)
+    t["products"] = torch.empty(pairs, hidden, device=device)
     t["sum"] = torch.empty(tokens, hidden, device=device, dtype=BF16)
     return t
 
@@ -149,7 +151,7 @@ def gemm(model: str, tokens: int, up: bool, rows: int, n: int, k: int, h: dict, 
     VARIANTS.append(Variant(group(model, tokens, up, False), label, h, launches))
 
 
-def gemv(model: str, tokens: int, up: bool, n: int, k: int, h: dict):
+def gemv(model: str, tokens: int, up: bool, n: int, k: int, h: dict, pairwise: bool = False):
     _, top_k, hidden, inner, oss = MODELS[model]
 
     def launches(t: dict) -> list[tuple]:
@@ -157,21 +159,28 @@ def gemv(model: str, tokens: int, up: bool, n: int, k: int, h: dict):
             w, options = weights_of(t, model)
             args = (t["x"], *w, t["ids"], t["out"], ALPHA, LIMIT, top_k, n, k, *options)
             return [((tokens * top_k * -(-inner // n),), moe_gemv_up_kernel, args)]
-        args = (t["x"], t["w"], 0, t["ids"], t["weights"], 0, t["sum"], top_k, n, k, oss, False, False)
-        return [((tokens * -(-hidden // n),), moe_gemv_down_kernel, args)]
+        out = t["products"] if pairwise else t["sum"]
+        args = (t["x"], t["w"], 0, t["ids"], t["weights"], 0, out, top_k, n, k, oss, False, False, pairwise)
+        first = ((len(out) * -(-hidden // n),), moe_gemv_down_kernel, args)
+        if not pairwise:
+            return [first]
+        args = (out, 0, 0, 0, t["sum"], top_k, 1024, False, False, False)
+        return [first, ((tokens * -(-hidden // 1024),), moe_combine_kernel, args)]
 
-    VARIANTS.append(Variant(group(model, tokens, up, True), f"{n}x{k}", h, launches))
+    VARIANTS.append(Variant(group(model, tokens, up, True), f"{n}x{k}{' pairwise' * pairwise}", h, launches))
 
 
 for model, (*_, oss) in MODELS.items():
     for up in (True, False):
         for tokens in (1, 4):
             tiles = (
-                ((64, 32), (128, 16), (32, 32), (32, 64), (64, 16))
+                ((16, 128), (32, 128), (16, 64), (64, 32), (32, 64))
                 if oss
                 else ((4, 512), (4, 256), (8, 256), (2, 1024))
             )
             for n, k in tiles:
+                if not up:
+                    gemv(model, tokens, up, n, k, hints(None, 4), pairwise=True)
                 for occupancy in (4, 6) if n * k < 2048 or not up else (4, 3):
                     gemv(model, tokens, up, n, k, hints(None, occupancy))
         for tokens in (1, 4, 16, 64):

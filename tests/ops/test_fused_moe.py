@@ -134,8 +134,9 @@ class Test_FusedMoE(PyTestCase):
         self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"}, gradient=wanted)
 
     @pytest.mark.parametrize("size", [SIZES[0], SIZES[2]], ids=["not sorted", "sorted"])
-    def test_left_out_and_shared(self, size):
-        kwargs = arguments(size, torch.bfloat16)
+    @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+    def test_left_out_and_shared(self, size, transposed):
+        kwargs = arguments(size, torch.bfloat16, transposed=transposed)
         kwargs["topk_ids"][0] = torch.tensor([-1, size[2], 0])[: size[1]]
         kwargs["shared_output"] = randn(size[0], size[3], dtype=torch.bfloat16, seed=9)
         self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})

@@ -2,6 +2,7 @@
 
 Hardly any two pairs share an expert, so every weight is used once: as in ``linear.py``, products are added up without
 tensor cores, and nothing is sorted. Two launches do it all: up with the activation, and down with the weighted sum.
+Where that leaves too few blocks to keep memory busy, each pair's product is a block's, and a third launch adds them up.
 """
 
 import cuda.tile as ct
@@ -82,20 +83,22 @@ def moe_gemv_down_kernel(
     ids,  # [T * TOP_K]
     weights,  # [T * TOP_K]
     shared,  # [T, H] if SHARED, else 0
-    out,  # [T, H]
+    out,  # [T, H], or [T * TOP_K, H] if PAIRWISE
     TOP_K: Int,
     TILE_N: Int,
     TILE_K: Int,
     TRANSPOSED: Bool,
     BIAS: Bool,
     SHARED: Bool,
+    PAIRWISE: Bool,
 ):
     tiles = ct.cdiv(out.shape[1], TILE_N)
-    token, n = ct.bid(0) // tiles, ct.bid(0) % tiles
+    row_out, n = ct.bid(0) // tiles, ct.bid(0) % tiles
+    pairs = 1 if PAIRWISE else TOP_K
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     total = ct.zeros((1, TILE_N), dtype=ct.float32)
-    for j in range(TOP_K):
-        pair = token * TOP_K + j
+    for j in range(pairs):
+        pair = row_out * pairs + j
         expert = scalar_at(ids, pair).astype(ct.int32)
         if (expert >= 0) & (expert < w.shape[0]):
             weight = scalar_at(weights, pair).astype(ct.float32)
@@ -106,5 +109,5 @@ def moe_gemv_down_kernel(
                 total = total + load_bias(bias, expert, n, TILE_N, False) * weight
     total = total + ct.sum(acc, axis=1).reshape((1, TILE_N))
     if SHARED:
-        total = total + ct.gather(shared, (token, span(n, TILE_N)))[None, :].astype(ct.float32)
-    ct.store(out, (token, n), total.astype(out.dtype))
+        total = total + ct.gather(shared, (row_out, span(n, TILE_N)))[None, :].astype(ct.float32)
+    ct.store(out, (row_out, n), total.astype(out.dtype))

@@ -42,12 +42,13 @@ class Tile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Tiles for one problem. ``rows`` a block, 0 for products of matrix and vector."""
+    """Tiles for one problem. ``rows`` a block, 0 for products of matrix and vector, ``pairwise`` in three launches."""
 
     rows: int
     weight_left: bool
     up: Tile
     down: Tile
+    pairwise: bool = False
 
 
 MAX_ROWS = 128  # of a block
@@ -73,9 +74,12 @@ def choose(
     # Eight pairs that fall on 32 experts share hardly any.
     as_vectors = as_vectors and (tokens == 1 or 4 * pairs <= experts)
     if device < 0:
-        return Plan(0 if as_vectors else 16, share < 2, Tile(16, 32), Tile(32, 32))
+        return Plan(0 if as_vectors else 16, share < 2, Tile(16, 32), Tile(32, 32), transposed)
     if as_vectors:
-        tile = Tile(64, 32) if transposed else Tile(4, 1024 // itemsize)
+        if transposed:
+            # Columns are the unit of access, and a block takes many: of gpt-oss's four pairs only 90 blocks would come.
+            return Plan(0, False, Tile(16, 256 // itemsize), Tile(32, 256 // itemsize), True)
+        tile = Tile(4, 1024 // itemsize)
         return Plan(0, False, tile, tile)
     if share <= 24:
         rows = 16 if share <= 8 else 32
@@ -140,13 +144,18 @@ def spread(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def combine(
-    y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None, shared: torch.Tensor | None, out: torch.Tensor
+    y: torch.Tensor,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:
-    """Writes the sum of each token's rows of ``y`` to ``out`` [T, H]."""
+    """Writes the sum of each token's ``rows`` of ``y``, by default k one after the other, to ``out`` [T, H]."""
     tokens, width = out.shape
     tile = min(1024, next_power_of_2(width))
-    options = (rows.shape[0] // tokens, tile, weights is not None, shared is not None)
-    arrays = (y, rows, 0 if weights is None else weights, 0 if shared is None else shared, out)
+    pairs = y if rows is None else rows
+    options = (pairs.shape[0] // tokens, tile, rows is not None, weights is not None, shared is not None)
+    arrays = (y, 0 if rows is None else rows, 0 if weights is None else weights, 0 if shared is None else shared, out)
     launch(out, (tokens * -(-width // tile),), moe_combine_kernel, (*arrays, *options))
 
 
@@ -200,10 +209,14 @@ def moe_forward(
         launch(
             out, grid, moe_gemv_up_kernel, (hidden, *up.arrays, ids, h, alpha, bound, top_k, tile.n, tile.k, *options)
         )
-        tile = plan.down
-        arrays = (h, w2, 0 if b2 is None else b2, ids, weights, 0 if shared is None else shared, out)
-        options = (top_k, tile.n, tile.k, w2_transposed, b2 is not None, shared is not None)
-        launch(out, (tokens * -(-width // tile.n),), moe_gemv_down_kernel, (*arrays, *options))
+        tile, pairwise = plan.down, plan.pairwise
+        y = hidden.new_empty(tokens * top_k, width, dtype=torch.float32) if pairwise else out
+        with_shared = shared is not None and not pairwise
+        arrays = (h, w2, 0 if b2 is None else b2, ids, weights, shared if with_shared else 0, y)
+        options = (top_k, tile.n, tile.k, w2_transposed, b2 is not None, with_shared, pairwise)
+        launch(out, (y.shape[0] * -(-width // tile.n),), moe_gemv_down_kernel, (*arrays, *options))
+        if pairwise:
+            combine(y, None, None, shared, out)
         return out
     rows, expert_of, _ = launch_align(ids, plan.rows, experts)
     total = expert_of.shape[0] * plan.rows

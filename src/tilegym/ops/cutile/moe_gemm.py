@@ -185,12 +185,13 @@ def moe_gather_kernel(x, sorted_ids, out, TOP_K: Int, TILE_N: Int):
 @ct.kernel
 def moe_combine_kernel(
     y,  # [R, H]
-    rows,  # [T * TOP_K]
+    rows,  # [T * TOP_K] if SORTED, else 0: pair after pair
     weights,  # [T * TOP_K] if WEIGHTED, else 0
     shared,  # [T, H] if SHARED, else 0
     out,  # [T, H]
     TOP_K: Int,
     TILE_N: Int,
+    SORTED: Bool,
     WEIGHTED: Bool,
     SHARED: Bool,
 ):
@@ -199,8 +200,11 @@ def moe_combine_kernel(
     token, columns = ct.bid(0) // tiles, span(ct.bid(0) % tiles, TILE_N)
     total = ct.zeros((TILE_N,), dtype=ct.float32)
     for j in range(TOP_K):
-        # What has no row, -1, is out of bounds, and reads as 0.
-        tile = ct.gather(y, (scalar_at(rows, token * TOP_K + j), columns)).astype(ct.float32)
+        row = token * TOP_K + j
+        if SORTED:
+            # What has no row, -1, is out of bounds, and reads as 0.
+            row = scalar_at(rows, row)
+        tile = ct.gather(y, (row, columns)).astype(ct.float32)
         if WEIGHTED:
             tile = tile * scalar_at(weights, token * TOP_K + j).astype(ct.float32)
         total = total + tile
