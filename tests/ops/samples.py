@@ -155,14 +155,13 @@ ROWWISE = (
 
 NOT_DIFFERENTIABLE = {
     "attention_sink_decode",
-    "fmha",
     "fmha_decode",
     "gemma_attention_decode",
     "mla_decoding",
     "mla_decoding_split_kv",
     "moe_align_block_size",
     "splitk_reduce",
-}  # fmha: until it has a backward kernel
+}
 
 # Ops that are being written: whoever adds one moves it from here to SAMPLES.
 WITHOUT_SAMPLE = {
