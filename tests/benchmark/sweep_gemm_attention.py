@@ -126,7 +126,8 @@ def gemv(group, n, tile, occ):
     tn, tk = tile
 
     def launches(t):
-        return [((-(-n // tn),), gemv_kernel, (t["x"], t["w"], 0, t["y"], tn, tk, False))]
+        k = t["w"].shape[1]
+        return [((-(-n // tn),), gemv_kernel, (t["x"], t["w"], 0, 0, t["y"], False, False, k, tn, tk, False))]
 
     VARIANTS.append(Variant(group, f"sum {tn}x{tk}", hints(None, occ), launches))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from common import gpu
 from tiny_models import make_model
+from tiny_models import observed
 from tiny_models import padded
 from tiny_models import tokens
 from transformers import LogitsProcessor
@@ -174,7 +175,7 @@ def test_copies_and_pickles_bring_their_own(steps):
 def test_without_the_attention_there_is_no_graph():
     model = make_model("llama")
     with monkey_patch.apply(model, use_cutile=False, use_attn=False) as report:
-        assert [e.why for e in report.skipped] == ["its attention is not TileGym's"]
+        assert {e.compute: e.why for e in report.skipped}["graph"] == "its attention is not TileGym's"
     with monkey_patch.apply(model, use_cutile=False, graph=False) as report:
         assert "graph" not in {e.compute for e in report.patched} and "generate" not in vars(model)
 
@@ -204,4 +205,37 @@ def test_what_cannot_be_captured_decodes_without_a_graph():
     norm = model.model.norm
     norm.register_forward_hook(lambda module, args, out: out if out.sum().item() else None)  # waits for the device
     with monkey_patch.apply(model, use_cutile=False), pytest.warns(UserWarning, match="without a CUDA graph"):
+        assert torch.equal(generate(model, ids), expected)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_one_sequence_decodes_by_fused_steps(family, steps):
+    """As the layers do, padded or not; and what the fused step does not serve, the layers do."""
+    model = make_model(family)
+    ids, mask = padded([5, 11, 8], "left")
+    expected = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        assert len([e for e in report.patched if e.compute == "decode_step"]) == 2
+        with observed() as calls:
+            got = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
+        assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+        assert {"rms_norm_linear", "rope_and_cache", "linear_add", "rms_norm_swiglu"} <= {op for op, _ in calls}
+        with observed() as calls:
+            generate(model, ids, mask)
+        assert "rms_norm_swiglu" not in {op for op, _ in calls}
+        model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, out: 0 * out)
+        changed = generate(model, ids[1:2], max_new_tokens=14)
+    assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
+
+
+def test_a_layer_that_computes_something_else_keeps_its_forward(monkeypatch):
+    from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+
+    former = MistralDecoderLayer.forward
+    monkeypatch.setattr(MistralDecoderLayer, "forward", lambda self, *args, **kwargs: 2 * former(self, *args, **kwargs))
+    model, ids = make_model("mistral"), tokens(1, 7)
+    expected = generate(model, ids)
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        why = {e.why for e in report.skipped if e.compute == "decode_step"}
+        assert why == {"its step is not what the layer computes"}
         assert torch.equal(generate(model, ids), expected)

@@ -115,7 +115,12 @@ def test_the_report_names_every_module(family):
         assert where["swiglu"] == {f"{layer}.mlp" for layer in layers}
         assert where["rope"] == {f"{layer}.self_attn" for layer in layers}
         assert where["attn"] == {type(model).__name__}
-        assert {e.backend for e in report.patched} == {get_current_backend()} and not report.skipped
+        assert {e.backend for e in report.patched} == {get_current_backend()}
+        # Llama's has MLPs with biases here.
+        whole = {
+            e.module for e in (report.skipped if family == "llama" else report.patched) if e.compute == "decode_step"
+        }
+        assert whole == set(layers) and {e.compute for e in report.skipped} <= {"decode_step"}
         assert "model.layers.*.mlp" in str(report)
 
 
@@ -186,7 +191,8 @@ def test_a_second_apply_is_idempotent_and_reverts_nothing():
     first = monkey_patch.apply(model, use_cutile=False, use_attn=False)
     second = monkey_patch.apply(model, use_cutile=False)
     assert [e.compute for e in second.patched] == ["attn", "graph"]
-    assert {e.why for e in second.skipped} == {"already patched"} and len(second.skipped) == len(first.patched)
+    skipped = [e.why for e in second.skipped if e.compute != "decode_step"]
+    assert set(skipped) == {"already patched"} and len(skipped) == len(first.patched)
     third = monkey_patch.apply(model, use_cutile=False)
     assert not third.patched
     third.revert()
@@ -254,7 +260,7 @@ def test_what_does_not_fit_is_skipped_with_the_reason():
     attention.forward = functools.partial(type(attention).forward, attention)
     expected = logits(model)
     with monkey_patch.apply(model, use_cutile=False) as report:
-        why = {(e.module, e.compute): e.why for e in report.skipped}
+        why = {(e.module, e.compute): e.why for e in report.skipped if e.compute != "decode_step"}
         assert "OtherNorm, not a LlamaRMSNorm" in why["model.norm", "rms_norm"]
         assert "activation is GELU" in why["model.layers.1.mlp", "swiglu"]
         assert "has been replaced already, by" in why["model.layers.0.self_attn", "rope"]
@@ -280,8 +286,9 @@ def test_a_class_whose_math_has_changed_is_skipped(monkeypatch):
     for patched in (monkey_patch.apply(model, use_cutile=False), apply_to("llama")):
         with patched as report:
             assert {e.compute for e in report.patched} - {"linear", "graph"} == {"attn"}
-            assert {e.compute for e in report.skipped} == {"rope", "rms_norm", "swiglu"}
-            assert all("computes something else" in e.why for e in report.skipped)
+            skipped = [e for e in report.skipped if e.compute != "decode_step"]
+            assert {e.compute for e in skipped} == {"rope", "rms_norm", "swiglu"}
+            assert all("computes something else" in e.why for e in skipped)
             assert_close(logits(model), expected)
 
 
@@ -391,7 +398,7 @@ def test_wrapped_linears_are_called():
         layer.mlp.gate_proj, layer.self_attn.q_proj = LowRank(layer.mlp.gate_proj), LowRank(layer.self_attn.q_proj)
     expected = logits(model)
     with monkey_patch.apply(model, use_cutile=False) as report:
-        assert not report.skipped
+        assert {e.why for e in report.skipped} == {"its self_attn.q_proj is not patched"}
         assert_close(logits(model), expected)
 
 

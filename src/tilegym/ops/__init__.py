@@ -10,6 +10,10 @@ from tilegym.ops.attention_ops import gemma_attention_decode
 from tilegym.ops.attention_ops import mla
 from tilegym.ops.attention_ops import mla_decoding
 from tilegym.ops.attention_ops import mla_decoding_split_kv
+from tilegym.ops.decode_ops import linear_add
+from tilegym.ops.decode_ops import rms_norm_linear
+from tilegym.ops.decode_ops import rms_norm_swiglu
+from tilegym.ops.decode_ops import rope_and_cache
 from tilegym.ops.fused_swiglu import get_fused_swiglu_module
 from tilegym.ops.modules import get_apply_rope_func
 from tilegym.ops.modules import get_rms_norm_module

@@ -237,6 +237,24 @@ def _graph_in_model(patches: PatchSet, family: Family, backend: str | None, mode
         return
     patches.replace_instance_method(model, "generate", decode_graph.generate, entry)
     patches.on_revert(functools.partial(decode_graph.forget, model))
+    _decode_steps_in_model(patches, family, backend, model)
+
+
+def _decode_steps_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
+    from tilegym.transformers import decode_layer
+
+    forward, cls = decode_layer.decode_forward(backend), family.class_of("DecoderLayer")
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    tried: dict[type, str] = {}
+
+    def refuse(layer: nn.Module) -> str:
+        why = decode_layer.misfit(layer)
+        if not why and type(layer) not in tried:
+            same = decode_layer.computes_the_same(layer, rotary, forward)
+            tried[type(layer)] = "" if same else "its step is not what the layer computes"
+        return why or tried[type(layer)]
+
+    _replace_forwards(patches, model, cls, (), forward, lambda path: _entry(path, "decode_step", backend), refuse)
 
 
 def _attn_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:

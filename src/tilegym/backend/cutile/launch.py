@@ -11,7 +11,9 @@ _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
-def launch(like: torch.Tensor, grid: tuple[int, ...], kernel: ct.kernel, args: tuple[Any, ...]) -> None:
+def launch(
+    like: torch.Tensor, grid: tuple[int, ...], kernel: ct.kernel, args: tuple[Any, ...], overlap: bool = False
+) -> None:
     """Runs ``kernel`` over ``grid`` on the device of ``like``, without waiting for it.
 
     Args:
@@ -20,6 +22,8 @@ def launch(like: torch.Tensor, grid: tuple[int, ...], kernel: ct.kernel, args: t
         kernel: a ``@ct.kernel`` function, its hints already chosen.
         args: the kernel's arguments in order. On a GPU none may require grad within autograd's sight: call this
             from an ``autograd.Function`` or with detached tensors.
+        overlap: the kernel may begin before its predecessor on the stream has ended (programmatic dependent launch,
+            compute capability 9.0), since it waits itself before it touches what others write.
 
     Raises:
         UnsupportedError: the tensors are on a device that is neither a CUDA GPU nor the CPU.
@@ -31,7 +35,10 @@ def launch(like: torch.Tensor, grid: tuple[int, ...], kernel: ct.kernel, args: t
         if index == _current_device():
             try:
                 # A raw stream handle: torch.cuda.current_stream() costs as much as the launch.
-                ct.launch(_raw_stream(index), grid, kernel, args)
+                if overlap:
+                    ct.launch(_raw_stream(index), grid, kernel, args, programmatic_dependent_launch=True)
+                else:
+                    ct.launch(_raw_stream(index), grid, kernel, args)
             except RuntimeError as error:
                 if "invalid device context" not in str(error):
                     raise

@@ -10,6 +10,7 @@ from tilegym.ops.cutile import dropout
 from tilegym.ops.cutile import dual_rms_norm
 from tilegym.ops.cutile import flash_decode
 from tilegym.ops.cutile import fused_add_rms_norm
+from tilegym.ops.cutile import fused_gemv
 from tilegym.ops.cutile import fused_linear_cross_entropy
 from tilegym.ops.cutile import gated_delta_rule
 from tilegym.ops.cutile import gated_delta_rule_chunk
@@ -28,6 +29,7 @@ from tilegym.ops.cutile import moe_routing
 from tilegym.ops.cutile import rms_norm
 from tilegym.ops.cutile import rms_norm_gated
 from tilegym.ops.cutile import rope
+from tilegym.ops.cutile import rope_cache
 from tilegym.ops.cutile import sigmoid_mul
 from tilegym.ops.cutile import silu_and_mul
 from tilegym.ops.cutile import softmax

@@ -19,7 +19,10 @@ from tilegym.ops.cutile.matmul import load_bias
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
+from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.linear import check_operands
 
@@ -27,21 +30,29 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_GEMV_ROWS = 16  # what the smallest tile of ct.mma holds
 
 
-@ct.kernel(occupancy=4)
-def gemv_kernel(x, weight, bias, out, TILE_N: Int, TILE_K: Int, BIAS: Bool):
-    # x [1, K], weight [N, K], bias [N] if BIAS (else 0), out [1, N]. One row leaves most of a tensor core idle: the
-    # products are added up instead.
-    n = ct.bid(0)
-    zero = ct.PaddingMode.ZERO
-    acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
-    for k in range(ct.cdiv(x.shape[1], TILE_K)):
-        w_tile = ct.load(weight, (n, k), (TILE_N, TILE_K), padding_mode=zero)
-        x_tile = ct.load(x, (0, k), (1, TILE_K), padding_mode=zero)
-        acc = acc + w_tile.astype(ct.float32) * x_tile.astype(ct.float32)
+def weight_tile(x, i, k, TILE_N: Int, TILE_K: Int):
+    return ct.load(x, (i, k), (TILE_N, TILE_K), padding_mode=ct.PaddingMode.ZERO).astype(ct.float32)
+
+
+def total(acc, bias, n, BIAS: Bool, TILE_N: Int):
+    """The sums of ``acc`` [TILE_N, TILE_K], and a tile of the bias added, [1, TILE_N] in fp32."""
     y = ct.sum(acc, axis=1).reshape((1, TILE_N))
-    if BIAS:
-        y = y + load_bias(bias, n, TILE_N)
-    ct.store(out, (0, n), y.astype(out.dtype))
+    return y + load_bias(bias, n, TILE_N) if BIAS else y
+
+
+@ct.kernel
+def gemv_kernel(x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool):
+    # x [1, K], weight [N, K], bias [N] if BIAS (else 0), residual [1, N] if ADD, out [1, N]. One row leaves most of a
+    # tensor core idle: the products are added up instead.
+    n = ct.bid(0)
+    begin(OVERLAP)
+    acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
+    for k in range(ct.cdiv(K, TILE_K)):
+        acc = acc + weight_tile(weight, n, k, TILE_N, TILE_K) * weight_tile(x, 0, k, 1, TILE_K)
+    y = total(acc, bias, n, BIAS, TILE_N).astype(out.dtype)
+    if ADD:
+        y = (y.astype(ct.float32) + weight_tile(residual, 0, n, 1, TILE_N)).astype(out.dtype)
+    ct.store(out, (0, n), y)
 
 
 @ct.kernel(occupancy=2)
@@ -64,19 +75,44 @@ def few_rows_kernel(x, weight, bias, out, TILE_M: Int, TILE_N: Int, TILE_K: Int,
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tile(m: int, n: int, k: int, bits: int, device_index: int) -> tuple[bool, int, int]:
-    """Whether ``gemv_kernel`` is the one to take, and the tile of the weight, as measured on an H200 with bf16.
+def gemv_plan(k: int, bits: int, device_index: int) -> tuple[ct.kernel, int, int, bool]:
+    """(kernel, TILE_N, TILE_K, OVERLAP) for a row of k elements of so many bits.
 
-    In GB/s, cuBLAS in brackets: 14336x4096 2992 (2861), 6144x4096 2366 (2222), 4096x4096 1884 (1877), 128256x4096 4269
-    (4083), for up to 16 rows alike. A long K with few blocks suits gemv_kernel better: 4096x14336 2923 (2850), where
-    few_rows_kernel reaches 2818. Larger tiles spill, smaller ones have too little memory traffic under way.
+    The fastest on an H200, launch behind launch in a graph, in bf16: 6144x4096 in 13.3 us (3791 GB/s), 4096x4096 in
+    9.5 us (3552), 4096x14336 in 28.2 us (4162).
     """
     if device_index < 0:
-        return m == 1, 32, 64
+        return gemv_kernel, 8, 64, False
+    tile_n, tile_k, occupancy = (4, 8192 // bits, 6) if k <= 8192 else (8, 4096 // bits, 4)
+    return hinted(gemv_kernel, occupancy=occupancy), tile_n, min(tile_k, next_power_of_2(k)), overlaps(device_index)
+
+
+def launch_gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Writes ``x @ weight.T + bias + residual`` to out; x [1, K], weight [N, K], the others [N], [1, N], [1, N]."""
+    n, k = weight.shape
+    kernel, tile_n, tile_k, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
+    has_bias, adds = bias is not None, residual is not None
+    arrays = (x, weight, bias if has_bias else 0, residual if adds else 0, out)
+    launch(x, (-(-n // tile_n),), kernel, (*arrays, has_bias, adds, k, tile_n, tile_k, overlap), overlap)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_tile(n: int, k: int, bits: int, device_index: int) -> tuple[int, int]:
+    """The tile of the weight for ``few_rows_kernel``, as measured on an H200 with bf16.
+
+    In GB/s, cuBLAS in brackets: 14336x4096 2992 (2861), 6144x4096 2366 (2222), 4096x4096 1884 (1877), 128256x4096 4269
+    (4083), for up to 16 rows alike. Larger tiles spill, smaller ones have too little memory traffic under way.
+    """
+    if device_index < 0:
+        return 32, 64
     many_blocks = n > 64 * sm_count(device_index)
-    if m == 1 and k >= 8192 and not many_blocks:
-        return True, 4, 8192 // bits
-    return False, 64, min((4096 if many_blocks else 2048) // bits, max(32, next_power_of_2(k)))
+    return 64, min((4096 if many_blocks else 2048) // bits, max(32, next_power_of_2(k)))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -104,14 +140,13 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         rows = rows.contiguous()
     if weight.stride(1) != 1:
         weight = weight.contiguous()
+    if m == 1:
+        launch_gemv(rows, weight, bias, None, y)
+        return out
     has_bias = bias is not None
-    is_gemv, tile_n, tile_k = choose_tile(m, n, k, x.dtype.itemsize * 8, x.get_device())
-    arrays = (rows, weight, bias if has_bias else 0, y)
-    if is_gemv:
-        launch(out, (-(-n // tile_n),), gemv_kernel, (*arrays, tile_n, tile_k, has_bias))
-    else:
-        args = (*arrays, MAX_GEMV_ROWS, tile_n, tile_k, has_bias, uses_tf32(x.dtype))
-        launch(out, (-(-n // tile_n),), few_rows_kernel, args)
+    tile_n, tile_k = choose_tile(n, k, x.dtype.itemsize * 8, x.get_device())
+    args = (rows, weight, bias if has_bias else 0, y, MAX_GEMV_ROWS, tile_n, tile_k, has_bias, uses_tf32(x.dtype))
+    launch(out, (-(-n // tile_n),), few_rows_kernel, args)
     return out
 
 

@@ -32,6 +32,13 @@ def row_count(x):
     return x.shape[0] if x.ndim == 2 else x.shape[0] * x.shape[1]
 
 
+def begin(OVERLAP: Bool):
+    """In a kernel, first of all: lets the next launch begin, and waits for what the one before has written."""
+    if OVERLAP:
+        ct.grid_dependency_control_launch_dependents()
+        ct.grid_dependency_control_wait()
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n`` (1 for 0)."""
     return 1 << max(n - 1, 0).bit_length()
@@ -47,6 +54,12 @@ def hinted(kernel: ct.kernel, **hints: Any) -> ct.kernel:
 def sm_count(device_index: int) -> int:
     """The number of multiprocessors of a CUDA device; 1 for the CPU (index -1), so that few rows make blocks loop."""
     return 1 if device_index < 0 else torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+@functools.cache
+def overlaps(device_index: int) -> bool:
+    """Whether a launch on a CUDA device (-1: the CPU) may begin before its predecessor ends: see ``launch``."""
+    return device_index >= 0 and torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
 # Up to this many elements (a few microseconds of an H200's time) what a launch costs is the host's work.

@@ -10,6 +10,7 @@ from tilegym.ops.pytorch import dropout
 from tilegym.ops.pytorch import dual_rms_norm
 from tilegym.ops.pytorch import flash_decode
 from tilegym.ops.pytorch import fused_add_rms_norm
+from tilegym.ops.pytorch import fused_gemv
 from tilegym.ops.pytorch import fused_linear_cross_entropy
 from tilegym.ops.pytorch import gated_delta_rule
 from tilegym.ops.pytorch import geglu
@@ -27,6 +28,7 @@ from tilegym.ops.pytorch import moe_routing
 from tilegym.ops.pytorch import rms_norm
 from tilegym.ops.pytorch import rms_norm_gated
 from tilegym.ops.pytorch import rope
+from tilegym.ops.pytorch import rope_cache
 from tilegym.ops.pytorch import sigmoid_mul
 from tilegym.ops.pytorch import silu_and_mul
 from tilegym.ops.pytorch import softmax

@@ -1,0 +1,88 @@
+"""``rope_and_cache`` in cuTile: a block a head; q comes out rotated, k and v go into the cache."""
+
+import cuda.tile as ct
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
+from tilegym.backend.cutile.library import compilable
+from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
+from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
+from tilegym.ops.pytorch.rope_cache import check_cache
+
+
+def _copy(x, y, b, head, token, FIRST: Int, COUNT: Int):
+    """Columns FIRST to FIRST + COUNT of x's only token to ``token`` of y."""
+    cols = ct.arange(ct.static_eval(next_power_of_2(COUNT)), dtype=ct.int32) + FIRST
+    inside = cols < FIRST + COUNT
+    ct.scatter(y, (b, head, token, cols), ct.gather(x, (b, head, 0, cols), mask=inside), mask=inside)
+
+
+def _rotate(x, y, cos, sin, b, head, token, HALF: Int, REST: Int, BATCHED: Bool):
+    cols = ct.arange(ct.static_eval(next_power_of_2(HALF)), dtype=ct.int32)
+    own, row = cols < HALF, b if BATCHED else 0
+    c = ct.gather(cos, (row, 0, cols), mask=own).astype(ct.float32)
+    s = ct.gather(sin, (row, 0, cols), mask=own).astype(ct.float32)
+    x1 = ct.gather(x, (b, head, 0, cols), mask=own).astype(ct.float32)
+    x2 = ct.gather(x, (b, head, 0, cols + HALF), mask=own).astype(ct.float32)
+    ct.scatter(y, (b, head, token, cols), (x1 * c - x2 * s).astype(y.dtype), mask=own)
+    ct.scatter(y, (b, head, token, cols + HALF), (x2 * c + x1 * s).astype(y.dtype), mask=own)
+    if REST:
+        _copy(x, y, b, head, token, 2 * HALF, REST)
+
+
+@ct.kernel
+def rope_cache_kernel(
+    q, k, v, cos, sin, out, keys, values, position, HALF: Int, REST: Int, BATCHED: Bool, OVERLAP: Bool
+):
+    begin(OVERLAP)
+    b, head = ct.bid(1), ct.bid(0)
+    q_heads, kv_heads = q.shape[1], k.shape[1]
+    token = ct.load(position, (0,), (1,)).item()
+    if head < q_heads:
+        _rotate(q, out, cos, sin, b, head, 0, HALF, REST, BATCHED)
+    elif head < q_heads + kv_heads:
+        _rotate(k, keys, cos, sin, b, head - q_heads, token, HALF, REST, BATCHED)
+    else:
+        _copy(v, values, b, head - q_heads - kv_heads, token, 0, ct.static_eval(2 * HALF + REST))
+
+
+@compilable(fake=lambda q, *_: torch.empty_like(q), mutates=("keys", "values"))
+def rope_cache_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+) -> torch.Tensor:
+    out = torch.empty_like(q)
+    half, dim, overlap = cos.shape[2] // 2, q.shape[3], overlaps(q.get_device())
+    grid = (q.shape[1] + 2 * k.shape[1], q.shape[0])
+    args = (q, k, v, cos, sin, out, keys, values, position, half, dim - 2 * half, cos.shape[0] > 1, overlap)
+    launch(q, grid, rope_cache_kernel, args, overlap)
+    return out
+
+
+@register_impl("rope_and_cache", "cutile")
+def rope_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+) -> torch.Tensor:
+    check_cache(q, k, v, cos, sin, keys, values, position)
+    if q.dtype not in FLOATS:
+        raise UnsupportedError("q is not fp32, fp16 or bf16")
+    return rope_cache_forward(q, k, v, cos, sin, keys, values, position.view(1))

@@ -1,0 +1,92 @@
+"""Ops of a decoding step, declared: the few rows that a linear layer multiplies, with what stands before and behind it.
+
+A step of a dense decoder is its weights read once, and every further pass over a vector is a launch to wait for: here
+the norm before a linear layer, and the activation or the residual behind it, run within the launch that reads the
+weights. Results are rounded where the single ops round. Shapes, dtypes and errors as in :mod:`tilegym.ops.ops`.
+"""
+
+import torch
+
+from tilegym.backend import dispatch
+
+Tensor = torch.Tensor
+
+
+@dispatch("rms_norm_linear")
+def rms_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weights: list[Tensor],
+    biases: list[Tensor] | None = None,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> list[Tensor]:
+    """:func:`rms_norm` of x, and :func:`linear` of the result by each of one to three weights: q, k and v.
+
+    Args:
+        x: [..., K], fp32, fp16 or bf16.
+        norm_weight: [K], x's dtype.
+        eps, offset, casting: as in :func:`rms_norm`.
+        weights: each [N_i, K], x's dtype.
+        biases: each [N_i], or None for all.
+
+    Returns:
+        A tensor [..., N_i] for each weight. Differentiable. One launch for a single row; else as separate ops.
+    """
+
+
+@dispatch("rms_norm_swiglu")
+def rms_norm_swiglu(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor:
+    """``silu(linear(y, gate_weight)) * linear(y, up_weight)`` of ``y = rms_norm(x)``: an MLP up to its down projection.
+
+    Args:
+        x: [..., K], fp32, fp16 or bf16.
+        norm_weight: [K], x's dtype.
+        eps, offset, casting: as in :func:`rms_norm`.
+        gate_weight, up_weight: [N, K], x's dtype.
+
+    Returns:
+        [..., N] in x's dtype. Differentiable. One launch for a single row; else as separate ops.
+    """
+
+
+@dispatch("linear_add")
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``residual + linear(x, weight, bias)``: the projection back into a decoder's residual stream.
+
+    Args:
+        x: [..., K], fp32, fp16 or bf16.
+        weight: [N, K], x's dtype.
+        residual: [..., N], x's dtype.
+        bias: [N], x's dtype, or None.
+
+    Returns:
+        [..., N] in x's dtype. Differentiable. One launch for a single row; else as separate ops.
+    """
+
+
+@dispatch("rope_and_cache")
+def rope_and_cache(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor
+) -> Tensor:
+    """Rotates q and k of one token, as :func:`apply_rope_base`, and writes k and v into a cache, in place.
+
+    Args:
+        q: [B, Hq, 1, D], fp32, fp16 or bf16, any strides.
+        k, v: [B, Hkv, 1, D], q's dtype, any strides.
+        cos, sin: [1 or B, 1, R], the two halves of R alike; the first R of D dimensions are rotated.
+        keys, values: [B, Hkv, capacity, D], the cache, q's dtype.
+        position: [1] int64, on q's device: where in the cache; below capacity.
+
+    Returns:
+        The rotated q, [B, Hq, 1, D]. Not differentiable.
+    """

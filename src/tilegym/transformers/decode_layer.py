@@ -1,0 +1,155 @@
+"""A decoder layer's decoding step in six launches, for layers in the layout of Llama's.
+
+The parts of a layer are patched one by one elsewhere; with a token at a time what is left is launches, each over one
+vector. Here norms run in the launch that reads the weights behind them, activation and residual in the one before.
+Anything else than one new token of one sequence, on a :class:`DecodeCache`, runs the layer as it was.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from tilegym.ops import fmha_decode
+from tilegym.ops import linear_add
+from tilegym.ops import rms_norm_linear
+from tilegym.ops import rms_norm_swiglu
+from tilegym.ops import rope_and_cache
+from tilegym.transformers.attention import CausalMask
+from tilegym.transformers.decode_graph import DecodeCache
+from tilegym.transformers.forwards import reproducible
+
+# The parts; those after the first two own the parameters.
+_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _parts(layer: nn.Module) -> list[nn.Module]:
+    return [layer.get_submodule(name) for name in ("self_attn", "mlp", *_NORMS, *_LINEARS, *_MLP)]
+
+
+def misfit(layer: nn.Module) -> str:
+    """Why the layer's parts are not those that the fused step takes over; empty if they are."""
+    try:
+        parts = _parts(layer)
+    except AttributeError as error:
+        return str(error)
+    for name, part in zip(("self_attn", "mlp", *_NORMS, *_LINEARS, *_MLP), parts, strict=True):
+        if "forward" not in vars(part) or part._forward_hooks or part._forward_pre_hooks:
+            return f"its {name} is not patched" if "forward" not in vars(part) else f"its {name} has hooks"
+    attention, mlp = layer.self_attn, layer.mlp
+    if len({p.dtype for part in parts[2:] for p in part.parameters(recurse=False)}) > 1:
+        return "its parameters are of several dtypes"
+    if mlp.gate_proj.bias is not None or mlp.up_proj.bias is not None:
+        return "its MLP has biases"
+    if len({p.bias is None for p in (attention.q_proj, attention.k_proj, attention.v_proj)}) > 1:
+        return "some of q, k and v have biases"
+    return ""
+
+
+@reproducible
+def decode_forward(backend: str | None) -> Callable:
+    """Forward for a decoder layer whose parts are patched, as :func:`misfit` has checked."""
+
+    def step(
+        layer: nn.Module,
+        hidden: Tensor,
+        mask: CausalMask,
+        cache: DecodeCache,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        attention, mlp = layer.self_attn, layer.mlp
+        norm, kept = layer.input_layernorm, cache.layers[attention.layer_idx]
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        biases = None if attention.q_proj.bias is None else [p.bias for p in projections]
+        q, k, v = rms_norm_linear(
+            hidden, norm.weight, norm.variance_epsilon, [p.weight for p in projections], biases, backend=backend
+        )
+        q, k, v = (t.view(1, 1, -1, attention.head_dim) for t in (q, k, v))
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, 1, D]
+        q = rope_and_cache(q, k, v, cos, sin, kept.keys, kept.values, cache.length, backend=backend)
+        out = fmha_decode(
+            q, kept.keys, kept.values, attention.scaling, None, mask.kv_len, mask.window, None, None, mask.keys,
+            backend=backend,
+        )  # fmt: skip
+        project = attention.o_proj
+        hidden = linear_add(out.view(1, 1, -1), project.weight, hidden, project.bias, backend=backend)
+        norm = layer.post_attention_layernorm
+        inner = rms_norm_swiglu(
+            hidden, norm.weight, norm.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight, backend=backend
+        )
+        return linear_add(inner, mlp.down_proj.weight, hidden, mlp.down_proj.bias, backend=backend)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs,
+    ) -> Tensor:
+        if (
+            past_key_values.__class__ is DecodeCache
+            and past_key_values.started
+            and attention_mask.__class__ is CausalMask
+            and hidden_states.numel() == hidden_states.shape[-1]
+            and not torch.is_grad_enabled()
+            and not misfit(self)
+        ):
+            return step(self, hidden_states, attention_mask, past_key_values, *position_embeddings)
+        return type(self).forward(
+            self,
+            hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+
+    return forward
+
+
+@torch.no_grad()
+def computes_the_same(layer: nn.Module, rotary: nn.Module, forward: Callable) -> bool:
+    """Whether a step by ``forward`` is what the layer computes: tried on its weights, behind a prompt of 9 tokens."""
+    weight = layer.input_layernorm.weight
+    numbers = torch.randn(1, 10, weight.shape[0], generator=torch.Generator().manual_seed(0))
+    hidden = numbers.to(weight.device, weight.dtype)
+    cos, sin = rotary(hidden, torch.arange(10, device=weight.device)[None])
+
+    def run(forward: Callable, cache: DecodeCache, tokens: slice) -> Tensor:
+        count = tokens.stop - tokens.start
+        cache.set_length(tokens.start)
+        cache.positions_of(cache.layers[0], count)
+        filled = torch.full((1,), tokens.stop, dtype=torch.int32, device=weight.device)
+        return forward(
+            layer,
+            hidden[:, tokens],
+            attention_mask=CausalMask((1, 1, count, cache.capacity), None, filled, None),
+            past_key_values=cache,
+            use_cache=True,
+            position_embeddings=(cos[:, tokens], sin[:, tokens]),
+        )
+
+    modes = [(module, module.training) for module in layer.modules()]
+    layer.eval()
+    results = []
+    for step in (type(layer).forward, forward):
+        cache = DecodeCache(layer.self_attn.layer_idx + 1, 16, weight.device)
+        run(type(layer).forward, cache, slice(0, 9))
+        results.append(run(step, cache, slice(9, 10)))
+    for module, training in modes:
+        module.training = training
+    expected, got = results
+    # Sums in another order: a few roundings of the dtype apart, relative to the largest element.
+    return bool((got - expected).abs().max() <= 8 * torch.finfo(weight.dtype).eps * expected.abs().max())
