@@ -72,8 +72,10 @@ class SwiGLUMLP(nn.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, rotary: int) -> tuple[Tensor, Tensor]:
-    return apply_rope_base(q, k, cos, sin, None, unsqueeze_dim, rotary / q.shape[-1])
+def _rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, rotary: int, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    return apply_rope_base(q, k, cos, sin, None, unsqueeze_dim, rotary / q.shape[-1], backend=backend)
 
 
 def _split_pairs(x: Tensor, rotary: int) -> Tensor:
@@ -89,33 +91,40 @@ def _join_pairs(x: Tensor, rotary: int) -> Tensor:
 
 
 def apply_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """As Llama's: rotates the first ``cos.shape[-1]`` dimensions of each head, split into halves."""
-    return _rotate(q, k, cos, sin, unsqueeze_dim, cos.shape[-1])
+    return _rotate(q, k, cos, sin, unsqueeze_dim, cos.shape[-1], backend)
 
 
 def apply_rotary_pos_emb_of_pairs(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """As GLM's: rotates neighbouring dimensions with each other; cos and sin hold two equal halves."""
     rotary = cos.shape[-1]
-    q, k = _rotate(_split_pairs(q, rotary), _split_pairs(k, rotary), cos, sin, unsqueeze_dim, rotary)
+    q, k = _rotate(_split_pairs(q, rotary), _split_pairs(k, rotary), cos, sin, unsqueeze_dim, rotary, backend)
     return _join_pairs(q, rotary), _join_pairs(k, rotary)
 
 
 def apply_rotary_pos_emb_interleave(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As DeepSeek-V3's: rotates neighbouring dimensions with each other and leaves them split into halves."""
     rotary = cos.shape[-1]
-    return _rotate(_split_pairs(q, rotary), _split_pairs(k, rotary), cos, sin, unsqueeze_dim, rotary)
+    return _rotate(_split_pairs(q, rotary), _split_pairs(k, rotary), cos, sin, unsqueeze_dim, rotary, backend)
 
 
-def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """As DeepSeek-V2's: neighbouring dimensions are complex numbers, multiplied by ``freqs_cis`` [B or 1, S, D / 2]."""
     rotary = 2 * freqs_cis.shape[-1]
-    q, k = _rotate(_split_pairs(xq, rotary), _split_pairs(xk, rotary), freqs_cis.real, freqs_cis.imag, 1, rotary)
+    cos, sin = freqs_cis.real, freqs_cis.imag
+    q, k = _rotate(_split_pairs(xq, rotary), _split_pairs(xk, rotary), cos, sin, 1, rotary, backend)
     return _join_pairs(q, rotary), _join_pairs(k, rotary)
 
 

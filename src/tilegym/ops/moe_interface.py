@@ -8,6 +8,7 @@
 """
 
 import copy
+import functools
 import itertools
 from typing import Any
 from typing import NamedTuple
@@ -141,6 +142,8 @@ def experts_forward(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
+    *,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """What ``forward`` of a transformers module of experts returns.
 
@@ -149,6 +152,7 @@ def experts_forward(
         hidden_states: [T, H].
         top_k_index: [T, k]; ``num_experts`` where another process has the expert.
         top_k_weights: [T, k].
+        backend: for this call.
 
     Returns:
         [T, H] in hidden_states' dtype. Differentiable in hidden_states, top_k_weights, weights and biases.
@@ -175,6 +179,7 @@ def experts_forward(
         getattr(self, "is_transposed", False),
         formula.alpha,
         formula.limit,
+        backend=backend,
     )
     return out.to(hidden_states.dtype)
 
@@ -193,10 +198,14 @@ class RouterFormula(NamedTuple):
     out_dtype: torch.dtype
 
 
-def _router_logits(module: torch.nn.Module, hidden_states: torch.Tensor, wide: bool) -> torch.Tensor:
+def _router_logits(
+    module: torch.nn.Module, hidden_states: torch.Tensor, wide: bool, backend: str | None
+) -> torch.Tensor:
     x, weight, bias = hidden_states, module.weight, getattr(module, "bias", None)
     x = x.reshape(-1, weight.shape[1])
-    return linear(x.float(), weight.float(), bias) if wide else linear(x, weight, bias)
+    if wide:
+        return linear(x.float(), weight.float(), bias, backend=backend)
+    return linear(x, weight, bias, backend=backend)
 
 
 def _correction(module: torch.nn.Module) -> torch.Tensor | None:
@@ -264,13 +273,19 @@ def prepare_router(module: torch.nn.Module) -> RouterFormula:
 
 
 def router_forward(
-    self: torch.nn.Module, hidden_states: torch.Tensor
+    self: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    *,
+    formula: RouterFormula | None = None,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What ``forward`` of a transformers router returns; its chosen experts come by descending score.
 
     Args:
         self: the router, see :func:`find_routing`.
         hidden_states: [..., H].
+        formula: how it computes; None: as :func:`prepare_router` has found out.
+        backend: for this call.
 
     Returns:
         The logits [T, E], the weights [T, k] and the indices [T, k] of the experts.
@@ -278,9 +293,9 @@ def router_forward(
     Raises:
         UnsupportedError: the router computes something else.
     """
-    formula = getattr(self, FORMULA, None)
+    formula = formula or getattr(self, FORMULA, None)
     if formula is None:
         # Its own forward may be this function by now.
         raise UnsupportedError("the router is not prepared: call prepare_router before its forward is replaced")
-    logits = _router_logits(self, hidden_states, formula.wide)
-    return logits, *_routed(self, logits, formula)
+    logits = _router_logits(self, hidden_states, formula.wide, backend)
+    return logits, *_routed(self, logits, formula, functools.partial(moe_topk_routing, backend=backend))
