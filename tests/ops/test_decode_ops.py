@@ -1,0 +1,239 @@
+"""rms_norm_linear, rms_norm_swiglu, linear_add and rope_and_cache."""
+
+import pytest
+import torch
+from common import HAS_GPU
+from common import PyTestCase
+from common import assert_launches_compile
+from common import backends
+from common import device
+from common import dtypes
+from common import gpu
+from common import randn
+from common import recorded_launches
+from common import sanitized
+
+from tilegym.interpreter import compile_kernel
+from tilegym.ops import linear_add
+from tilegym.ops import rms_norm_linear
+from tilegym.ops import rms_norm_swiglu
+from tilegym.ops import rope_and_cache
+from tilegym.ops.cutile.fused_gemv import gemv_add
+from tilegym.ops.cutile.fused_gemv import norm_gemv
+from tilegym.ops.cutile.fused_gemv import norm_swiglu
+from tilegym.ops.cutile.rope_cache import rope_cache_forward
+from tilegym.ops.pytorch import fused_gemv as reference
+from tilegym.ops.pytorch.rope_cache import rope_and_cache as rope_reference
+
+# x and the N of the weights: one row, in one tile, in several and not a multiple of it; several rows.
+SHAPES = [((1, 64), (32,)), ((1, 1, 200), (24, 13, 40)), ((77,), (9, 16)), ((3, 70), (8, 8, 24)), ((2, 2, 33), (5,))]
+GPU_SHAPES = [((1, 1, 4096), (4096, 1024, 1024)), ((1, 14336), (4096,)), ((1, 2048), (6144,)), ((20, 4096), (1024,))]
+shapes = pytest.mark.parametrize(("shape", "widths"), SHAPES + (GPU_SHAPES if HAS_GPU else []), ids=str)
+norms = pytest.mark.parametrize("casting", ["llama", "gemma"])
+
+
+def weights_of(k, widths, dtype, seed=10):
+    return [randn(n, k, dtype=dtype, seed=seed + i) * k**-0.5 for i, n in enumerate(widths)]
+
+
+class Test_RMSNormLinear(PyTestCase):
+    @backends("rms_norm_linear")
+    @dtypes()
+    @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+    @norms
+    @shapes
+    def test_op(self, backend, dtype, shape, widths, casting, bias):
+        weights = weights_of(shape[-1], widths, dtype)
+        tensors = {f"w{i}": w for i, w in enumerate(weights)}
+        if bias:
+            tensors |= {f"b{i}": randn(n, dtype=dtype, seed=20 + i) for i, n in enumerate(widths)}
+        kwargs = dict(x=randn(*shape, dtype=dtype), norm_weight=randn(shape[-1], dtype=dtype, seed=2)) | tensors
+
+        def call(function):
+            def run(x, norm_weight, **rest):
+                ws, bs = ([rest[f"{k}{i}"] for i in range(len(widths))] if f"{k}0" in rest else None for k in "wb")
+                options = {"backend": rest["backend"]} if "backend" in rest else {}
+                return function(x, norm_weight, 1e-5, ws, bs, 1.0 if casting == "gemma" else 0.0, casting, **options)
+
+            return run
+
+        extra = {"backend": backend}
+        self.assertCorrectness(call(rms_norm_linear), call(reference.rms_norm_linear), kwargs, extra)
+        small = {k: v for k, v in kwargs.items() if v.numel() < 10**5}
+        if len(small) == len(kwargs):
+            self.assertCorrectness(call(rms_norm_linear), call(reference.rms_norm_linear), kwargs, extra, gradient=True)
+
+    @pytest.mark.parametrize("count", [0, 4])
+    @backends("rms_norm_linear")
+    def test_wrong_arguments(self, backend, count):
+        x, weight = randn(1, 8), randn(8)
+        with pytest.raises(ValueError, match=f"rms_norm_linear: {count} weights"):
+            rms_norm_linear(x, weight, 1e-5, weights_of(8, (4,) * count, x.dtype), backend=backend)
+        with pytest.raises(ValueError, match="2 biases for 1 weights"):
+            rms_norm_linear(x, weight, 1e-5, weights_of(8, (4,), x.dtype), [randn(4), randn(4)], backend=backend)
+        with pytest.raises(ValueError, match="linear: expected x"):
+            rms_norm_linear(x, weight, 1e-5, weights_of(9, (4,), x.dtype), backend=backend)
+
+
+class Test_RMSNormSwiGLU(PyTestCase):
+    @backends("rms_norm_swiglu")
+    @dtypes()
+    @norms
+    @shapes
+    def test_op(self, backend, dtype, shape, widths, casting):
+        gate, up = weights_of(shape[-1], widths[:1] * 2, dtype)
+        kwargs = dict(x=randn(*shape, dtype=dtype), norm_weight=randn(shape[-1], dtype=dtype, seed=2))
+        kwargs |= dict(gate_weight=gate, up_weight=up, eps=1e-5, casting=casting)
+        extra, gradient = {"backend": backend}, gate.numel() < 10**5
+        self.assertCorrectness(rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, extra, gradient=gradient)
+
+
+class Test_LinearAdd(PyTestCase):
+    @backends("linear_add")
+    @dtypes()
+    @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+    @shapes
+    def test_op(self, backend, dtype, shape, widths, bias):
+        n, k = widths[0], shape[-1]
+        kwargs = dict(x=randn(*shape, dtype=dtype), weight=weights_of(k, (n,), dtype)[0])
+        kwargs |= dict(residual=randn(*shape[:-1], n, dtype=dtype, seed=3))
+        kwargs |= dict(bias=randn(n, dtype=dtype, seed=4)) if bias else {}
+        extra, gradient = {"backend": backend}, n * k < 10**5
+        self.assertCorrectness(linear_add, reference.linear_add, kwargs, extra, gradient=gradient)
+
+    @backends("linear_add")
+    def test_wrong_arguments(self, backend):
+        x, weight = randn(1, 8), randn(4, 8)
+        with pytest.raises(ValueError, match=r"residual has shape \(1, 5\)"):
+            linear_add(x, weight, randn(1, 5), backend=backend)
+        with pytest.raises(TypeError, match="residual is torch.float16"):
+            linear_add(x, weight, randn(1, 4, dtype=torch.float16), backend=backend)
+
+    def test_special_values(self):
+        x, weight = randn(1, 40), randn(9, 40, seed=1)
+        x[0, 3], weight[2, 5] = float("inf"), float("nan")
+        self.assertCorrectness(
+            linear_add, reference.linear_add, dict(x=x, weight=weight, residual=randn(1, 9)), {"backend": "cutile"}
+        )
+
+
+class Test_RopeAndCache(PyTestCase):
+    @backends("rope_and_cache")
+    @dtypes()
+    @pytest.mark.parametrize(("dim", "rotary"), [(16, 16), (24, 16), (80, 80), (12, 6)])
+    @pytest.mark.parametrize("batch", [1, 3])
+    def test_op(self, backend, dtype, dim, rotary, batch):
+        """q and the whole of both caches are those of the reference; neighbours are not touched."""
+        # As a model has them: heads behind tokens in memory.
+        q, k, v = (randn(batch, 1, h, dim, dtype=dtype, seed=s).transpose(1, 2) for s, h in enumerate((6, 2, 2)))
+        angles = randn(batch, 1, rotary // 2, seed=5).repeat(1, 1, 2)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        caches = [randn(batch, 2, 7, dim, dtype=dtype, seed=s) for s in (6, 7)]
+
+        def call(function, **options):
+            def run(q, k, v, cos, sin, keys, values, **rest):
+                keys, values = keys.clone(), values.clone()
+                position = torch.tensor([5], device=device())
+                out = function(q, k, v, cos, sin, keys, values, position, **rest)
+                return out, keys, values
+
+            return run
+
+        kwargs = dict(q=q, k=k, v=v, cos=cos, sin=sin, keys=caches[0], values=caches[1])
+        self.assertCorrectness(call(rope_and_cache), call(rope_reference), kwargs, {"backend": backend})
+
+    @backends("rope_and_cache")
+    def test_wrong_arguments(self, backend):
+        q, k, cache, angle = randn(1, 4, 1, 8), randn(1, 2, 1, 8), randn(1, 2, 5, 8), randn(1, 1, 8)
+        position = torch.tensor([0], device=device())
+        for change, match in (
+            (dict(q=randn(1, 4, 2, 8)), "q must be"),
+            (dict(keys=randn(1, 3, 5, 8)), "keys and values must be"),
+            (dict(position=torch.tensor([0, 1], device=device())), "position must hold one number"),
+            (dict(cos=randn(1, 1, 10), sin=randn(1, 1, 10)), "cos and sin must be"),
+        ):
+            arguments = dict(q=q, k=k, v=k, cos=angle, sin=angle, keys=cache, values=cache, position=position) | change
+            with pytest.raises(ValueError, match=match):
+                rope_and_cache(**arguments, backend=backend)
+        with pytest.raises(TypeError, match="rope_and_cache: q is"):
+            rope_and_cache(q.half(), k, k, angle, angle, cache, cache, position, backend=backend)
+
+
+def one_row(dtype=torch.bfloat16, k=4096, n=1024):
+    x, norm = torch.zeros(1, 1, k, dtype=dtype, device=device()), torch.ones(k, dtype=dtype, device=device())
+    return x, norm, torch.zeros(n, k, dtype=dtype, device=device())
+
+
+def launches():
+    x, norm, weight = one_row()
+    gemma = (1e-5, [weight, weight], [weight[0, :1024]] * 2, 1.0, False)
+    norm_gemv(x, norm, 1e-5, [weight] * 3, [], 0.0, True)
+    norm_gemv(x, norm, *gemma)
+    norm_swiglu(x, norm, 1e-5, weight, weight, 0.0, True)
+    gemv_add(x, weight, x[..., :1024].contiguous(), None)
+    q, k = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16)
+    cache, angle = torch.zeros(1, 2, 300, 128, dtype=torch.bfloat16), torch.zeros(1, 1, 128, dtype=torch.bfloat16)
+    rope_cache_forward(q, k, k, angle, angle, cache, cache, torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+def test_compiles_for_every_architecture():
+    assert_launches_compile(launches)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+def test_overlapping_launches_compile():
+    """OVERLAP, every kernel's last argument, needs compute capability 9.0."""
+    with recorded_launches() as recorded:
+        launches()
+    for kernel, args in recorded:
+        assert args[-1] is False
+        assert compile_kernel(kernel, (*args[:-1], True), "sm_90")[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators(dtype):
+    x, norm, weight = randn(1, 24, dtype=dtype), randn(24, dtype=dtype), randn(9, 24, dtype=dtype)
+    torch.library.opcheck(norm_gemv.operator, (x, norm, 1e-5, [weight, weight], [], 0.0, True))
+    torch.library.opcheck(norm_swiglu.operator, (x, norm, 1e-5, weight, weight, 0.0, True))
+    torch.library.opcheck(gemv_add.operator, (x, weight, randn(1, 9, dtype=dtype), None))
+    q, k, cache, angle = (randn(1, *s, dtype=dtype) for s in ((4, 1, 8), (2, 1, 8), (2, 5, 8), (1, 8)))
+    position = torch.tensor([3], device=device())
+    torch.library.opcheck(rope_cache_forward.operator, (q, k, k, angle, angle, cache, cache.clone(), position))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_compiled(rows):
+    x, norm, weight = randn(rows, 24), randn(24, seed=1), randn(24, 24, seed=2)
+
+    def call(x):
+        q, k = rms_norm_linear(x, norm, 1e-5, [weight, weight], backend="cutile")
+        inner = rms_norm_swiglu(q + k, norm, 1e-5, weight, weight, backend="cutile")
+        return linear_add(inner, weight, x, backend="cutile")
+
+    torch.compiler.reset()
+    with torch.no_grad(), sanitized():
+        compiled = torch.compile(call, fullgraph=True, backend="inductor" if HAS_GPU else "aot_eager")(x)
+        torch.testing.assert_close(compiled, call(x), **({} if HAS_GPU else {"rtol": 0, "atol": 0}))
+
+
+@gpu
+def test_graph_capture_and_overlap():
+    """A chain of launches that overlap gives what it gives with the device idle between them."""
+    x, norm = randn(1, 4096, dtype=torch.bfloat16), randn(4096, dtype=torch.bfloat16, seed=1)
+    gate, up, down = (
+        randn(*s, dtype=torch.bfloat16, seed=i) / 64 for i, s in enumerate(((14336, 4096),) * 2 + ((4096, 14336),))
+    )
+
+    def chain(x, wait=lambda: None):
+        for _ in range(8):
+            inner = rms_norm_swiglu(x, norm, 1e-5, gate, up, backend="cutile")
+            wait()
+            x = linear_add(inner, down, x, backend="cutile")
+            wait()
+            (x,) = rms_norm_linear(x, norm, 1e-5, [down[:, :4096].contiguous()], backend="cutile")
+            wait()
+        return x
+
+    assert torch.equal(chain(x), chain(x, torch.cuda.synchronize))
+    PyTestCase().assertCaptures(chain, x)
