@@ -17,12 +17,16 @@ CPU = torch.device("cpu")
 TINY_LLAMA = Path(__file__).parents[2] / "examples/models/tiny-llama"
 # Published parameter counts, in billions.
 SIZES = {
+    "deepseek-v2-lite": 15.7,
+    "gpt-oss-20b": 20.9,
     "llama-3.1-8b": 8.03,
     "llama-3.2-1b": 1.24,
     "mistral-7b": 7.24,
     "qwen2.5-7b": 7.62,
     "qwen3-0.6b": 0.596,
+    "qwen3-30b-a3b": 30.5,
     "qwen3-8b": 8.19,
+    "qwen3.5-0.8b": 0.752,  # without the vision tower
 }
 
 
