@@ -21,6 +21,7 @@ from tilegym.backend import get_current_backend
 from tilegym.errors import BackendError
 from tilegym.errors import ModelError
 from tilegym.errors import PatchError
+from tilegym.transformers import choices
 from tilegym.transformers import monkey_patch
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
@@ -304,12 +305,13 @@ def test_an_attention_that_rotates_otherwise_is_skipped(monkeypatch):
 
 @pytest.mark.parametrize("of_instance", [True, False])
 def test_an_exception_half_way_leaves_nothing_patched(of_instance, monkeypatch):
-    model, table = make_model("llama"), "_MODEL_PATCHERS" if of_instance else "_CLASS_PATCHERS"
+    model = make_model("llama")
 
     def fails(*args):
         raise KeyError("half-way")
 
-    monkeypatch.setitem(getattr(monkey_patch, table), "attn", fails)  # the last of the four
+    monkeypatch.setattr(PatchSet, "use_attention", fails)  # the last of the four
+    monkeypatch.setattr(choices, "attention_choice", fails)
     with pytest.raises(KeyError):
         apply_to("llama", model=model if of_instance else None)
     assert not ops_called(model) and not PatchSet.active() and not PatchSet.active(model)

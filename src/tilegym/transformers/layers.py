@@ -1,63 +1,112 @@
-"""The forwards and functions that are put in place of transformers', and the checks that they fit.
+"""The forwards and functions that are put in place of transformers', and what finds out which of them fits.
 
-A forward that replaces another must compute the same thing: each ``computes_*`` runs what is there on a few numbers and
-compares it with the formula, so that a class whose math differs (a Gemma norm, an interleaved rotation), now or in a
-later version of transformers, is refused instead of silently changed. Submodules are called, their weights never read:
-hooks, biases, quantised linears and LoRA keep working.
+A forward that replaces another must compute the same thing: each ``find_*`` and ``computes_*`` runs what is there on a
+few numbers and compares it with the formulas that there are, so that a class whose math differs, now or in a later
+version of transformers, is refused instead of silently changed. Submodules are called, their weights never read: hooks,
+biases, quantised linears and LoRA keep working.
 """
 
 import types
-import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch import nn
 
 from tilegym.ops import apply_rope_base
+from tilegym.ops import geglu
 from tilegym.ops import linear
 from tilegym.ops import rms_norm
+from tilegym.ops import silu_and_mul
 from tilegym.ops import swiglu
+from tilegym.ops.modules import apply_rotary_pos_emb as rotate_first_dimensions
+from tilegym.ops.modules import apply_rotary_pos_emb_of_pairs as rotate_pairs
 from tilegym.transformers.forwards import reproducible
 
 
+class NormFormula(NamedTuple):
+    """How a module normalises: where it keeps eps, and offset and casting as in :func:`tilegym.ops.rms_norm`."""
+
+    eps: str
+    offset: float
+    casting: str
+
+
+NORMS = tuple(
+    NormFormula(eps, offset, casting)
+    for eps in ("variance_epsilon", "eps")
+    for offset, casting in ((0.0, "llama"), (0.0, "gemma"), (1.0, "gemma"))
+)
+
+
 @reproducible
-def rms_norm_forward(backend: str | None) -> Callable:
-    """Forward for a module with ``weight`` and ``variance_epsilon``, rounding as Llama does."""
+def rms_norm_forward(backend: str | None, formula: NormFormula) -> Callable:
+    """Forward for a module with ``weight`` and eps."""
+    eps, offset, casting = formula
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self.weight
         if hidden_states.dtype is weight.dtype:
-            return rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon, backend=backend)
+            return rms_norm(hidden_states, weight.shape, weight, getattr(self, eps), backend=backend)
         # A norm kept in fp32 in a bf16 model: the product is in the wider dtype.
-        return weight * rms_norm(hidden_states, weight.shape, None, self.variance_epsilon, backend=backend)
+        return weight * rms_norm(hidden_states, weight.shape, None, getattr(self, eps), backend=backend)
 
-    return forward
+    def forward_in_fp32(self, hidden_states: Tensor) -> Tensor:
+        weight, none = self.weight, None
+        return rms_norm(
+            hidden_states, weight.shape, weight, getattr(self, eps), none, none, offset, casting, backend=backend
+        )
+
+    return forward if casting == "llama" else forward_in_fp32
+
+
+class MLPFormula(NamedTuple):
+    """A gated MLP: its linears and its activation. ``linears`` are those that are multiplied, or the one for both."""
+
+    linears: tuple[str, ...]
+    activation: str  # the attribute
+
+
+MLPS = MLPFormula(("gate_proj", "up_proj"), "act_fn"), MLPFormula(("gate_up_proj",), "activation_fn")
 
 
 @reproducible
-def swiglu_forward(backend: str | None) -> Callable:
-    """Forward for a module with ``gate_proj``, ``up_proj`` and ``down_proj`` whose activation is SiLU."""
+def gated_mlp_forward(backend: str | None, formula: MLPFormula, activation: str) -> Callable:
+    """Forward for a module with ``down_proj`` behind ``activation(gate) * up``, one of :func:`find_activation`."""
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def swiglu_forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), backend=backend))
 
-    return forward
+    def geglu_forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate, backend=backend))
+
+    def packed_swiglu_forward(self, hidden_states: Tensor) -> Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden_states), backend=backend))
+
+    def packed_geglu_forward(self, hidden_states: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.down_proj(geglu(gate, up, approximate, backend=backend))
+
+    if activation == "silu":
+        return swiglu_forward if len(formula.linears) == 2 else packed_swiglu_forward
+    return geglu_forward if len(formula.linears) == 2 else packed_geglu_forward
 
 
 @reproducible
-def swiglu_forward_if_silu(original: Callable, backend: str | None) -> Callable:
-    """:func:`swiglu_forward` for a whole class; instances with another activation keep what they compute."""
-    from transformers.activations import ACT2FN
-
-    patched = swiglu_forward(backend)
-    known = {type(ACT2FN["silu"]): True}
+def gated_mlp_forward_if(
+    original: Callable, backend: str | None, formula: MLPFormula, activations: tuple[str, ...]
+) -> Callable:
+    """:func:`gated_mlp_forward` for a whole class; instances with other activations keep what they compute."""
+    known: dict[type, Callable] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        activation = type(self.act_fn)
-        if activation not in known:
-            known[activation] = is_silu(self.act_fn)
-        return patched(self, x) if known[activation] else original(self, x)
+        function = getattr(self, formula.activation)
+        if type(function) not in known:
+            name = find_activation(function)
+            known[type(function)] = gated_mlp_forward(backend, formula, name) if name in activations else original
+        return known[type(function)](self, x)
 
     return forward
 
@@ -74,42 +123,23 @@ def linear_forward(backend: str | None) -> Callable:
     return forward
 
 
+ROPES = ("halves", "first dimensions", "pairs")
+
+
 @reproducible
-def rope_function(backend: str | None) -> Callable:
-    """Stands in for ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``."""
+def rope_function(backend: str | None, form: str) -> Callable:
+    """Stands in for ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``; ``form`` is one of ROPES."""
 
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1):
         return apply_rope_base(q, k, cos, sin, None, unsqueeze_dim, backend=backend)
 
-    return apply_rotary_pos_emb
+    def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1):
+        return rotate_first_dimensions(q, k, cos, sin, unsqueeze_dim, backend=backend)
 
+    def of_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1):
+        return rotate_pairs(q, k, cos, sin, unsqueeze_dim, backend=backend)
 
-@reproducible
-def attention_choice(original: Callable, name: str) -> Callable:
-    """Stands in for ``get_correct_attn_implementation``: ``name`` becomes what a model gets unless it asks otherwise.
-
-    A config that has been used once says "sdpa", as does one that was never asked about: while a model is being made,
-    both mean transformers' default. Later calls, and any other name, are obeyed. The models that got ``name`` this way
-    are in ``made`` of the function.
-    """
-    made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def get_correct_attn_implementation(self, requested_attention=None, is_init_check=False, *args, **kwargs):
-        if is_init_check and requested_attention in (None, "sdpa"):
-            made.add(self)
-            requested_attention = name
-        return original(self, requested_attention, is_init_check, *args, **kwargs)
-
-    get_correct_attn_implementation.made = made
-    return get_correct_attn_implementation
-
-
-def restore_attention(choice: Callable, name: str) -> None:
-    """Gives transformers' default back to the models that got ``name`` by :func:`attention_choice`."""
-    while choice.made:
-        model = choice.made.pop()
-        if model.config._attn_implementation == name:
-            model.set_attn_implementation("sdpa")
+    return dict(zip(ROPES, (apply_rotary_pos_emb, partial, of_pairs), strict=True))[form]
 
 
 def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -132,37 +162,84 @@ def _agrees(run: Callable[[], object], *expected: Tensor) -> bool:
     )
 
 
-def computes_rms_norm(forward: Callable) -> bool:
-    """Whether ``forward`` is ``weight * (x * rsqrt(mean(x^2) + eps)).to(dtype)``; in bf16, where rounding shows."""
+def find_rms_norm(cls: type[nn.Module]) -> NormFormula | None:
+    """Which of NORMS an instance of ``cls`` computes; in bf16, where rounding shows."""
     x, weight = _numbers(4, 64, dtype=torch.bfloat16), _numbers(64, dtype=torch.bfloat16)
-    module = types.SimpleNamespace(weight=weight, variance_epsilon=0.5)
     normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 0.5)
-    return _agrees(lambda: forward(module, x), weight * normed.to(x.dtype))
+    for formula in NORMS:
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.weight = nn.Parameter(weight)
+        setattr(module, formula.eps, 0.5)
+        if formula.casting == "llama":
+            expected = weight * normed.to(x.dtype)
+        else:
+            expected = (normed * (formula.offset + weight.float())).to(x.dtype)
+        if _agrees(lambda module=module: cls.forward(module, x), expected):
+            return formula
+    return None
 
 
-def computes_gated_mlp(forward: Callable) -> bool:
-    """Whether ``forward`` is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
-    module = types.SimpleNamespace(
-        gate_proj=lambda x: 2 * x, up_proj=lambda x: x - 1, act_fn=nn.functional.silu, down_proj=lambda x: 3 * x
-    )
-    x = _numbers(4, 8)
-    return _agrees(lambda: forward(module, x), 3 * (nn.functional.silu(2 * x) * (x - 1)))
+def find_gated_mlp(forward: Callable) -> MLPFormula | None:
+    """Which of MLPS ``forward`` computes: ``down_proj(activation(gate) * up)``."""
+    x, silu = _numbers(4, 8), nn.functional.silu
+    stand_ins = {
+        "gate_proj": lambda x: 2 * x,
+        "up_proj": lambda x: x - 1,
+        "gate_up_proj": lambda x: torch.cat((2 * x, x - 1), -1),
+        "down_proj": lambda x: 3 * x,
+    }
+    for formula in MLPS:
+        parts = {name: stand_ins[name] for name in (*formula.linears, "down_proj")}
+        module = types.SimpleNamespace(**parts, **{formula.activation: silu})
+        if _agrees(lambda module=module: forward(module, x), 3 * (silu(2 * x) * (x - 1))):
+            return formula
+    return None
 
 
-def is_silu(activation: Callable) -> bool:
-    """Whether ``activation`` is ``x * sigmoid(x)``."""
+def find_activation(activation: Callable) -> str | None:
+    """ "silu", "gelu_tanh", "gelu", or None for another function."""
     x = 4 * _numbers(64)
-    return _agrees(lambda: activation(x), x * torch.sigmoid(x))
+    functions = {
+        "silu": x * torch.sigmoid(x),
+        "gelu_tanh": nn.functional.gelu(x, approximate="tanh"),
+        "gelu": nn.functional.gelu(x),
+    }
+    return next((name for name, expected in functions.items() if _agrees(lambda: activation(x), expected)), None)
+
+
+def find_rope(function: Callable) -> str | None:
+    """Which of ROPES ``function(q, k, cos, sin)`` computes, with q and k [B, H, S, D].
+
+    "halves" rotates the whole head, split into halves, by tables as wide as the head or as its half; "first dimensions"
+    does so with as many dimensions as the tables are wide, and passes the others on; "pairs" rotates as many, each with
+    its neighbour.
+    """
+    q, k, angle = _numbers(1, 2, 3, 8), _numbers(1, 1, 3, 8), _numbers(1, 3, 4)
+
+    def tables(columns: int, repeats: int) -> tuple[Tensor, Tensor]:
+        return tuple(torch.cat([f(angle[..., :columns])] * repeats, -1) for f in (torch.cos, torch.sin))
+
+    def rotated(x: Tensor, columns: int, pairs: bool = False) -> Tensor:
+        cos, sin = angle[..., :columns].cos(), angle[..., :columns].sin()
+        x, rest = x[..., : 2 * columns], x[..., 2 * columns :]
+        x1, x2 = (x[..., ::2], x[..., 1::2]) if pairs else x.chunk(2, -1)
+        y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        return torch.cat((torch.stack((y1, y2), -1).flatten(-2) if pairs else torch.cat((y1, y2), -1), rest), -1)
+
+    tries = (
+        ("first dimensions", tables(2, 2), 2),
+        ("pairs", tables(2, 2), 2),
+        ("halves", tables(4, 2), 4),
+        ("halves", tables(4, 1), 4),
+    )
+    for form, (cos, sin), columns in tries:
+        expected = (rotated(x, columns, form == "pairs") for x in (q, k))
+        if _agrees(lambda cos=cos, sin=sin: function(q, k, cos, sin), *expected):
+            return form
+    return None
 
 
 def computes_rope(function: Callable) -> bool:
     """Whether ``function(q, k, cos, sin)`` rotates half-split pairs of q and k, [B, H, S, D]."""
-    q, k = _numbers(1, 2, 3, 8), _numbers(1, 1, 3, 8)
-    angle = _numbers(1, 3, 4)
-    cos, sin = (torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
-
-    def rotate(x: Tensor) -> Tensor:
-        x1, x2 = x.chunk(2, -1)
-        return torch.cat((x1 * angle.cos() - x2 * angle.sin(), x2 * angle.cos() + x1 * angle.sin()), -1)
-
-    return _agrees(lambda: function(q, k, cos, sin), rotate(q), rotate(k))
+    return find_rope(function) in ("halves", "first dimensions")

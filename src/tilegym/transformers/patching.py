@@ -227,15 +227,22 @@ class PatchSet:
         transformers reads the name from the config, and models made from one config object share it: the model gets a
         copy of its own, which it keeps after undoing, since it may have been changed on purpose by then.
         """
+        return self._use(model, "_attn_implementation", name, entry)
+
+    def use_experts(self, model: nn.Module, name: str, entry: Entry) -> bool:
+        """Lets ``model`` alone use the experts implementation ``name``, as :meth:`use_attention` does attention."""
+        return self._use(model, "_experts_implementation", name, entry)
+
+    def _use(self, model: nn.Module, setting: str, name: str, entry: Entry) -> bool:
         shared = model.config
-        if shared._attn_implementation == name:
+        if getattr(shared, setting) == name:
             return self.skip(entry, ALREADY_PATCHED)
         if vars(model).get(_CONFIG) is not shared:
             private = vars(model)[_CONFIG] = copy.copy(shared)
             for module in model.modules():
                 if vars(module).get("config") is shared:
                     module.config = private
-        return self._replace(model.config, "_attn_implementation_internal", name, entry)
+        return self._replace(model.config, f"{setting}_internal", name, entry)
 
     def skip(self, entry: Entry, why: str) -> bool:
         """Records that nothing was changed, and why; returns False."""

@@ -1,5 +1,6 @@
 """Mistral (``model_type`` "mistral")."""
 
+from tilegym.transformers.computes import DENSE
 from tilegym.transformers.family import Family
 
-FAMILY = Family("mistral", "Mistral")
+FAMILY = Family("mistral", "Mistral", DENSE, decode_step=True)
