@@ -5,6 +5,8 @@ Importing this does not import transformers.
 
 from tilegym.transformers import monkey_patch
 from tilegym.transformers.monkey_patch import apply
+from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_deepseek_v2
+from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_deepseek_v3
 from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_gemma3
 from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_glm4
 from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_gpt_oss
@@ -18,7 +20,10 @@ from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_olmoe
 from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_phi3
 from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_qwen2
 from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_qwen3
+from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_qwen3_5
+from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_qwen3_5_moe
 from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_qwen3_moe
+from tilegym.transformers.monkey_patch import apply_tilegym_kernel_to_qwen3_next
 from tilegym.transformers.monkey_patch import revert
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet

@@ -12,6 +12,8 @@ from torch import nn
 
 from tilegym.backend import assert_backend_available
 from tilegym.errors import ModelError
+from tilegym.transformers.deepseek2 import DEEPSEEK_V2
+from tilegym.transformers.deepseek2 import DEEPSEEK_V3
 from tilegym.transformers.family import Family
 from tilegym.transformers.gemma3 import FAMILY as GEMMA3
 from tilegym.transformers.glm4 import FAMILY as GLM4
@@ -27,6 +29,9 @@ from tilegym.transformers.patching import PatchSet
 from tilegym.transformers.phi3 import FAMILY as PHI3
 from tilegym.transformers.qwen2 import FAMILY as QWEN2
 from tilegym.transformers.qwen3 import FAMILY as QWEN3
+from tilegym.transformers.qwen3_5 import QWEN3_5
+from tilegym.transformers.qwen3_5 import QWEN3_5_MOE
+from tilegym.transformers.qwen3_5 import QWEN3_NEXT
 from tilegym.transformers.qwen3_moe import FAMILY as QWEN3_MOE
 
 FAMILIES = {
@@ -46,6 +51,11 @@ FAMILIES = {
         MIXTRAL,
         GLM4,
         GRANITE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        QWEN3_NEXT,
     )
 }
 
@@ -142,6 +152,11 @@ apply_tilegym_kernel_to_gpt_oss = _for_family(GPT_OSS)
 apply_tilegym_kernel_to_mixtral = _for_family(MIXTRAL)
 apply_tilegym_kernel_to_glm4 = _for_family(GLM4)
 apply_tilegym_kernel_to_granite = _for_family(GRANITE)
+apply_tilegym_kernel_to_deepseek_v2 = _for_family(DEEPSEEK_V2)
+apply_tilegym_kernel_to_deepseek_v3 = _for_family(DEEPSEEK_V3)
+apply_tilegym_kernel_to_qwen3_5 = _for_family(QWEN3_5)
+apply_tilegym_kernel_to_qwen3_5_moe = _for_family(QWEN3_5_MOE)
+apply_tilegym_kernel_to_qwen3_next = _for_family(QWEN3_NEXT)
 
 
 def _model_type(model: nn.Module, supported: tuple[str, ...]) -> str:
