@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,17 +55,32 @@ def difference(layer: nn.Module, original: Forward, kernel: Forward, call: Call,
     Both are called as ``forward(layer, *args, **kwargs)``. With ``gradients`` those with respect to the call's floating
     tensors and the layer's trainable parameters are compared as well.
     """
+    errors = deviations(layer, original, kernel, call, gradients)
+    if isinstance(errors, str):
+        return errors
+    return next((f"{name}: {deviation.problem}" for name, deviation in errors.items() if deviation.problem), None)
+
+
+def deviations(
+    layer: nn.Module, original: Forward, kernel: Forward, call: Call, gradients: bool
+) -> dict[str, "Deviation"] | str:
+    """As :func:`difference`, each result by name with its error; a sentence where the results are not comparable."""
     with _eval(layer):
         expected = _run(layer, original, call, gradients)
         got = _run(layer, kernel, call, gradients)
         exact = _run(*_in_float64(layer, original, call), gradients)
     if [_shape(t) for t in got.values()] != [_shape(t) for t in expected.values()] or list(got) != list(expected):
         return f"it returns {_describe(got)}, the original {_describe(expected)}"
-    for name, reference in exact.items():
-        problem = _too_far(got[name], expected[name], reference)
-        if problem:
-            return f"{name}: {problem}"
-    return None
+    return {name: _deviation(got[name], expected[name], reference) for name, reference in exact.items()}
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The largest error against float64, what is allowed, and what is wrong, if anything is."""
+
+    error: float = 0.0
+    allowed: float = 0.0
+    problem: str = ""
 
 
 def _model_call(model: nn.Module, sample_inputs: Any) -> Call:
@@ -140,24 +156,23 @@ def _gradients(layer: nn.Module, inputs: list[torch.Tensor], outputs: list[torch
     return {name: gradient for name, gradient in zip(wanted, found, strict=True) if gradient is not None}
 
 
-def _too_far(got: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> str | None:
+def _deviation(got: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> Deviation:
     if not expected.is_floating_point():
-        return None if torch.equal(got, expected) else "the values differ"
-    got, expected_wide, exact = got.double(), expected.double(), exact.double()
-    if not torch.equal(got.isfinite(), expected_wide.isfinite()):
-        return "infinities or NaNs in other places than the original's"
-    finite = exact.isfinite() & expected_wide.isfinite()
+        return Deviation(problem="" if torch.equal(got, expected) else "the values differ")
+    eps = torch.finfo(expected.dtype).eps
+    got, expected, exact = got.double(), expected.double(), exact.double()
+    if not torch.equal(got.isfinite(), expected.isfinite()):
+        return Deviation(problem="infinities or NaNs in other places than the original's")
+    finite = exact.isfinite() & expected.isfinite()
     if not finite.any():
-        return None
-    got, expected_wide, exact = got[finite], expected_wide[finite], exact[finite]
+        return Deviation()
+    got, expected, exact = got[finite], expected[finite], exact[finite]
     error = (got - exact).abs().max().item()
-    allowed = max(
-        2 * (expected_wide - exact).abs().max().item(),
-        4 * torch.finfo(expected.dtype).eps * exact.abs().max().item(),
-    )
+    allowed = max(2 * (expected - exact).abs().max().item(), 4 * eps * exact.abs().max().item())
     if error <= allowed:
-        return None
-    return f"off by {error:.3g} from float64, {allowed:.3g} is allowed (twice the original's own error)"
+        return Deviation(error, allowed)
+    problem = f"off by {error:.3g} from float64, {allowed:.3g} is allowed (twice the original's own error)"
+    return Deviation(error, allowed, problem)
 
 
 def _shape(tensor: torch.Tensor) -> tuple:

@@ -1,0 +1,159 @@
+"""Writes what integration found: one patch and one test a compute, and the function that applies them all."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from tilegym.errors import ModelError
+from tilegym.transformers.general import Place
+
+CONFIG = "config.json"
+
+_PATCH = '''"""{compute} in {architecture} and its like, by TileGym: written and verified by `tilegym integrate`."""
+
+from torch import nn
+
+from tilegym.transformers.general import Place
+from tilegym.transformers.general import put
+from tilegym.transformers.patching import PatchSet
+
+PLACES = ({places},)
+
+
+def monkey_patch_{compute}(
+    model: nn.Module, use_cutile: bool = False, patches: PatchSet | None = None
+) -> PatchSet:
+    """Puts {kernels} into ``model``; arguments, result and errors as for :func:`tilegym.transformers.general.put`."""
+    return put(model, "{compute}", PLACES, use_cutile, patches)
+'''
+
+_TEST = '''"""What monkey_patch_{compute} puts into a model gives what it stands in for."""
+{imports}
+from tilegym.integrate.check import check_patch
+
+from .monkey_patch_{compute} import PLACES
+
+
+def test_monkey_patch_{compute}():
+    check_patch(PLACES, {config})
+'''
+
+_AGGREGATE = '''"""TileGym's kernels for {architecture} and its like: written and verified by `tilegym integrate`."""
+
+from torch import nn
+
+from tilegym.transformers.patching import PatchSet
+
+{imports}
+
+MODEL_TYPE = "{model_type}"
+
+
+def apply_tilegym_kernel_to_{family}(
+    {flags}
+    model: nn.Module | None = None,
+    use_cutile: bool = False,
+) -> PatchSet:
+    """Puts TileGym's kernels into ``model``, and into nothing else in the process; one flag a compute.
+
+    Returns the report, whose ``revert()`` undoes it. ``use_cutile``: on the ``cutile`` backend, else on the one that is
+    chosen when it runs.
+
+    Raises:
+        PatchError: there is no model, or nothing in it could be patched.
+    """
+    wanted = {wanted}
+    return apply_all(model, wanted, use_cutile, __name__)
+'''
+
+
+def places_text(places: tuple[Place, ...]) -> str:
+    """Places as Python source."""
+    lines = []
+    for place in places:
+        arguments = [repr(place.of), repr(place.kernel)]
+        if place.options:
+            arguments.append(repr(place.options))
+        if place.put != "forward":
+            arguments.append(f"put={place.put!r}")
+        lines.append(f"Place({', '.join(arguments)})")
+    return ", ".join(lines)
+
+
+def patch_text(compute: str, architecture: str, places: tuple[Place, ...]) -> str:
+    """The module that patches one compute."""
+    kernels = " and ".join(dict.fromkeys(place.kernel for place in places))
+    return _PATCH.format(compute=compute, architecture=architecture, places=places_text(places), kernels=kernels)
+
+
+def test_text(compute: str, remote: str = "") -> str:
+    """The test of one compute. ``remote``: the id of a model that brings code of its own."""
+    config = repr(remote) if remote else f'Path(__file__).with_name("{CONFIG}")'
+    return _TEST.format(compute=compute, config=config, imports="" if remote else "\nfrom pathlib import Path\n")
+
+
+def aggregate_text(family: str, model_type: str, architecture: str, computes: list[str]) -> str:
+    """The package's ``__init__``, with one flag a compute."""
+    names = sorted(computes)
+    imports = [f"from .monkey_patch_{name} import monkey_patch_{name}" for name in names]
+    imports.insert(0, "from tilegym.transformers.generated import apply_all\n")
+    text = _AGGREGATE.format(
+        architecture=architecture,
+        imports="\n".join(imports),
+        model_type=model_type,
+        family=family,
+        flags="\n    ".join(f"{name}: bool = True," for name in computes),
+        wanted="{" + ", ".join(f"monkey_patch_{name}: {name}" for name in computes) + "}",
+    )
+    # Imports of the package stand together.
+    text = text.replace(
+        "from tilegym.transformers.patching import PatchSet\n\nfrom tilegym.transformers.generated import apply_all\n",
+        "from tilegym.transformers.generated import apply_all\nfrom tilegym.transformers.patching import PatchSet\n",
+    )
+    return text
+
+
+def write(folder: Path, files: dict[str, str]) -> list[Path]:
+    """Writes Python files, formatted by ruff where it is installed, and others as they are.
+
+    Raises:
+        ModelError: the folder cannot be written.
+    """
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            if name.endswith(".py"):
+                ast.parse(text)  # never leave a file behind that Python cannot read
+            path = folder / name
+            path.write_text(text, encoding="utf-8")
+            written.append(path)
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be written ({error.strerror}): name another folder with --output") from error
+    _format([path for path in written if path.suffix == ".py"])
+    return written
+
+
+def _format(paths: list[Path]) -> None:
+    beside = Path(sysconfig.get_path("scripts")) / "ruff"
+    ruff = str(beside) if beside.exists() else shutil.which("ruff")
+    if ruff and paths:
+        names = [str(path) for path in paths]
+        options = ["--line-length", "120", "--quiet", "--no-cache"]
+        subprocess.run([ruff, "format", *options, "--isolated", *names], check=False, stdout=sys.stderr)
+
+
+def remove(folder: Path, computes: list[str]) -> None:
+    """Takes the files of computes away that turned out not to do."""
+    for compute in computes:
+        for name in (f"monkey_patch_{compute}.py", f"test_monkey_patch_{compute}.py"):
+            (folder / name).unlink(missing_ok=True)
+
+
+def config_text(config: Any) -> str:
+    """The config that the tests make their small model from."""
+    return config.to_json_string(use_diff=True)

@@ -1,0 +1,225 @@
+"""Puts kernels into a model of any family, by data: what of the model, which kernel, with which names and numbers.
+
+What ``tilegym integrate`` writes, and what :func:`tilegym.apply` does in memory, is a list of :class:`Place`.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilegym.backend import assert_backend_available
+from tilegym.backend import get_current_backend
+from tilegym.errors import PatchError
+from tilegym.transformers import general_kernels
+from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import describe
+from tilegym.transformers.forwards import with_globals
+from tilegym.transformers.patching import ALREADY_PATCHED
+from tilegym.transformers.patching import Entry
+from tilegym.transformers.patching import PatchSet
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a kernel goes.
+
+    Attributes:
+        of: the qualified name of the class or function that it stands in for.
+        kernel: a name in :data:`~tilegym.transformers.general_kernels.KERNELS`.
+        options: the names and numbers that the kernel needs.
+        put: "forward": into all modules of the class; "function": into all forwards that call the function by its
+            name, and where a module holds it; "attention": as transformers' attention implementation; "loss": as the
+            model's loss function.
+    """
+
+    of: str
+    kernel: str
+    options: dict[str, Any] = field(default_factory=dict)
+    put: str = "forward"
+
+    def replacement(self, backend: str | None) -> Callable:
+        """What stands in for it."""
+        return general_kernels.kernel(self.kernel, tuple(self.options.items()), backend)
+
+
+def resolve(name: str) -> Any:
+    """The class or function of a qualified name.
+
+    Raises:
+        PatchError: there is none, such as in another version of transformers.
+    """
+    parts = name.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:split])
+        try:
+            found = sys.modules.get(module) or importlib.import_module(module)
+        except ImportError:
+            continue
+        try:
+            return functools.reduce(getattr, parts[split:], found)
+        except AttributeError:
+            break
+    raise PatchError(f"there is no {name} in what is installed: run `tilegym integrate` again for this version")
+
+
+def put(
+    model: nn.Module, compute: str, places: tuple[Place, ...], use_cutile: bool = False, patches: PatchSet | None = None
+) -> PatchSet:
+    """Puts the kernels of one compute into ``model``, and into nothing else in the process.
+
+    Args:
+        compute: its name in the report.
+        use_cutile: on the ``cutile`` backend; else on the one that is chosen when it runs.
+        patches: the set to add to; None makes one.
+
+    Returns:
+        The report, with everything that was left as it was and why; ``revert()`` undoes it.
+
+    Raises:
+        PatchError: ``patches`` is None, and nothing could be patched.
+        BackendError: cuTile is asked for and not installed.
+    """
+    if use_cutile:
+        assert_backend_available("cutile")
+    backend = "cutile" if use_cutile else None
+    mine = PatchSet(model, maker=__name__) if patches is None else patches
+    with mine.all_or_nothing():
+        for place in places:
+            _PUT[place.put](mine, model, place, backend, Entry("", compute, backend or get_current_backend()))
+        # Of several places of one class each module needs one.
+        done = {entry.module for entry in mine.patched if entry.compute == compute}
+        mine.skipped = [e for e in mine.skipped if e.compute != compute or e.module not in done]
+        if patches is None:
+            mine.require_match(type(model).__name__)
+    return mine
+
+
+def _like(model: nn.Module, module: nn.Module | None = None) -> torch.Tensor:
+    """A tensor of the dtype and device that ``module`` computes on."""
+    first = next((p for m in (module, model) if m is not None for p in m.parameters()), None)
+    if first is not None and not first.is_floating_point():  # quantised
+        return torch.empty(0, dtype=getattr(model, "dtype", torch.float32), device=first.device)
+    return torch.empty(0, dtype=getattr(model, "dtype", first.dtype), device=first.device)
+
+
+def _at(entry: Entry, path: str) -> Entry:
+    return Entry(path, entry.compute, entry.backend)
+
+
+def _form(module: nn.Module) -> tuple:
+    """What tells instances of a class apart that compute different things."""
+    plain = tuple((n, v) for n, v in sorted(vars(module).items()) if isinstance(v, (str, bool, float)) and n[0] != "_")
+    children = tuple((n, _form(m)) for n, m in module.named_children())
+    return type(module), plain, children, tuple((n, p.shape) for n, p in module.named_parameters(recurse=False))
+
+
+def _put_forward(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
+    cls, forward = resolve(place.of), place.replacement(backend)
+    known: dict[tuple, str] = {}
+    found = False
+    for path, module in model.named_modules():
+        if not isinstance(module, cls):
+            continue
+        found = True
+        if type(module).forward is not cls.forward:
+            patches.skip(_at(entry, path), f"it is a {describe(type(module))}, not a {cls.__name__}")
+            continue
+        if vars(module).get("forward") is None:
+            form = _form(module)
+            if form not in known:
+                like = _like(model, module)
+                known[form] = general_kernels.agrees(place.kernel, place.options, cls.forward, module, like)
+            if known[form]:
+                patches.skip(_at(entry, path), known[form])
+                continue
+        patches.replace_forward(module, forward, _at(entry, path))
+    if not found:
+        patches.skip(_at(entry, type(model).__name__), f"there is no {cls.__name__} in it")
+
+
+def callers(model: nn.Module, function: Callable) -> dict[str, tuple[nn.Module, str]]:
+    """The modules whose forward knows ``function`` as a global, by path, and its name there."""
+    found = {}
+    for path, module in model.named_modules():
+        names = getattr(_unwrapped(type(module).forward), "__globals__", {})
+        name = next((n for n, value in names.items() if value is function), None)
+        if name is not None and name in _names_of(type(module).forward):
+            found[path] = module, name
+    return found
+
+
+def _unwrapped(function: Callable) -> Callable:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def _names_of(function: Callable) -> set[str]:
+    """The global names that a function uses."""
+    pending, names = [_unwrapped(function).__code__], set()
+    while pending:
+        code = pending.pop()
+        names |= set(code.co_names)
+        pending += [c for c in code.co_consts if hasattr(c, "co_names")]
+    return names
+
+
+def _put_function(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
+    function, new = resolve(place.of), place.replacement(backend)
+    why = general_kernels.agrees(place.kernel, place.options, function, None, _like(model))
+    using = callers(model, function)
+    holding = [
+        (path, module, name)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if value is function or value is new
+    ]
+    for path, (module, name) in using.items():
+        current = vars(module).get("forward")
+        before = current.func if isinstance(current, BoundForward) else type(module).forward
+        if why:
+            patches.skip(_at(entry, path), why)
+        elif getattr(before, "recipe", (None, ((), ())))[1][-1] == ((name, new),):
+            patches.skip(_at(entry, path), ALREADY_PATCHED)
+        else:
+            patches.replace_forward(module, with_globals(before, ((name, new),)), _at(entry, path))
+    for path, module, name in holding:
+        if why:
+            patches.skip(_at(entry, path), why)
+        else:
+            patches.replace_attribute(module, name, new, _at(entry, path))
+    if not using and not holding:
+        patches.skip(_at(entry, type(model).__name__), f"no forward in it calls {function.__name__} by its name")
+
+
+def _put_attention(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
+    from tilegym.transformers.attention import NAMES
+
+    entry = _at(entry, type(model).__name__)
+    if getattr(model.config, "output_attentions", False):
+        patches.skip(entry, "its config asks for attention weights (output_attentions)")
+    else:
+        patches.use_attention(model, NAMES[backend], entry)
+
+
+def _put_loss(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
+    entry, new, own = _at(entry, type(model).__name__), place.replacement(backend), vars(model)
+    if own.get("_loss_function") is new:
+        patches.skip(entry, ALREADY_PATCHED)
+    elif model.loss_function is not resolve(place.of):
+        patches.skip(entry, f"its loss is {describe(model.loss_function)}")
+    else:
+        if "_loss_function" not in own:
+            model.loss_function = model.loss_function  # now the instance itself holds it
+            patches.on_revert(functools.partial(own.pop, "_loss_function", None))
+        patches.replace_attribute(model, "_loss_function", new, entry)
+
+
+_PUT = {"forward": _put_forward, "function": _put_function, "attention": _put_attention, "loss": _put_loss}
