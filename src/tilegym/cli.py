@@ -27,6 +27,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "infer": Command("tilegym.infer", "infer", "Run a Hugging Face model, with and without TileGym's kernels."),
+    "integrate": Command(
+        "tilegym.integrate_cli", "integrate", "Find, verify and write the kernels for any language model."
+    ),
     "tune": Command("tilegym.tune", "tune", "List, clear or export what the autotuner has measured."),
     "bench": Command("tilegym.bench_cli", "bench", "Measure ops against other implementations and the roofline."),
     "inventory": Command("tilegym.inventory_cli", "app", "List, show, check, match and export the kernels there are."),

@@ -1,5 +1,6 @@
 """Greedy generation of a fixed number of tokens: timed, and replayed along given tokens for its logits."""
 
+import inspect
 import resource
 import statistics
 import sys
@@ -146,14 +147,15 @@ def forward_logits(model: Any, batch: Batch, tokens: torch.Tensor) -> torch.Tens
     ids = torch.cat([batch.input_ids, tokens[:, :-1]], dim=1)  # [B, S + T - 1]
     mask = torch.cat([batch.attention_mask, torch.ones_like(tokens[:, :-1])], dim=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
+    wanted = {"position_ids": positions.to(model.device), "logits_to_keep": tokens.shape[1]}
+    known = inspect.signature(type(model).forward).parameters
     output = model(
         input_ids=ids.to(model.device),
         attention_mask=mask.to(model.device),
-        position_ids=positions.to(model.device),
         use_cache=False,
-        logits_to_keep=tokens.shape[1],
+        **{name: value for name, value in wanted.items() if name in known},
     )
-    return output.logits.cpu()
+    return output.logits[:, -tokens.shape[1] :].cpu()
 
 
 @torch.no_grad()

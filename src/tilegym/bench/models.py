@@ -37,12 +37,13 @@ def presets() -> list[str]:
     return sorted(path.stem for path in PRESET_DIR.glob("*.json"))
 
 
-def load_config(model_id: str, random_weights: bool) -> Any:
+def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = False) -> Any:
     """Reads the config of ``model_id``.
 
     Args:
         model_id: a Hub id or a local folder; with ``random_weights`` also a config file or the name of a preset.
         random_weights: whether a config is enough.
+        trust_remote_code: whether code that comes with the model may run.
 
     Returns:
         The ``transformers`` config.
@@ -77,8 +78,12 @@ def load_config(model_id: str, random_weights: bool) -> Any:
     if isinstance(source, Path):
         _check_config_file(source / "config.json" if source.is_dir() else source)
     try:
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # each architecture checks its config in its own way
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{model_id} brings code of its own: read that code, then add --trust-remote-code to run it"
+            ) from error
         raise ModelError(
             f"the config of {model_id} cannot be used ({first_sentence(error)}): "
             f"correct it, or take a model that transformers {transformers.__version__} knows"
@@ -129,6 +134,7 @@ def load(
     random_weights: bool,
     config: Any | None = None,
     seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Loads a model for greedy generation of a fixed number of tokens.
 
@@ -139,6 +145,7 @@ def load(
         random_weights: initialise the weights from ``seed`` instead of reading them.
         config: what :func:`load_config` returned for the same model; read again if None.
         seed: of the random weights.
+        trust_remote_code: whether code that comes with the model may run.
 
     Raises:
         ModelError: the model is missing, broken, no causal language model, or too large for the memory that is free.
@@ -146,17 +153,18 @@ def load(
     from transformers import AutoModelForCausalLM
     from transformers import GenerationConfig
 
-    config = config or load_config(model_id, random_weights)
+    config = config or load_config(model_id, random_weights, trust_remote_code)
+    extra = {"trust_remote_code": True} if trust_remote_code else {}
     check_memory(config, dtype, device)
     with out_of_memory_is_explained(device):
         try:
             if random_weights:
                 torch.manual_seed(seed)
                 with torch.device(device):
-                    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+                    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **extra)
             else:
                 model, info = AutoModelForCausalLM.from_pretrained(
-                    model_id, config=config, dtype=dtype, output_loading_info=True
+                    model_id, config=config, dtype=dtype, output_loading_info=True, **extra
                 )
                 _check_complete(model_id, info)
                 model = model.to(device)
@@ -169,7 +177,8 @@ def load(
             ) from error
     # Neutral: greedy, and no end token, so that every run makes the same number of tokens.
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=config.pad_token_id or 0)
-    return LoadedModel(model_id, model.eval(), _load_tokenizer(model_id, random_weights), random_weights)
+    tokenizer = _load_tokenizer(model_id, random_weights, extra)
+    return LoadedModel(model_id, model.eval(), tokenizer, random_weights)
 
 
 def _check_complete(model_id: str, loading_info: dict[str, Any]) -> None:
@@ -183,14 +192,14 @@ def _check_complete(model_id: str, loading_info: dict[str, Any]) -> None:
         )
 
 
-def _load_tokenizer(model_id: str, random_weights: bool) -> Any | None:
+def _load_tokenizer(model_id: str, random_weights: bool, extra: dict[str, bool]) -> Any | None:
     from transformers import AutoTokenizer
 
     path = Path(model_id).expanduser()
     if random_weights and (path.is_file() or model_id in presets()):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_id)
+        tokenizer = AutoTokenizer.from_pretrained(model_id, **extra)
     except Exception as error:  # as many reasons as there are kinds of tokenizer
         if random_weights:
             return None
@@ -212,9 +221,11 @@ def count_parameters(config: Any) -> int:
     """
     from transformers import AutoModelForCausalLM
 
+    # The code of a config that is there has been trusted already.
+    extra = {"trust_remote_code": True} if type(config).__module__.startswith("transformers_modules") else {}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config).num_parameters()
+            return AutoModelForCausalLM.from_config(config, **extra).num_parameters()
     except Exception as error:  # a config that contradicts itself fails anywhere in the model's constructor
         raise ModelError(
             f"a config of type {config.model_type!r} makes no causal language model ({first_sentence(error)}): "

@@ -1,0 +1,74 @@
+"""What a run has found so far, on disk after every step, so that a run that was stopped anywhere continues."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tilegym.errors import ModelError
+
+FOLDER = ".state"
+
+
+class State:
+    """Results by step and key, in ``<folder>/.state/state.json``; captured tensors lie beside it until the end.
+
+    Attributes:
+        continues: whether an earlier run's results were found.
+    """
+
+    def __init__(self, folder: Path, fingerprint: dict[str, Any], restart: bool = False) -> None:
+        """Opens the state in ``folder``; one of another model, version or option is begun anew, as with ``restart``.
+
+        Raises:
+            ModelError: the folder cannot be written.
+        """
+        self.folder = folder / FOLDER
+        self.file = self.folder / "state.json"
+        self._fingerprint = json.loads(json.dumps(fingerprint))
+        try:
+            if restart:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            former = self._read()
+            self.continues = bool(former)
+            if former is None or not self.continues:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
+            self._steps: dict[str, dict[str, Any]] = former or {}
+            self._write()
+        except OSError as error:
+            raise ModelError(
+                f"{folder} cannot be written ({error.strerror}): name another folder with --output"
+            ) from error
+
+    def _read(self) -> dict[str, dict[str, Any]] | None:
+        try:
+            data = json.loads(self.file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        return data["steps"] if data.get("fingerprint") == self._fingerprint else None
+
+    def _write(self) -> None:
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(json.dumps({"fingerprint": self._fingerprint, "steps": self._steps}), encoding="utf-8")
+        os.replace(partial, self.file)
+
+    def get(self, step: str, key: str = "") -> Any:
+        """The result of a step, None if it was not reached."""
+        return self._steps.get(step, {}).get(key)
+
+    def put(self, step: str, value: Any, key: str = "") -> Any:
+        """Keeps the result of a step, plain data, and returns it."""
+        self._steps.setdefault(step, {})[key] = value
+        self._write()
+        return value
+
+    def tensors(self, key: str) -> Path:
+        """Where captured tensors of one integration point are kept."""
+        return self.folder / "captured" / f"{key}.safetensors"
+
+    def forget_tensors(self) -> None:
+        """Removes all captured tensors."""
+        shutil.rmtree(self.folder / "captured", ignore_errors=True)
