@@ -1,0 +1,240 @@
+"""What holds for every family with parts of its own: tests to inherit, run for each value of the fixture ``family``."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from common import HAS_GPU
+from tiny_models import assert_close
+from tiny_models import backends
+from tiny_models import observed
+from tiny_models import padded
+from tiny_models import tokens
+from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
+from transformers import DynamicCache
+from transformers import StaticCache
+
+from tilegym.errors import PatchError
+from tilegym.transformers import monkey_patch
+from tilegym.transformers.patching import ALREADY_PATCHED
+from tilegym.transformers.patching import PatchSet
+
+COMMON = dict(
+    vocab_size=61,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+
+
+def make(family, dtype=torch.float32, **options):
+    """A random model in eval mode, the same every time."""
+    options = {"attn_implementation": "sdpa", **COMMON, **family.config, **options}
+    attention = options.pop("attn_implementation")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family.model_type, **options), attn_implementation=attention
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval().to("cuda" if HAS_GPU else "cpu", dtype)
+
+
+def logits(model, ids=None, mask=None):
+    with torch.no_grad():
+        return model(tokens(2, 11) if ids is None else ids, attention_mask=mask).logits
+
+
+def ops_called(model):
+    with observed() as calls:
+        logits(model)
+    return {op for op, _ in calls}
+
+
+def gradients(model):
+    model.train()
+    ids, mask = padded([9, 6], "right")
+    model.zero_grad()
+    model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Family:
+    """A family under test: its model type, the sizes of its own, and the ops of a prompt by compute."""
+
+    def __init__(self, model_type, name, computes, **config):
+        self.model_type, self.name, self.computes, self.config = model_type, name, computes, config
+
+    def __repr__(self):
+        return self.name
+
+    def apply(self, **options):
+        return getattr(monkey_patch, f"apply_tilegym_kernel_to_{self.name}")(**options)
+
+
+class Parity:
+    decoding_ops: set[str]
+
+    @pytest.fixture(autouse=True)
+    def nothing_stays_patched(self):
+        yield
+        leftover = PatchSet.active()
+        monkey_patch.revert()
+        assert not leftover
+
+    @backends
+    def test_logits(self, family, backend):
+        model = make(family)
+        ids, mask = padded([13, 8], "left")
+        expected = logits(model), logits(model, ids, mask)[mask.bool()]
+        with monkey_patch.apply(model, use_cutile=backend == "cutile"), observed() as calls:
+            assert_close(logits(model), expected[0], backend)
+            assert_close(logits(model, ids, mask)[mask.bool()], expected[1], backend)
+        assert {op for op, _ in calls} == {op for ops in family.computes.values() for op in ops} | {"linear"}
+        assert {served for _, served in calls} == {backend}
+
+    @backends
+    def test_bf16_is_as_exact_as_the_unpatched_model(self, family, backend):
+        exact, model = logits(make(family)), make(family, torch.bfloat16)
+        own_error = (logits(model).float() - exact).abs()
+        with monkey_patch.apply(model, use_cutile=backend == "cutile"):
+            error = (logits(model).float() - exact).abs()
+        # Rounding that sends a token to another expert makes the maximum meaningless: the mean tells.
+        assert error.mean() <= 1.5 * own_error.mean()
+
+    @backends
+    def test_tokens_of_a_padded_batch(self, family, backend):
+        model = make(family)
+        ids, mask = padded([9, 4], "left")
+        options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False)
+        expected = model.generate(ids, **options)
+        with monkey_patch.apply(model, use_cutile=backend == "cutile"), observed() as calls:
+            assert torch.equal(model.generate(ids, **options), expected)
+        assert {op for op, _ in calls} >= self.decoding_ops
+
+    @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+    def test_cached_decoding_equals_the_full_forward(self, family, static):
+        """A prompt, a second piece of several tokens, then single ones, in transformers' own caches."""
+        model, ids = make(family), tokens(2, 12)
+        with monkey_patch.apply(model, use_cutile=False), torch.no_grad():
+            expected = logits(model, ids)
+            cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+            got, done = [], 0
+            for count in (5, 4, 1, 1, 1):
+                positions = torch.arange(done, done + count, device=ids.device)[None]
+                piece = ids[:, done : done + count]
+                got.append(model(piece, past_key_values=cache, position_ids=positions, use_cache=True).logits)
+                done += count
+            assert_close(torch.cat(got, 1), expected)
+
+    @backends
+    def test_gradients_of_a_training_step(self, family, backend):
+        model = make(family)
+        expected = gradients(model)
+        with monkey_patch.apply(model, use_cutile=backend == "cutile"), observed() as calls:
+            got = gradients(model)
+        assert got.keys() == expected.keys() and len(calls) > 5
+        for name, gradient in expected.items():
+            assert gradient.abs().max() > 0, name
+            # Sums over experts and over time; tf32 products on a GPU.
+            tolerance = 0.05 if HAS_GPU and backend == "cutile" else 5e-4
+            torch.testing.assert_close(got[name], gradient, rtol=0, atol=tolerance * gradient.abs().max().item())
+
+    def test_one_of_two_models_and_revert(self, family):
+        model, other = make(family), make(family)
+        expected = logits(other)
+        report = monkey_patch.apply(model, use_cutile=False)
+        assert ops_called(model) and not ops_called(other)
+        assert torch.equal(logits(other), expected)
+        clone = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert ops_called(clone) == ops_called(model)
+        assert_close(logits(clone), expected)
+        again = monkey_patch.apply(model, use_cutile=False)
+        assert not again.patched and {e.why for e in again.skipped} <= {ALREADY_PATCHED} | {
+            e.why for e in report.skipped
+        }
+        report.revert()
+        assert not ops_called(model) and torch.equal(logits(model), expected)
+        assert all("forward" not in vars(module) for module in model.modules())
+
+    def test_each_compute_alone(self, family):
+        expected = logits(make(family))
+        off = dict.fromkeys((*family.computes, "linear", "graph"), False)
+        for compute, ops in family.computes.items():
+            model = make(family)
+            with family.apply(model=model, **{**off, compute: True}) as report:
+                assert ops_called(model) == ops, compute
+                assert {e.compute for e in report.patched} == {compute}
+                assert_close(logits(model), expected)
+
+    def test_computes_one_after_the_other(self, family):
+        """Parts of one forward, put in by calls of their own, in another order, and taken out again."""
+        model, off = make(family), dict.fromkeys((*family.computes, "linear", "graph"), False)
+        expected, reports, ops = logits(model), [], set()
+        for compute in reversed(family.computes):
+            reports.append(family.apply(model=model, **{**off, compute: True}))
+            ops |= family.computes[compute]
+            assert ops_called(model) == ops, compute
+        assert_close(logits(model), expected)
+        for report in reports[::2] + reports[1::2]:
+            report.revert()
+        assert not ops_called(model) and torch.equal(logits(model), expected)
+
+    def test_without_a_model_models_made_afterwards_are_patched(self, family):
+        before = make(family)
+        expected = logits(before)
+        with family.apply() as report:
+            model = make(family)
+            assert ops_called(model) == {op for ops in family.computes.values() for op in ops}
+            assert_close(logits(model), expected)
+            assert {e.compute for e in report.patched} == set(family.computes)
+            again = family.apply()
+            assert not again.patched
+        assert not ops_called(make(family)) and torch.equal(logits(make(family)), expected)
+        assert not ops_called(model) and not ops_called(before)
+
+    def test_what_computes_something_else_is_refused(self, family, monkeypatch):
+        model, modeling = make(family), self.modeling(family)
+        self.change(modeling, monkeypatch)
+        changed = set(self.changed)
+        expected = logits(model)
+        report = monkey_patch.apply(model, use_cutile=False)
+        refused = {e.compute for e in report.skipped if "computes something else" in e.why}
+        assert refused == changed
+        assert_close(logits(model), expected)
+        report.revert()
+        only = {name: name in changed for name in (*family.computes, "linear", "graph")}
+        if "attn" not in changed:
+            with pytest.raises(PatchError, match="computes something else"):
+                family.apply(model=model, **only)
+
+    @pytest.mark.skipif(HAS_GPU, reason="on a GPU the other tests run the kernels themselves")
+    def test_cutile_in_the_interpreter(self, family, monkeypatch):
+        """A left-padded batch, two tokens, then every gradient: nothing may fall back."""
+        monkeypatch.setenv("DISABLE_FALLBACK", "1")
+        model = make(family)
+        ids, mask = padded([7, 4], "left")
+        options = dict(attention_mask=mask, max_new_tokens=2, do_sample=False)
+        expected = model.generate(ids, **options), logits(model, ids, mask)[mask.bool()], gradients(model)
+        model.eval()
+        with monkey_patch.apply(model, use_cutile=True), observed() as calls:
+            assert torch.equal(model.generate(ids, **options), expected[0])
+            torch.testing.assert_close(
+                logits(model, ids, mask)[mask.bool()], expected[1], rtol=0, atol=2e-4 * expected[1].abs().max().item()
+            )
+            got = gradients(model)
+        for name, gradient in expected[2].items():
+            torch.testing.assert_close(got[name], gradient, rtol=0, atol=1e-3 * gradient.abs().max().item())
+        ops = {op for op, _ in calls}
+        assert ops >= self.decoding_ops | {op for ops in family.computes.values() for op in ops}
+        assert {served for _, served in calls} == {"cutile"}

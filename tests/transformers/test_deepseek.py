@@ -1,0 +1,156 @@
+"""DeepSeek-V2 and V3: what every family must do, and the latent attention with its cache."""
+
+import importlib
+
+import pytest
+import torch
+from family_parity import Family
+from family_parity import Parity
+from family_parity import logits
+from family_parity import make
+from family_parity import ops_called
+from tiny_models import assert_close
+from tiny_models import observed
+from tiny_models import tokens
+from torch import nn
+from transformers import DynamicCache
+
+from tilegym.transformers import monkey_patch
+from tilegym.transformers.attention import NAMES
+from tilegym.transformers.deepseek2 import attention
+
+COMPUTES = {
+    "rope": {"apply_rope_base"},
+    "rms_norm": {"rms_norm"},
+    "swiglu": {"swiglu"},
+    "moe": {"moe_topk_routing", "linear", "fused_moe"},
+    "attn": {"mla", "linear"},
+}
+SIZES = dict(
+    num_hidden_layers=2,
+    num_key_value_heads=4,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=1.5,
+)
+YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, mscale=0.707, mscale_all_dim=0.707,
+    original_max_position_embeddings=64, beta_fast=32, beta_slow=1,
+)  # fmt: skip
+V2 = Family(
+    "deepseek_v2",
+    "deepseek_v2",
+    COMPUTES,
+    q_lora_rank=None,
+    topk_method="group_limited_greedy",
+    rope_parameters=YARN,
+    **SIZES,
+)
+V3 = Family("deepseek_v3", "deepseek_v3", COMPUTES, q_lora_rank=24, rope_parameters=YARN, **SIZES)
+
+
+@pytest.fixture(params=[V2, V3], ids=repr)
+def family(request):
+    return request.param
+
+
+class Test_Deepseek(Parity):
+    decoding_ops = {"mla_decoding_split_kv", "bmm"}
+    changed = ("rope", "attn")
+
+    def modeling(self, family):
+        return importlib.import_module(f"transformers.models.{family.name}.modeling_{family.name}")
+
+    def change(self, modeling, monkeypatch):
+        """Rotates by twice the angle, and scores without the part that has a position."""
+        for name in attention.ROTATIONS:
+            former = getattr(modeling, name, None)
+            if former is not None:
+                monkeypatch.setattr(modeling, name, lambda q, k, *args, f=former: f(*f(q, k, *args), *args))
+        cls = next(c for n, c in vars(modeling).items() if n.endswith("Attention") and n.startswith("Deepseek"))
+        former = cls.expand_kv
+
+        def without_position(self, latents, kpe):
+            return former(self, latents, 0 * kpe)
+
+        monkeypatch.setattr(cls, "expand_kv", without_position)
+
+    def test_layers_are_refused_and_keep_what_they_compute(self):
+        """Where kv_b_proj is more than its weight, the weight may not be taken for it."""
+        model = make(V3)
+        layers = [layer.self_attn for layer in model.model.layers]
+        layers[0].kv_b_proj.register_forward_hook(lambda module, args, output: 2 * output)
+        expected = logits(model)
+        with monkey_patch.apply(model, use_cutile=False) as report:
+            why = {e.module: e.why for e in report.skipped if e.compute == "attn"}
+            assert list(why) == ["model.layers.0.self_attn"] and "kv_b_proj" in why["model.layers.0.self_attn"]
+            assert_close(logits(model), expected)
+            handle = layers[1].kv_b_proj.register_forward_hook(lambda module, args, output: 3 * output)
+            changed = logits(model)  # registered after the patch
+            assert not torch.allclose(changed, expected)
+        assert_close(logits(model), changed)
+        handle.remove()
+
+
+def test_the_cache_holds_latents_and_decoding_absorbs():
+    model = make(V2)
+    with monkey_patch.apply(model, use_cutile=False), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        with observed() as prefill:
+            model(tokens(2, 7), past_key_values=cache)
+        with observed() as step:
+            model(tokens(2, 1), past_key_values=cache)
+        assert cache.layers[0].keys.shape == (2, 1, 8, 32) and cache.layers[0].values.shape == (2, 1, 8, 8)
+    assert "mla" in {op for op, _ in prefill} and "mla_decoding_split_kv" not in {op for op, _ in prefill}
+    assert "mla" not in {op for op, _ in step} and "mla_decoding_split_kv" in {op for op, _ in step}
+
+
+@pytest.mark.parametrize("chosen", ["eager", "sdpa"])
+def test_another_attention_is_obeyed(family, chosen):
+    model = make(family)
+    with monkey_patch.apply(model, use_cutile=False):
+        model.set_attn_implementation(chosen)
+        assert "mla" not in ops_called(model) and "apply_rope_base" in ops_called(model)
+        got = logits(model)
+        model.set_attn_implementation(NAMES[None])
+        assert "mla" in ops_called(model)
+    model.set_attn_implementation(chosen)
+    assert_close(got, logits(model))
+
+
+def test_rotation_of_halves():
+    model = make(V3, rope_interleave=False)
+    expected = logits(model)
+    assert not torch.allclose(logits(make(V3)), expected)
+    with monkey_patch.apply(model, use_cutile=False):
+        assert_close(logits(model), expected)
+
+
+def test_a_longer_mask_of_the_callers():
+    """A 4D additive mask, in which tokens do not see some that are before them."""
+    model, ids = make(V3), tokens(1, 8)
+    visible = torch.ones(8, 8, dtype=torch.bool, device=ids.device).tril()
+    visible[5:, 1:3] = False
+    mask = torch.zeros(1, 1, 8, 8, device=ids.device).masked_fill(~visible, torch.finfo(torch.float32).min)
+    expected = logits(model, ids, mask)
+    assert not torch.allclose(expected, logits(model, ids))
+    with monkey_patch.apply(model, use_cutile=False):
+        assert_close(logits(model, ids, mask), expected)
+
+
+def test_what_is_no_weight_alone():
+    linear = nn.Linear(4, 4, bias=False)
+    assert attention.expands_by_its_weight(linear)
+    assert not attention.expands_by_its_weight(nn.Linear(4, 4))
+    assert not attention.expands_by_its_weight(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False)))
+    linear.register_forward_pre_hook(lambda module, args: args)
+    assert not attention.expands_by_its_weight(linear)

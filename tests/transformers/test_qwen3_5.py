@@ -1,0 +1,121 @@
+"""Qwen3.5, its model with experts and Qwen3-Next: what every family must do, and their linear attention."""
+
+import importlib
+
+import pytest
+import torch
+from family_parity import Family
+from family_parity import Parity
+from family_parity import logits
+from family_parity import make
+from family_parity import ops_called
+from tiny_models import assert_close
+from tiny_models import observed
+from tiny_models import tokens
+
+from tilegym.transformers import monkey_patch
+
+DENSE = {
+    "rope": {"apply_rope_base"},
+    "rms_norm": {"rms_norm"},
+    "rms_norm_gated": {"rms_norm_gated"},
+    "causal_conv1d": {"causal_conv1d_fn"},
+    "gated_delta_rule": {"chunk_gated_delta_rule"},
+    "sigmoid_mul": {"sigmoid_mul"},
+    "swiglu": {"swiglu"},
+    "attn": {"fmha"},
+}
+WITH_EXPERTS = DENSE | {"moe": {"moe_topk_routing", "linear", "fused_moe"}}
+SIZES = dict(
+    num_hidden_layers=2,
+    layer_types=["linear_attention", "full_attention"],
+    head_dim=32,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+QWEN3_5 = Family("qwen3_5_text", "qwen3_5", DENSE, **SIZES)
+QWEN3_5_MOE = Family("qwen3_5_moe_text", "qwen3_5_moe", WITH_EXPERTS, **SIZES, **EXPERTS)
+QWEN3_NEXT = Family("qwen3_next", "qwen3_next", WITH_EXPERTS, **SIZES, **EXPERTS)
+
+
+@pytest.fixture(params=[QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT], ids=repr)
+def family(request):
+    return request.param
+
+
+class Test_Qwen3_5(Parity):
+    decoding_ops = {"recurrent_gated_delta_rule", "causal_conv1d_update", "fmha_decode"}
+    changed = ("rope", "rms_norm_gated", "causal_conv1d", "gated_delta_rule", "sigmoid_mul")
+
+    def modeling(self, family):
+        return importlib.import_module(f"transformers.models.{family.name}.modeling_{family.name}")
+
+    def change(self, modeling, monkeypatch):
+        """Everything of these models' own gives half of what it gave."""
+
+        def half(name):
+            former = getattr(modeling, name)
+
+            def halved(*args, **kwargs):
+                got = former(*args, **kwargs)
+                return tuple(x / 2 for x in got) if isinstance(got, tuple) else got / 2
+
+            monkeypatch.setattr(modeling, name, halved)
+
+        for name in ("apply_rotary_pos_emb", "causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
+            half(name)
+        norm = next(c for n, c in vars(modeling).items() if n.endswith("RMSNormGated"))
+        former = norm.forward
+        monkeypatch.setattr(norm, "forward", lambda self, x, gate: former(self, x, gate) / 2)
+        gated = next(c for n, c in vars(modeling).items() if n.endswith("Attention") and "Vision" not in n)
+        attend = gated.forward
+
+        def halved_attention(self, *args, **kwargs):
+            out, weights = attend(self, *args, **kwargs)
+            return out / 2, weights
+
+        monkeypatch.setattr(gated, "forward", halved_attention)
+
+
+def test_one_token_reads_and_writes_the_states_of_the_cache(family):
+    """Decoding takes the recurrent forms, and the states behind it are those of the unpatched model."""
+    ids, states = tokens(2, 6), []
+    for patched in (False, True):
+        model = make(family)
+        if patched:
+            monkey_patch.apply(model, use_cutile=False)
+        with torch.no_grad(), observed() as calls:
+            cache = model(ids[:, :5], use_cache=True).past_key_values
+            model(ids[:, 5:], past_key_values=cache)
+        layer = cache.layers[0]
+        states.append((layer.conv_states[0], layer.recurrent_states[0]))
+    for got, expected in zip(states[1], states[0], strict=True):
+        assert got.abs().max() > 0
+        assert_close(got, expected)
+    assert {"recurrent_gated_delta_rule", "causal_conv1d_update"} <= {op for op, _ in calls}
+
+
+def test_packed_sequences_are_kept_apart():
+    """Two sequences in a row of tokens give what they give in rows of their own."""
+    model, a, b = make(QWEN3_5), tokens(1, 7), tokens(1, 5, seed=1)
+    layer = model.model.layers[0].linear_attn
+    x, y = (model.model.embed_tokens(ids) for ids in (a, b))
+    starts = torch.tensor([0, 7, 12], dtype=torch.int32, device=a.device)
+    numbers = torch.tensor([[0] * 7 + [1] * 5], dtype=torch.int32, device=a.device)
+    with monkey_patch.apply(model, use_cutile=False), torch.no_grad():
+        together = layer(torch.cat((x, y), 1), cu_seq_lens_q=starts, seq_idx=numbers)
+        assert_close(together, torch.cat((layer(x), layer(y)), 1))
+
+
+def test_another_activation_of_the_convolution_is_refused():
+    model = make(QWEN3_5, hidden_act="gelu")
+    expected = logits(model)
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        why = {e.compute: e.why for e in report.skipped}
+        assert "gelu" in why["causal_conv1d"] and "swiglu" in why
+        patched = {op for compute, ops in DENSE.items() if compute not in why for op in ops}
+        assert ops_called(model) == patched | {"linear"}
+        assert_close(logits(model), expected)
