@@ -1,0 +1,211 @@
+"""Writes the statements of a kernel: values as expressions, named where a person would name them."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Iterable
+
+from tilegym.autokernel.generate.graph import REDUCTIONS
+from tilegym.autokernel.generate.graph import Value
+from tilegym.autokernel.generate.graph import topological
+from tilegym.autokernel.generate.operations import ATOM
+from tilegym.autokernel.generate.operations import COMPARISON
+from tilegym.autokernel.generate.operations import HELPERS
+from tilegym.autokernel.generate.operations import OPERATIONS
+from tilegym.autokernel.generate.operations import REPEATS
+from tilegym.autokernel.generate.operations import UNARY
+from tilegym.autokernel.generate.operations import evaluate
+
+LINE = 120
+LONG = 64  # an expression of more characters gets a name
+NEUTRAL = {"sum": "0.0", "max": "-math.inf", "min": "math.inf"}
+RESERVED = frozenset("ct at load span math rows cols inside tile tiles i across N M begin launch".split())
+
+
+def suggest(value: Value) -> str:
+    """What to call a value: as the region's source does, else by what it is."""
+    if value.hint:
+        return value.hint
+    if value.op in ("round", "detach"):
+        return suggest(value.args[0])
+    if value.op in REDUCTIONS:
+        return {"max": "top", "min": "bottom"}.get(
+            value.op, "sum_of_" + suggest(value.args[0]) if value.args else "total"
+        )
+    kinds = [a.op for a in value.args]
+    if value.op == "mul":
+        if value.args[0] is value.args[1]:
+            return "square"
+        if "rsqrt" in kinds:
+            return "normed"
+        if any(a.op == "input" and not a.rows for a in value.args):
+            return "scaled"
+    if value.op == "div" and kinds[1] == "columns":
+        inner = value.args[0].args[0] if value.args[0].args else None
+        return "mean_of_squares" if inner is not None and suggest(inner) == "square" else "mean"
+    if value.op == "sub" and value.args[1].rows and not value.args[1].cols:
+        return "centered"
+    operation = OPERATIONS.get(value.op)
+    return operation.name if operation else value.op
+
+
+def padding(value: Value, known: dict[Value, float | None]) -> float | None:
+    """What ``value`` is in columns beyond the last, where arrays read as 0; None if it cannot be told."""
+    if value not in known:
+        if value.op == "input":
+            number = 0.0 if value.cols else None
+        elif value.op == "constant":
+            number = value.number
+        elif value.op in ("round", "detach"):
+            number = padding(value.args[0], known)
+        elif value.op in OPERATIONS:
+            args = [padding(a, known) for a in value.args]
+            number = None if None in args else evaluate(value.op, *args)
+        else:
+            number = None
+        known[value] = number
+    return known[value]
+
+
+def literal(number: float) -> tuple[str, int]:
+    if math.isinf(number):
+        return ("math.inf", ATOM) if number > 0 else ("-math.inf", UNARY)
+    return repr(float(number)), UNARY if number < 0 else ATOM
+
+
+def in_parentheses(text: str, binds: int, needs: int) -> str:
+    return text if binds >= needs else f"({text})"
+
+
+def call(head: str, args: Iterable[str], indent: int = 0, tail: str = "") -> str:
+    """``head(args)tail`` on as few lines as the formatter would need."""
+    args, space = list(args), " " * indent
+    line = f"{space}{head}({', '.join(args)}){tail}"
+    if len(line) <= LINE:
+        return line
+    inner = f"{space}    {', '.join(args)}"
+    if len(inner) <= LINE and not head.endswith("= "):
+        return f"{space}{head}(\n{inner}\n{space}){tail}"
+    return f"{space}{head}(\n" + "".join(f"{space}    {a},\n" for a in args) + f"{space}){tail}"
+
+
+class Body:
+    """The statements of one kernel.
+
+    Args:
+        parameters: the kernel's, whose names are taken.
+        load: the expression that reads an input.
+        dtype: the expression of the working dtype, or None if that is fp32.
+        rough: whether all ends in the working dtype, whatever it goes through.
+    """
+
+    def __init__(self, parameters: Iterable[str], load: Callable[[Value], str], dtype: str | None, rough: bool):
+        self.taken = {*parameters, *RESERVED}
+        self.load, self.dtype, self.rough = load, dtype, rough
+        self.stored_narrow: set[Value] = set()  # what is stored in the working dtype
+        self.lines: list[str] = []
+        self.indent = 4
+        self.scope: dict[Value, tuple[str, int]] = {}
+        self.imports: set[tuple[str, str]] = set()
+        self.helpers: set[str] = set()
+        self.padding: dict[Value, float | None] = {}
+
+    def line(self, text: str) -> None:
+        self.lines.append(" " * self.indent + text if text else "")
+
+    def call(self, head: str, *args: str) -> None:
+        self.lines.append(call(head, args, self.indent))
+
+    def new_name(self, name: str) -> str:
+        """A name like ``name`` that nothing else has."""
+        if name in self.taken:
+            stem = f"{name}_" if name[-1].isdigit() else name
+            name = next(n for i in range(2, 1000) if (n := f"{stem}{i}") not in self.taken)
+        self.taken.add(name)
+        return name
+
+    def text(self, value: Value, needs: int = COMPARISON) -> str:
+        return in_parentheses(*self.scope[value], needs)
+
+    def keep(self, value: Value) -> None:
+        """Gives a value in scope a name."""
+        text, _ = self.scope[value]
+        self.scope[value] = self.new_name(suggest(value)), ATOM
+        self.assign(self.scope[value][0], text)
+
+    def emit(self, targets: Iterable[Value]) -> None:
+        """Writes what ``targets`` need; afterwards :meth:`text` has them."""
+        targets = list(targets)
+        order = topological(targets, self.scope)
+        uses = Counter(a for v in order for a in v.args)
+        uses.update(targets)
+        repeated = {v.args[0] for v in order if v.op in REPEATS}
+        narrow = self._narrow(order)
+        for value in sorted(order, key=lambda v: v.op != "input"):
+            if value.op == "input":
+                self.scope[value] = self.read(value), ATOM
+                continue
+            text, binds = self._expression(value, value in narrow)
+            self.scope[value] = text, binds
+            named = uses[value] > 1 or value in repeated or value.hint is not None or len(text) > LONG
+            if named and value.op not in ("constant", "columns", "detach"):
+                self.keep(value)
+
+    def read(self, value: Value) -> str:
+        """Reads an input, and returns the name for what was read."""
+        suffix = "tile" if value.is_tile else "row" if value.cols else "column"
+        name = self.new_name(f"{value.hint}_{suffix}")
+        self.assign(name, self.load(value))
+        return name
+
+    def assign(self, name: str, text: str) -> None:
+        line = f"{name} = {text}"
+        if len(line) + self.indent > LINE and text.endswith(")") and "(" in text:
+            # As the formatter breaks a long line: the arguments of the outer call on a line of their own.
+            head, _, rest = text.partition("(")
+            self.line(f"{name} = {head}(")
+            self.line(f"    {rest[:-1]}")
+            self.line(")")
+        else:
+            self.line(line)
+
+    def _narrow(self, order: list[Value]) -> set[Value]:
+        """The values that are rounded to the working dtype by all that use them."""
+        users: dict[Value, list[Value]] = {}
+        for value in order:
+            for arg in value.args:
+                users.setdefault(arg, []).append(value)
+        rounded = {v for v in order if users.get(v) and all(u.op == "round" for u in users[v])}
+        return rounded | {v for v in self.stored_narrow if v not in users}
+
+    def _expression(self, value: Value, narrow: bool) -> tuple[str, int]:
+        if value.op == "constant":
+            return literal(value.number)
+        if value.op == "columns":
+            return "N", ATOM
+        if value.op == "round":
+            self.helpers.add("rounded")
+            return f"rounded({self.text(value.args[0])}, {self.dtype})", ATOM
+        if value.op in REDUCTIONS:
+            return self.reduction(value.op, self.operand(value)), ATOM
+        operation = OPERATIONS[value.op]
+        args = [self.text(a, n) for a, n in zip(value.args, operation.needs, strict=True)]
+        exact = self.dtype is None or not (narrow or self.rough)
+        text = operation.text.format(*args, dtype="ct.float32" if exact else self.dtype)
+        if operation.imports:
+            self.imports.add((operation.imports, text.partition("(")[0]))
+        if (helper := text.partition("(")[0]) in HELPERS:
+            self.helpers.add(helper)
+        return text, operation.binds
+
+    def operand(self, value: Value) -> str:
+        """What a reduction adds up or compares: neutral beyond the row's end."""
+        arg, neutral = value.args[0], NEUTRAL[value.op]
+        pad = padding(arg, self.padding)
+        if pad is not None and literal(pad)[0] in (neutral, "-" + neutral if neutral == "0.0" else neutral):
+            return self.text(arg)
+        return f"ct.where(cols[None, :] < N, {self.text(arg)}, {neutral})"
+
+    def reduction(self, op: str, text: str) -> str:
+        keep = "" if op == "sum" else ", propagate_nan=True"
+        return f"ct.{op}({text}, axis=1, keepdims=True{keep})"

@@ -1,0 +1,42 @@
+"""A region as formulas, for docstrings: what is computed, without tiles and without where it is rounded."""
+
+import re
+
+from tilegym.autokernel.generate.body import Body
+from tilegym.autokernel.generate.graph import REDUCTIONS
+from tilegym.autokernel.generate.graph import Region
+from tilegym.autokernel.generate.graph import Value
+from tilegym.autokernel.generate.operations import ATOM
+
+PLAIN = (
+    (r"over_one_plus_exp\(1\.0, (.*), \S+\)$", r"sigmoid(\1)"),
+    (r"over_one_plus_exp\((\w+), \1, \S+\)$", r"silu(\1)"),
+    (r"gelu\((.*), \S+, (True|False)\)$", r"gelu(\1)"),
+    (r"ct\.where\((.*) <= 0\.0, 0\.0, \1\)$", r"relu(\1)"),
+    (r", propagate_nan=True", ""),
+    (r"ct\.", ""),
+)
+
+
+class _Formula(Body):
+    def read(self, value: Value) -> str:
+        return value.hint
+
+    def _expression(self, value: Value, narrow: bool) -> tuple[str, int]:
+        if value.op in ("round", "detach"):
+            return self.scope[value.args[0]]
+        if value.op in REDUCTIONS:
+            return f"{value.op}({self.text(value.args[0])})", ATOM
+        text, binds = super()._expression(value, narrow)
+        for pattern, plain in PLAIN:
+            text = re.sub(pattern, plain, text)
+        return text, binds
+
+
+def formulas(region: Region) -> list[str]:
+    """Assignments, the last ones to the region's outputs."""
+    body = _Formula([*region.inputs, *(o.name for o in region.outputs)], lambda value: value.hint, None, False)
+    body.indent = 0
+    body.emit(o.value for o in region.outputs)
+    lines = [*body.lines, *(f"{o.name} = {body.text(o.value)}" for o in region.outputs)]
+    return [line for text in lines for line in text.split("\n")]

@@ -1,0 +1,199 @@
+"""The intermediate representation: a region as a graph of values over rows and columns.
+
+All tensors of a region lie over one space of M rows, the leading dimensions together, and N columns, the last one. A
+value has both (a tile), rows alone (a column: a statistic), columns alone (a vector: a weight), or neither. Values are
+computed in fp32; where PyTorch would round to a narrower dtype stands an operation ``round``.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from dataclasses import field
+
+import torch
+
+from tilegym.autokernel.generate.errors import Unsupported
+
+REDUCTIONS = frozenset({"sum", "max", "min"})
+
+
+@dataclass(eq=False)
+class Value:
+    """The result of an operation of :mod:`operations`, or of one of these.
+
+    ``input``: an array of the region. ``constant``: ``number``. ``columns``: N. ``round``: its argument in ``dtype``.
+    ``detach``: its argument, which passes no gradient on. ``sum``, ``max``, ``min``: over the columns.
+
+    Attributes:
+        rows, cols: which of the two dimensions it has.
+        dtype: of an input or a rounding; torch.bool for truth values, else None.
+        hint: what the region's source calls it.
+        shape: of an input, as torch.export knows it.
+        steps: an input that is repeated over part of the rows: its row is r // a * b + r % b, with (a, b) the products
+            of the leading sizes of a full input from ``steps[0]`` and from ``steps[1]`` on.
+    """
+
+    op: str
+    args: tuple["Value", ...] = ()
+    rows: bool = False
+    cols: bool = False
+    number: float | None = None
+    dtype: torch.dtype | None = None
+    hint: str | None = None
+    shape: tuple = ()
+    steps: tuple[int, int] | None = None
+
+    @property
+    def is_tile(self) -> bool:
+        return self.rows and self.cols
+
+
+def is_constant(value: Value, number: float) -> bool:
+    return value.op == "constant" and value.number == number
+
+
+class Builder:
+    """Makes values; equal ones are one."""
+
+    def __init__(self, evaluate: Callable[..., float | None]):
+        self._evaluate = evaluate
+        self._values: dict[tuple, Value] = {}
+
+    def constant(self, number: float) -> Value:
+        return self._unique(Value("constant", number=number))
+
+    def columns(self) -> Value:
+        return self._unique(Value("columns"))
+
+    def rounded(self, value: Value, dtype: torch.dtype) -> Value:
+        if value.op == "round":
+            if value.dtype == dtype:
+                return value
+        return self._unique(Value("round", (value,), value.rows, value.cols, dtype=dtype))
+
+    def reduce(self, op: str, value: Value) -> Value:
+        if not value.cols:
+            raise Unsupported(f"{op} over the columns of something that has none")
+        return self._unique(Value(op, (value,), value.rows, False))
+
+    def make(self, op: str, *args: Value | float, dtype: torch.dtype | None = None) -> Value:
+        """``op`` of values and numbers, with what is known about constants made use of."""
+        values = tuple(a if isinstance(a, Value) else self.constant(a) for a in args)
+        if op in ("mul", "div") and is_constant(values[1], 1.0) or op in ("add", "sub") and is_constant(values[1], 0.0):
+            return values[0]
+        if op == "mul" and is_constant(values[0], 1.0) or op == "add" and is_constant(values[0], 0.0):
+            return values[1]
+        if dtype is None and values and all(v.op == "constant" for v in values):
+            number = self._evaluate(op, *(v.number for v in values))
+            if number is not None:
+                return self.constant(number)
+        rows, cols = any(v.rows for v in values), any(v.cols for v in values)
+        return self._unique(Value(op, values, rows, cols, dtype=dtype))
+
+    def _unique(self, value: Value) -> Value:
+        key = (value.op, tuple(map(id, value.args)), repr(value.number), value.dtype)
+        return self._values.setdefault(key, value)
+
+
+@dataclass(eq=False)
+class Output:
+    """A result of a region.
+
+    Attributes:
+        like: the input whose leading sizes it has.
+        shape: as torch.export knows it.
+        vector: whether it is the value's sum over all rows, [N]: the gradient of a weight.
+    """
+
+    name: str
+    value: Value
+    dtype: torch.dtype
+    like: Value
+    shape: tuple = ()
+    vector: bool = False
+
+    @property
+    def keepdim(self) -> bool:
+        return self.value.cols or len(self.shape) == len(self.like.shape)
+
+
+@dataclass
+class Linear:
+    """``x @ weight.T`` with the region's left operand x. ``value`` stands for it in what follows."""
+
+    value: Value
+    weight: str
+
+
+@dataclass
+class Region:
+    """What is to be computed.
+
+    Attributes:
+        name: snake case.
+        inputs: the arrays, by name.
+        outputs: the results in order.
+        signature: the names of the entry point's parameters in order; names of inputs, of what views are cut from, and
+            of ``numbers``.
+        views: statements by which the entry point cuts inputs out of its arguments.
+        numbers: arguments that are numbers, which the kernel is written for.
+        dtype: the working dtype, in which generic inputs were traced.
+        dtypes: the working dtypes for which PyTorch computes this graph.
+        size: N, where the graph holds for it alone.
+        builder: for further values of the same graph.
+        linears, left: the matrix products, and their left operand.
+    """
+
+    name: str
+    inputs: dict[str, Value]
+    outputs: list[Output]
+    signature: list[str]
+    builder: Builder
+    dtype: torch.dtype
+    views: list[str] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+    dtypes: tuple[torch.dtype, ...] = ()
+    size: int | None = None
+    linears: list[Linear] = field(default_factory=list)
+    left: Value | None = None
+
+    @property
+    def values(self) -> list[Value]:
+        return topological(o.value for o in self.outputs)
+
+
+def topological(targets: Iterable[Value], known: Iterable[Value] = ()) -> list[Value]:
+    """What ``targets`` are computed from and they themselves, arguments first; not what ``known`` has."""
+    order: list[Value] = []
+    seen = set(known)
+
+    def visit(value: Value) -> None:
+        if value in seen:
+            return
+        seen.add(value)
+        for arg in value.args:
+            visit(arg)
+        order.append(value)
+
+    for target in targets:
+        visit(target)
+    return order
+
+
+def structure(outputs: list[Output]) -> str:
+    """A text that is equal for graphs that compute the same but for the dtypes that they round to."""
+    numbers: dict[Value, int] = {}
+    lines = []
+
+    def number(value: Value) -> int:
+        if value.op == "round":
+            return number(value.args[0])
+        if value not in numbers:
+            args = [number(a) for a in value.args]
+            numbers[value] = len(numbers)
+            name = value.hint if value.op == "input" else value.number
+            lines.append(f"{numbers[value]} {value.op} {args} {name!r} {value.rows}{value.cols} {value.steps}")
+        return numbers[value]
+
+    results = [(o.name, number(o.value), o.like.hint, o.keepdim) for o in outputs]
+    return "\n".join([*lines, str(results)])

@@ -1,0 +1,210 @@
+"""Writes the kernels of a plan: for each kind, how its blocks go over the space, and what they load and store."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+
+import torch
+
+from tilegym.autokernel.generate.body import NEUTRAL
+from tilegym.autokernel.generate.body import Body
+from tilegym.autokernel.generate.body import call
+from tilegym.autokernel.generate.graph import REDUCTIONS
+from tilegym.autokernel.generate.graph import Output
+from tilegym.autokernel.generate.graph import Value
+from tilegym.autokernel.generate.graph import topological
+from tilegym.autokernel.generate.operations import ATOM
+from tilegym.autokernel.generate.plan import Kernel
+from tilegym.autokernel.generate.plan import stages
+
+TILING = "tilegym.ops.cutile.tiling"
+POINTWISE = "tilegym.ops.cutile.pointwise"
+ROW_NORMS = "tilegym.ops.cutile.row_norms"
+DOCS = {
+    "flat": "One block a tile of elements, neighbours along a row.",
+    "tiles": "One block a tile, neighbours along a row.",
+    "rows": "Each block takes TILE_M whole rows.",
+    "wide": "Each block takes one row, in tiles of TILE_N columns.",
+    "striding": "Blocks stride over the rows; row ``bid`` of a sum over rows is that block's part.",
+    "columns": "Blocks stride over the rows of one tile of columns; row ``bid`` of a sum is that block's part.",
+}
+CONSTANTS = {"flat": ["TILE_M", "TILE_N"], "wide": ["N", "TILE_N"]}
+
+
+def constants(kind: str) -> list[str]:
+    """The constants of a kernel of this kind, in order."""
+    return CONSTANTS.get(kind, ["N", "TILE_M", "TILE_N"])
+
+
+def repeated_sizes(kernel: Kernel) -> list[str]:
+    """The parameters that say how inputs are repeated over rows."""
+    return [f"{n}_{step}" for n, v in kernel.inputs.items() if v.steps for step in ("outer", "inner")]
+
+
+def frontier(order: list[Value], inner: Callable[[Value], bool]) -> list[Value]:
+    """What the values that are ``inner`` use of those that are not: it is computed once, before a loop."""
+    outer = {a: None for v in order if inner(v) for a in v.args if not inner(a)}
+    return [v for v in outer if v.op not in ("constant", "columns")]
+
+
+class KernelWriter:
+    """Writes one kernel; ``source`` is its text, ``imports`` (module, name) and ``helpers`` what it uses."""
+
+    def __init__(self, kernel: Kernel, dtype: torch.dtype, backward: bool = False):
+        self.kernel = kernel
+        self.imports = {(TILING, "Int")}
+        self.parameters = [*kernel.inputs, *(o.name for o in kernel.outputs)]
+        arrays = [n for n, v in kernel.inputs.items() if v.dtype == dtype]
+        arrays += [o.name for o in kernel.outputs if o.dtype == dtype]
+        working = f"{arrays[0]}.dtype" if dtype != torch.float32 and arrays else None
+        rough = backward and working is not None
+        self.body = Body(self.parameters, self.load, working, rough)
+        self.body.stored_narrow = {self.stored(o) for o in kernel.outputs if o.dtype == dtype}
+        getattr(self, f"_{kernel.kind}")()
+        self.helpers = self.body.helpers
+        self.imports |= self.body.imports
+
+    @property
+    def source(self) -> str:
+        values = [*self.parameters, *repeated_sizes(self.kernel)]
+        values += [f"{c}: Int" for c in constants(self.kernel.kind)]
+        head = call(f"def {self.kernel.name}", values, tail=":")
+        return "\n".join(["@ct.kernel", head, f'    """{DOCS[self.kernel.kind]}"""', *self.body.lines, ""])
+
+    def use(self, module: str, name: str) -> str:
+        self.imports.add((module, name))
+        return name
+
+    # Memory.
+
+    def load(self, value: Value) -> str:
+        name, rows = value.hint, "rows"
+        if value.steps:
+            rows = f"rows // {name}_outer * {name}_inner + rows % {name}_inner"
+        if self.kernel.kind == "flat":
+            text = f"ct.gather({name}, place)"
+        elif value.is_tile:
+            text = f"{self.use(ROW_NORMS, 'load')}({name}, {rows}, cols)"
+        elif value.cols:
+            text = f"ct.gather({name}, cols)[None, :]"
+        elif value.rows:
+            rows = f"({rows})" if value.steps else rows
+            text = f"ct.gather({name}, ({rows}[:, None], 0))"
+        else:
+            text = f"ct.load({name}, (0,), (1,))[None, :]"
+        return text if value.dtype in (torch.bool, torch.float32) else f"{text}.astype(ct.float32)"
+
+    def stored(self, output: Output) -> Value:
+        """What has to be computed for ``output``: the last rounding is done by what stores it."""
+        value = output.value
+        users = {a for v in topological(o.value for o in self.kernel.outputs) for a in v.args}
+        return value.args[0] if value.op == "round" and value.dtype == output.dtype and value not in users else value
+
+    def store(self, outputs: Iterable[Output]) -> None:
+        body = self.body
+        for output in outputs:
+            value = self.stored(output)
+            if self.kernel.kind == "flat":
+                body.call("ct.scatter", output.name, "place", f"{body.text(value, ATOM)}.astype({output.name}.dtype)")
+            elif output.value.cols:
+                body.call(self.use(ROW_NORMS, "store"), output.name, "rows", "cols", body.text(value))
+            else:
+                text = f"{body.text(value, ATOM)}.astype({output.name}.dtype)"
+                body.call("ct.scatter", output.name, "(rows[:, None], 0)", text)
+
+    def span(self, tile: str, size: str) -> str:
+        return f"{self.use(TILING, 'span')}({tile}, {size})"
+
+    # The kinds.
+
+    def _emit_and_store(self, outputs: list[Output]) -> None:
+        self.body.emit(self.stored(o) for o in outputs)
+        self.store(outputs)
+
+    def _flat(self) -> None:
+        last = self.kernel.outputs[-1].name
+        self.body.line(f"place = {self.use(POINTWISE, 'indices')}({last}, TILE_M, TILE_N)")
+        self._emit_and_store(list(self.kernel.outputs))
+
+    def _tiles(self) -> None:
+        self.body.line("across = ct.cdiv(N, TILE_N)")
+        rows, cols = self.span("ct.bid(0) // across", "TILE_M"), self.span("ct.bid(0) % across", "TILE_N")
+        self.body.line(f"rows, cols = {rows}, {cols}")
+        self._emit_and_store(list(self.kernel.outputs))
+
+    def _rows(self) -> None:
+        self.body.line(f"rows, cols = {self.span('ct.bid(0)', 'TILE_M')}, {self.span('0', 'TILE_N')}")
+        self._emit_and_store(list(self.kernel.outputs))
+
+    def _striding(self) -> None:
+        self._sum_over_rows("0")
+
+    def _columns(self) -> None:
+        self._sum_over_rows("ct.bid(1)")
+
+    def _sum_over_rows(self, tile: str) -> None:
+        body, sums = self.body, self.kernel.sums
+        plain = [o for o in self.kernel.outputs if not o.vector]
+        body.line(f"cols = {self.span(tile, 'TILE_N')}")
+        order = topological(o.value for o in self.kernel.outputs)
+        body.emit(frontier(order, lambda v: v.rows))  # the same in all rows
+        totals = {}
+        for output in sums:
+            totals[output] = body.new_name(f"{output.name}_sum")
+            body.line(f"{totals[output]} = ct.zeros((TILE_M, TILE_N), ct.float32)")
+        like = next(n for n, v in self.kernel.inputs.items() if v.is_tile)
+        count = f"{self.use(TILING, 'row_count')}({like})"
+        body.line(f"for tile in range(ct.bid(0), ct.cdiv({count}, TILE_M), ct.num_blocks(0)):")
+        body.indent = 8
+        body.line(f"rows = {self.span('tile', 'TILE_M')}")
+        body.emit(self.stored(o) for o in [*plain, *sums])
+        self.store(plain)
+        for output in sums:
+            part = f"ct.where(rows[:, None] < {count}, {body.text(output.value)}, 0.0)"
+            body.line(f"{totals[output]} = {totals[output]} + {part}")
+        body.indent = 4
+        for output in sums:
+            total = f"ct.sum({totals[output]}, axis=0).astype({output.name}.dtype)"
+            body.call("ct.scatter", output.name, "(ct.bid(0), cols)", total)
+
+    def _wide(self) -> None:
+        body, outputs = self.body, list(self.kernel.outputs)
+        body.line(f"rows = {self.span('ct.bid(0)', '1')}")
+        body.line("tiles = ct.cdiv(N, TILE_N)")
+        order = topological(self.stored(o) for o in outputs)
+        stage = stages(order)
+        for step in range(1, max(stage.values()) + 1):
+            self._reduce_wide([v for v in order if v.op in REDUCTIONS and stage[v] == step])
+        tiles = [o for o in outputs if o.value.cols]
+        statistics = [o for o in outputs if not o.value.cols]
+        body.emit([*frontier(order, lambda v: v.cols), *(self.stored(o) for o in statistics)])
+        self.store(statistics)
+        if tiles:
+            body.line("for i in range(tiles):")
+            body.indent = 8
+            body.line(f"cols = {self.span('tiles - 1 - i', 'TILE_N')}  # what was read last is in the cache still")
+            self._emit_and_store(tiles)
+            body.indent = 4
+
+    def _reduce_wide(self, reductions: list[Value]) -> None:
+        body = self.body
+        body.emit(frontier(topological(v.args[0] for v in reductions), lambda v: v.cols))
+        totals = {}
+        for value in reductions:
+            totals[value] = body.new_name({"sum": "sums", "max": "tops", "min": "bottoms"}[value.op])
+            body.line(f"{totals[value]} = ct.full((1, TILE_N), {NEUTRAL[value.op]}, ct.float32)")
+        outer, taken = dict(body.scope), set(body.taken)
+        body.line("for tile in range(tiles):")
+        body.indent = 8
+        body.line(f"cols = {self.span('tile', 'TILE_N')}")
+        body.emit(v.args[0] for v in reductions)
+        for value, total in totals.items():
+            operand = body.operand(value)
+            if value.op == "sum":
+                body.line(f"{total} = {total} + {operand}")
+            else:
+                body.line(f"{total} = ct.{value.op}imum({total}, {operand}, propagate_nan=True)")
+        body.indent = 4
+        body.scope, body.taken = outer, taken
+        for value, total in totals.items():
+            body.scope[value] = body.reduction(value.op, total), ATOM
+            body.keep(value)

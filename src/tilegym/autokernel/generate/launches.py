@@ -1,0 +1,186 @@
+"""Writes how kernels are launched: plans, outputs, launch functions."""
+
+import torch
+
+from tilegym.autokernel.generate.body import call
+from tilegym.autokernel.generate.graph import Output
+from tilegym.autokernel.generate.graph import Value
+from tilegym.autokernel.generate.kernels import POINTWISE
+from tilegym.autokernel.generate.kernels import ROW_NORMS
+from tilegym.autokernel.generate.kernels import TILING
+from tilegym.autokernel.generate.plan import Kernel
+from tilegym.autokernel.generate.plan import Tuning
+
+LAUNCH = "tilegym.backend.cutile.launch"
+LIBRARY = "tilegym.backend.cutile.library"
+Imports = set[tuple[str, str]]
+
+HEAD = """@functools.lru_cache(maxsize=1024)
+def {plan}(m: int, n: int, device: int) -> tuple[{types}]:
+    \"\"\"({names}) for [m, n] on CUDA device ``device`` (-1: CPU).\"\"\"
+"""
+PLANS = {
+    "flat": (
+        "tuple[int], int, int",
+        "grid, TILE_M, TILE_N",
+        """    elements = {elements} if m * n >= 4096 * sm_count(device) else 512
+    tile_n = min(elements, next_power_of_2(n))
+    tile_m = elements // tile_n
+    return (ct.cdiv(m, tile_m) * ct.cdiv(n, tile_n),), tile_m, tile_n
+""",
+    ),
+    "rows": (
+        "ct.kernel, tuple[int], int, int",
+        "kernel, grid, TILE_M, TILE_N",
+        """    m = m if n else 0  # without columns there is nothing to launch
+    tile_m, tile_n = whole_rows(m, n, device)
+    elements = tile_m * tile_n
+    warps, occupancy = (8 if elements >= {eight_warps} else 4), max(1, min(8, {registers} // elements))
+    kernel = hinted({kernel}, num_worker_warps=warps, occupancy=occupancy)
+    return kernel, (ct.cdiv(m, tile_m),), tile_m, tile_n
+""",
+    ),
+    "wide": (
+        "ct.kernel, tuple[int], int",
+        "kernel, grid, TILE_N",
+        """    m = m if n else 0  # without columns there is nothing to launch
+    kernel = hinted({kernel}, num_worker_warps={wide_warps}, occupancy={wide_occupancy})
+    return kernel, (m,), min({wide}, next_power_of_2(n))
+""",
+    ),
+    "striding": (
+        "ct.kernel, tuple[int], int, int",
+        "kernel, grid, TILE_M, TILE_N",
+        """    m = m if n else 0  # without columns there is nothing to launch
+    tile_n = next_power_of_2(n)
+    warps, occupancy = (8 if tile_n >= {eight_warps} else 4), max(1, min(4, {registers} // tile_n))
+    blocks = occupancy * sm_count(device)
+    tile_m = max(1, min({short} // tile_n, next_power_of_2(m // blocks)))
+    kernel = hinted({kernel}, num_worker_warps=warps, occupancy=occupancy)
+    return kernel, (min(ct.cdiv(m, tile_m), blocks),), tile_m, tile_n
+""",
+    ),
+    "columns": (
+        "ct.kernel, tuple[int, int], int, int",
+        "kernel, grid, TILE_M, TILE_N",
+        """    tile_m, tile_n = 4, min({columns}, next_power_of_2(n))
+    across = ct.cdiv(n, tile_n)
+    blocks = min(ct.cdiv(m, tile_m), max(1, 8 * sm_count(device) // max(1, across)))
+    return {kernel}, (blocks, across), tile_m, tile_n
+""",
+    ),
+}
+PLANS["tiles"] = PLANS["flat"]
+PLAN_NAMES = ("whole_rows", "next_power_of_2", "sm_count", "hinted")
+PLAN_MODULES = {"whole_rows": ROW_NORMS}
+
+
+def plan_source(kernel: Kernel, name: str, tuning: Tuning, imports: Imports) -> str:
+    """The function that chooses tiles and hints; empty where the ops' own does."""
+    if kernel.kind in ("flat", "tiles") and tuning.elements == Tuning().elements:
+        imports.add((POINTWISE, "plan"))
+        return ""
+    types, names, text = PLANS[kernel.kind]
+    text = text.format(
+        kernel=kernel.name,
+        elements=tuning.elements // 2,
+        eight_warps=tuning.eight_warps if kernel.kind == "rows" else tuning.eight_warps // 2,
+        registers=tuning.registers,
+        wide=tuning.wide,
+        wide_warps=tuning.wide_warps,
+        wide_occupancy=tuning.wide_occupancy,
+        short=tuning.elements // 4,
+        columns=tuning.elements // 8,
+    )
+    imports.update((PLAN_MODULES.get(n, TILING), n) for n in PLAN_NAMES if f"{n}(" in text)
+    imports.add(("", "functools"))
+    return HEAD.format(plan=name, types=types, names=names) + text
+
+
+def dtype_text(dtype: torch.dtype, working: torch.dtype, arrays: dict[str, Value]) -> str:
+    """An expression for the dtype of a result: of an input where that is the working dtype."""
+    generic = next((n for n, v in arrays.items() if v.dtype == working), None)
+    return f"{generic}.dtype" if dtype == working and generic else str(dtype)
+
+
+def empty(output: Output, inputs: dict[str, Value], working: torch.dtype, imports: Imports) -> str:
+    """An expression that makes an empty tensor for a result."""
+    like, dtype = output.like.hint, dtype_text(output.dtype, working, inputs)
+    if output.vector:
+        return f"{like}.new_empty({like}.shape[-1], dtype={dtype})"
+    if output.value.cols and output.shape == output.like.shape and output.dtype == output.like.dtype:
+        imports.add((ROW_NORMS, "contiguous_like"))
+        return f"contiguous_like({like})"
+    if output.keepdim:
+        last = f"{like}.shape[-1]" if output.value.cols or output.shape == output.like.shape else "1"
+        return f"{like}.new_empty(*{like}.shape[:-1], {last}, dtype={dtype})"
+    return f"{like}.new_empty({like}.shape[:-1], dtype={dtype})"
+
+
+def as_rows(name: str, value: Value, imports: Imports) -> str:
+    """An expression for an input as its kernel takes it: [M, N], [M, 1], [N] or [1]."""
+    if value.steps:
+        return f"{name}.reshape(-1, {'n' if value.cols else '1'})"
+    if value.is_tile or (value.rows and value.shape and value.shape[-1] == 1):
+        imports.add((TILING, "rows_of"))
+        return f"rows_of({name})"
+    if value.rows:
+        return f"{name}.reshape(-1, 1)"
+    if value.cols:
+        return name
+    return f"{name}.reshape(1)"
+
+
+def result_rows(output: Output) -> str:
+    width = "n" if output.value.cols or output.shape == output.like.shape else "1"
+    return f"{output.name}.view(m, {width})"
+
+
+def launch_lines(
+    kernel: Kernel, plan: str, working: torch.dtype, known: set[str], imports: Imports, last: bool = True
+) -> list[str]:
+    """The statements that plan and launch one kernel; ``known``: arrays that are [M, ...] already."""
+    imports.add((LAUNCH, "launch"))
+    outputs = list(kernel.outputs)
+    if kernel.kind == "flat":
+        imports.update({(POINTWISE, "small_or_flat"), (TILING, "size_of")})
+        names = [*kernel.inputs, *(o.name for o in outputs)]
+        return [
+            call("arrays = small_or_flat", names, 4),
+            f"    grid, tile_m, tile_n = {plan}(*size_of(arrays[0]), {names[0]}.get_device())",
+            f"    launch({names[0]}, grid, {kernel.name}, (*arrays, tile_m, tile_n))",
+        ]
+    like = next(n for n, v in kernel.inputs.items() if v.is_tile and not v.steps)
+    arrays = []
+    for name, value in kernel.inputs.items():
+        arrays.append("rows" if name == like else name if name in known else as_rows(name, value, imports))
+    sums = kernel.sums
+    arrays += [f"{o.name}_parts" if o.vector else o.name if o.name in known else result_rows(o) for o in outputs]
+    for name, value in kernel.inputs.items():
+        if value.steps:
+            first, second = value.steps
+            arrays += [f"{like}.shape[{first}:-1].numel()", f"{like}.shape[{second}:-1].numel()"]
+    lines = []
+    if "rows" not in known:
+        imports.add((TILING, "rows_of"))
+        lines += [f"    rows = rows_of({like})", "    m, n = rows.shape"]
+    chosen = {"tiles": "grid, tile_m, tile_n", "wide": "kernel, grid, tile_n"}.get(
+        kernel.kind, "kernel, grid, tile_m, tile_n"
+    )
+    lines.append(f"    {chosen} = {plan}(m, n, {like}.get_device())")
+    for o in sums:
+        imports.add((ROW_NORMS, "sums_of_blocks"))
+        dtype = dtype_text(o.dtype, working, kernel.inputs)
+        lines.append(f"    {o.name}_parts, {o.name} = sums_of_blocks({like}, grid[0], n, True, {dtype})")
+    constants = {"wide": "n, tile_n"}.get(kernel.kind, "n, tile_m, tile_n")
+    function = kernel.name if kernel.kind == "tiles" else "kernel"
+    line = f"    launch({like}, grid, {function}, ({', '.join(arrays)}, {constants}))"
+    if len(line) > 120:
+        lines.append(call("arrays = ", arrays, 4) if len(arrays) > 1 else f"    arrays = ({arrays[0]},)")
+        line = f"    launch({like}, grid, {function}, (*arrays, {constants}))"
+    lines.append(line)
+    for i in range(0, len(sums), 2):
+        imports.add((ROW_NORMS, "add_blocks"))
+        pairs = [f"({o.name}_parts, {o.name})" for o in sums[i : i + 2]]
+        lines.append(f"    add_blocks(grid[0], {', '.join(pairs)})")
+    return lines

@@ -1,0 +1,321 @@
+"""Puts a generated file together: kernels, plans, launch functions, autograd, entry point."""
+
+import keyword
+import re
+
+import torch
+
+from tilegym.autokernel.generate.body import LINE
+from tilegym.autokernel.generate.body import call
+from tilegym.autokernel.generate.errors import Unsupported
+from tilegym.autokernel.generate.formula import formulas
+from tilegym.autokernel.generate.gradient import gradient_region
+from tilegym.autokernel.generate.gradient import is_differentiable
+from tilegym.autokernel.generate.graph import Output
+from tilegym.autokernel.generate.graph import Region
+from tilegym.autokernel.generate.graph import Value
+from tilegym.autokernel.generate.kernels import KernelWriter
+from tilegym.autokernel.generate.launches import LIBRARY
+from tilegym.autokernel.generate.launches import Imports
+from tilegym.autokernel.generate.launches import empty
+from tilegym.autokernel.generate.launches import launch_lines
+from tilegym.autokernel.generate.launches import plan_source
+from tilegym.autokernel.generate.operations import HELPER_IMPORTS
+from tilegym.autokernel.generate.operations import HELPERS
+from tilegym.autokernel.generate.plan import Kernel
+from tilegym.autokernel.generate.plan import Tuning
+from tilegym.autokernel.generate.plan import plan_kernels
+
+ERRORS = ("tilegym.errors", "UnsupportedError")
+
+
+def import_lines(imports: Imports) -> str:
+    """Import statements, sorted as isort does with one name a line."""
+    standard = sorted(name for module, name in imports if not module)
+    own = sorted(imports - {(m, n) for m, n in imports if not m}, key=lambda i: (i[0], _isort_key(i[1])))
+    blocks = [[f"import {n}" for n in standard], ["import cuda.tile as ct", "import torch"]]
+    blocks.append([f"from {module} import {name}" for module, name in own])
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _isort_key(name: str) -> tuple[int, str]:
+    kind = 0 if name.isupper() else 1 if name[0].isupper() else 2
+    return kind, name
+
+
+def class_name(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def tensors(names: list[str], extra: list[str] = ()) -> list[str]:
+    return [*(f"{n}: torch.Tensor" for n in names), *extra]
+
+
+def returned(count: int) -> str:
+    return "torch.Tensor" if count == 1 else f"tuple[{', '.join(['torch.Tensor'] * count)}]"
+
+
+class ModuleWriter:
+    """Writes the file of a region without matrix products; ``source`` is its text."""
+
+    def __init__(self, region: Region, tuning: Tuning, trains: bool = True):
+        self.region, self.tuning = region, tuning
+        self.imports: Imports = {ERRORS}
+        self.helpers: set[str] = set()
+        self.sections: list[str] = []
+        self.launchers: list[str] = []
+        self.kernels: list[Kernel] = []
+        self.gradient, self.why_not = None, "gradients are not asked for"
+        if trains:
+            try:
+                self.gradient = gradient_region(region)
+            except Unsupported as error:
+                self.why_not = str(error)
+        self.write()
+
+    # Kernels and launch functions.
+
+    def write(self) -> None:
+        region = self.region
+        self._pass(region, f"{region.name}_forward", "plan", f"_{region.name}_outputs", False)
+        if self.gradient is not None:
+            self.passed = [o for o in self.gradient.outputs if o.value.op == "input" and not o.vector]
+            self.computed = [o for o in self.gradient.outputs if o not in self.passed]
+            if self.computed:
+                inner = Region(**{**vars(self.gradient), "outputs": self.computed})
+                used = {*_used(self.computed), *(o.like for o in self.computed)}
+                inner.inputs = {n: v for n, v in inner.inputs.items() if v in used}
+                self.gradient.inputs = inner.inputs
+                self._pass(inner, inner.name, "backward_plan", f"_{region.name}_gradients", True)
+            self.sections.append(self._function())
+        self.sections.append(self._entry())
+
+    def _pass(self, region: Region, function: str, plan: str, fake: str, backward: bool) -> None:
+        """The kernels of a region, and the function that launches them."""
+        kernels = plan_kernels(region, backward)
+        self.kernels += kernels
+        body, known = [], set()
+        names = list(region.inputs)
+        head = call(f"def {function}", tensors(names), tail=f" -> {returned(len(region.outputs))}:")
+        made = [empty(o, region.inputs, region.dtype, self.imports) for o in region.outputs]
+        plain = [(o, m) for o, m in zip(region.outputs, made, strict=True) if not o.vector]
+        single = len(region.outputs) == 1 and plain
+        outputs = ", ".join(o.name for o in region.outputs)
+        if single:
+            body.append(f"    {outputs} = {fake}({', '.join(names)})")
+        else:
+            body += [f"    {o.name} = {m}" for o, m in plain]
+        for i, kernel in enumerate(kernels):
+            writer = KernelWriter(kernel, region.dtype, backward)
+            self.imports |= writer.imports
+            self.helpers |= writer.helpers
+            self.sections.append(writer.source)
+            name = plan if i == len(kernels) - 1 else f"{plan}_statistics"
+            text = plan_source(kernel, name, self.tuning, self.imports)
+            if text:
+                self.launchers.append(text)
+            lines = launch_lines(kernel, name if text else "plan", region.dtype, known, self.imports)
+            if i < len(kernels) - 1:
+                body += lines[:2]
+                body += [f"    {o.name} = rows.new_empty(m, 1, dtype=torch.float32)" for o in kernel.outputs]
+                body += lines[2:]
+                known |= {"rows", *(o.name for o in kernel.outputs)}
+            else:
+                body += lines
+        self.imports.add((LIBRARY, "compilable"))
+        values = made[0] if len(made) == 1 else ", ".join(made)
+        returns = call("return ", made, 4) if len(values) > LINE - 12 else f"    return {values}"
+        fake_source = f"def {fake}({', '.join(names)}):\n{returns}\n"
+        launcher = f"@compilable(fake={fake})\n{head}\n" + "\n".join(body) + f"\n    return {outputs}\n"
+        self.launchers += [fake_source, launcher]
+        self.sections += self.launchers
+        self.launchers = []
+
+    # Autograd.
+
+    def _function(self) -> str:
+        region, gradient = self.region, self.gradient
+        names = list(region.inputs)
+        upstream = [n for n in (_d(o.name) for o in region.outputs)]
+        saved = [n for n in gradient.inputs if n in region.inputs]
+        results = {o.name: o.value.hint if o in self.passed else o.name for o in gradient.outputs}
+        grads = [results.get(_d(n)) if is_differentiable(v) else None for n, v in region.inputs.items()]
+        lines = [f"class {class_name(region.name)}(torch.autograd.Function):", "    @staticmethod"]
+        lines += [f"    def forward(ctx, {', '.join(names)}):"]
+        if saved:
+            lines.append(f"        ctx.save_for_backward({', '.join(saved)})")
+        lines += [f"        return {region.name}_forward({', '.join(names)})", "", "    @staticmethod"]
+        lines += ["    @torch.autograd.function.once_differentiable", f"    def backward(ctx, {', '.join(upstream)}):"]
+        if self.computed:
+            args = [n for n in gradient.inputs if n not in saved]
+            passes = [*args, *(["*ctx.saved_tensors"] if saved else [])]
+            ordered = list(gradient.inputs) == [*args, *saved]
+            if not ordered:
+                raise AssertionError("gradients come before what was saved")
+            text = f"{gradient.name}({', '.join(passes)})"
+            if grads == [o.name for o in self.computed]:
+                return "\n".join([*lines, f"        return {text}", ""])
+            lines.append(f"        {', '.join(o.name for o in self.computed)} = {text}")
+        lines.append(f"        return {', '.join(map(str, grads))}")
+        return "\n".join([*lines, ""])
+
+    # The entry point.
+
+    def _checks(self) -> list[str]:
+        region = self.region
+        like = region.outputs[0].like
+        lines = []
+        working = [n for n, v in region.inputs.items() if v.dtype == region.dtype]
+        wrong = [f"{working[0]}.dtype not in DTYPES", *(f"{n}.dtype != {working[0]}.dtype" for n in working[1:])]
+        fixed = [(n, v) for n, v in region.inputs.items() if v.dtype != region.dtype]
+        wrong += [f"{n}.dtype != {v.dtype}" for n, v in fixed]
+        lines += _refuse(wrong, "a dtype is none that the kernels are for")
+        shapes = []
+        if region.size is not None:
+            shapes.append(f"{like.hint}.shape[-1] != {region.size}")
+        if not like.shape[:-1] or len(like.shape) < 2:
+            raise Unsupported("its inputs have no rows")
+        shapes += [text for v in region.inputs.values() if v is not like for text in _shape_checks(v, like)]
+        lines += _refuse(shapes, "the shapes are not those of the region") if shapes else []
+        numbers = [f"{n} != {x!r}" for n, x in region.numbers.items()]
+        return lines + (_refuse(numbers, "a number is not the one that the kernels are for") if numbers else [])
+
+    def _entry(self) -> str:
+        region = self.region
+        annotated = [
+            f"{n}: {type(region.numbers[n]).__name__ if n in region.numbers else 'torch.Tensor'}"
+            for n in region.signature
+        ]
+        head = call(f"def {region.name}", annotated, tail=f" -> {returned(len(region.outputs))}:")
+        lines = [head, f'    """{self._summary()}', "", *_described(region), '    """']
+        lines += [f"    {view}" for view in region.views]
+        lines += self._checks()
+        names = list(region.inputs)
+        floats = [n for n, v in region.inputs.items() if v.dtype.is_floating_point]
+        if self.gradient is not None:
+            differentiable = [n for n in floats if is_differentiable(region.inputs[n])]
+            others = [n for n in floats if n not in differentiable]
+        else:
+            differentiable, others = [], floats
+        if others:
+            wants = " or ".join(f"{n}.requires_grad" for n in others)
+            wants = f"({wants})" if len(others) > 1 else wants
+            lines += _condition(f"torch.is_grad_enabled() and {wants}")
+            lines.append(f'        raise UnsupportedError("there is no gradient of {", ".join(others)}")')
+        if differentiable:
+            wants = " or ".join(f"{n}.requires_grad" for n in differentiable)
+            wants = f"({wants})" if len(differentiable) > 1 else wants
+            lines += _condition(f"torch.is_grad_enabled() and {wants}")
+            lines.append(f"        return {class_name(region.name)}.apply({', '.join(names)})")
+        lines.append(f"    return {region.name}_forward({', '.join(names)})")
+        return "\n".join([*lines, ""])
+
+    def _summary(self) -> str:
+        return "The region's outputs, in order." if len(self.region.outputs) > 1 else "The region's output."
+
+    # The file.
+
+    @property
+    def source(self) -> str:
+        dtypes = ", ".join(str(d) for d in self.region.dtypes)
+        for helper in sorted(self.helpers):
+            self.imports.update(HELPER_IMPORTS[helper])
+        helpers = [HELPERS[h] for h in sorted(self.helpers)]
+        head = f"DTYPES = ({dtypes}{',' if len(self.region.dtypes) == 1 else ''})\n"
+        text = "\n".join([*self.sections])
+        if "math." in text:
+            self.imports.add(("", "math"))
+        parts = [f"{header(self.region)}\n{import_lines(self.imports)}\n{head}", *helpers, *self.sections]
+        return "\n\n".join(parts)
+
+
+def header(region: Region) -> str:
+    text = [f'"""``{region.name}``, with PyTorch\'s rounding at every step. Without it:', ""]
+    text += formulas(region)
+    return "\n".join([*text, '"""', ""])
+
+
+def _described(region: Region) -> list[str]:
+    """The arguments, with shapes and dtypes."""
+    like = region.outputs[0].like
+    lines = ["    Args:"]
+    cut = {n for view in region.views for n in re.findall(r"= (\w+)", view)}
+    for name in region.signature:
+        value = region.inputs.get(name)
+        if value is not None:
+            lines.append(f"        {name}: {_shape_text(value, like)}, {_dtype_text(value.dtype, region.dtype)}.")
+        elif name in cut:
+            lines.append(f"        {name}: what is cut along its last dimension.")
+        elif name in region.numbers:
+            lines.append(f"        {name}: {region.numbers[name]!r}.")
+        else:
+            lines.append(f"        {name}: not used.")
+    lines += ["", "    Raises:", "        UnsupportedError: the kernels do not serve these arguments."]
+    return lines
+
+
+def _shape_text(value: Value, like: Value) -> str:
+    if value.is_tile:
+        return "[..., N]" if value.steps is None else "[..., N], repeated over leading dimensions"
+    if value.cols:
+        return "[N]" if len(value.shape) == 1 else "[1, ..., N]"
+    if value.rows:
+        return "[..., 1]" if value.shape[-1] == 1 and len(value.shape) == len(like.shape) else "[...]"
+    return "one number"
+
+
+def _dtype_text(dtype: torch.dtype, working: torch.dtype) -> str:
+    return "in one of DTYPES" if dtype == working else str(dtype).removeprefix("torch.")
+
+
+def _shape_checks(value: Value, like: Value) -> list[str]:
+    name, base = value.hint, like.hint
+    if value.steps:
+        first, last = value.steps
+        rank = len(like.shape)
+        leading = rank - len(value.shape)
+        sizes = ["1" if first <= i < last else f"{base}.shape[{i}]" for i in range(leading, rank - 1)]
+        sizes.append(f"{base}.shape[{rank - 1}]" if value.cols else "1")
+        return [f"{base}.dim() != {rank}", f"{name}.shape != ({', '.join(sizes)})"]
+    if value.shape == like.shape:
+        return [f"{name}.shape != {base}.shape"]
+    if value.is_tile:
+        return [f"{name}.shape[-1] != {base}.shape[-1]", f"{name}.numel() != {base}.numel()"]
+    if value.cols:
+        return [f"{name}.numel() != {base}.shape[-1]" if len(value.shape) > 1 else f"{name}.shape != {base}.shape[-1:]"]
+    if value.rows and value.shape == (*like.shape[:-1], 1):
+        return [f"{name}.shape != (*{base}.shape[:-1], 1)"]
+    if value.rows and value.shape == like.shape[:-1]:
+        return [f"{name}.shape != {base}.shape[:-1]"]
+    if value.rows:
+        return [f"{name}.numel() * {base}.shape[-1] != {base}.numel()"]
+    return [f"{name}.numel() != 1"]
+
+
+def _condition(text: str) -> list[str]:
+    line = f"    if {text}:"
+    if len(line) <= LINE:
+        return [line]
+    parts = re.split(r" (?=or |and )", text)
+    return ["    if (", *(f"        {p}" for p in parts), "    ):"]
+
+
+def _refuse(conditions: list[str], reason: str) -> list[str]:
+    return [*_condition(" or ".join(conditions)), f'        raise UnsupportedError("{reason}")']
+
+
+def _d(name: str) -> str:
+    return f"d{name}" if len(name) == 1 else f"d_{name}"
+
+
+def _used(outputs: list[Output]) -> set[Value]:
+    from tilegym.autokernel.generate.graph import topological
+
+    return set(topological(o.value for o in outputs))
+
+
+def identifier(text: str) -> str:
+    """``text`` as a name in snake case."""
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", text)
+    name = re.sub(r"\W+", "_", name).strip("_").lower() or "region"
+    return f"{name}_" if keyword.iskeyword(name) or name[0].isdigit() else name

@@ -1,0 +1,122 @@
+"""Traces a region with torch.export and reads its graph into the intermediate representation."""
+
+import contextlib
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.export import Dim
+from torch.export import ExportedProgram
+
+from tilegym.autokernel.generate.errors import Unsupported
+from tilegym.autokernel.generate.graph import Region
+from tilegym.autokernel.generate.graph import structure
+from tilegym.autokernel.generate.importer import Importer
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class _Call(torch.nn.Module):
+    """A function of tensors and numbers as a module, which is what torch.export takes."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def as_function(region: Callable | torch.nn.Module, inputs: Sequence[Any]) -> tuple[Callable, list[str], list[Any]]:
+    """``region`` as a function of all that it works on, the names of its parameters, and their values.
+
+    A module's own parameters and buffers follow its inputs.
+    """
+    target = region.forward if isinstance(region, torch.nn.Module) else region
+    names = list(inspect.signature(target).bind(*inputs).arguments)
+    if len(names) != len(inputs):  # *args
+        names = [f"x{i}" for i in range(len(inputs))]
+    if not isinstance(region, torch.nn.Module):
+        return region, names, list(inputs)
+    state = dict(region.named_parameters()) | dict(region.named_buffers())
+
+    def call(*args: Any) -> Any:
+        own = dict(zip(state, args[len(inputs) :], strict=True))
+        return torch.func.functional_call(region, own, args[: len(inputs)])
+
+    flat = [re.sub(r"\W", "_", n) for n in state]
+    taken = [n if n not in names else f"module_{n}" for n in flat]
+    return call, names + taken, [*inputs, *(t.detach() for t in state.values())]
+
+
+def export(function: Callable, inputs: Sequence[Any], dynamic_columns: bool = True) -> ExportedProgram:
+    """The graph of ``function`` for any number of rows, and, if asked, of columns.
+
+    Raises:
+        Unsupported: torch.export cannot trace it.
+    """
+
+    def dynamic(x: Any) -> dict[int, Any] | None:
+        if not isinstance(x, torch.Tensor):
+            return None
+        dims = x.dim() if dynamic_columns else x.dim() - 1
+        return {i: Dim.AUTO for i in range(dims)}
+
+    shapes = (tuple(dynamic(x) for x in inputs),)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return torch.export.export(_Call(function), tuple(inputs), dynamic_shapes=shapes, strict=False)
+    except Exception as error:  # torch.export raises many kinds
+        raise Unsupported(f"torch.export: {str(error).strip().splitlines()[0][:200]}") from error
+
+
+def _working_dtype(inputs: Sequence[Any]) -> torch.dtype:
+    """The narrowest floating dtype of the inputs: activations have it, statistics may be wider."""
+    found = {x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    narrow = found & {torch.bfloat16, torch.float16}
+    if not found <= set(DTYPES) or len(narrow) > 1:
+        raise Unsupported(f"inputs of dtypes {sorted(map(str, found))}")
+    return narrow.pop() if narrow else torch.float32
+
+
+def _cast(inputs: Sequence[Any], old: torch.dtype, new: torch.dtype) -> list[Any]:
+    return [x.to(new) if isinstance(x, torch.Tensor) and x.dtype == old else x for x in inputs]
+
+
+def _read(function: Callable, names: list[str], inputs: Sequence[Any], dtype: torch.dtype, name: str) -> Region:
+    """The region, for every number of columns if it does not depend on it, else for the inputs'."""
+    reason = None
+    for dynamic_columns in (True, False):
+        try:
+            program = export(function, inputs, dynamic_columns)
+            return Importer(program, names, inputs, dtype, name).region()
+        except Unsupported as error:
+            reason = error
+    raise reason
+
+
+def trace(region: Callable | torch.nn.Module, inputs: Sequence[Any], name: str) -> Region:
+    """Reads ``region``, called with ``inputs`` as examples.
+
+    It is traced in each working dtype; ``dtypes`` are those in which the same is computed as in the inputs'. From fp32
+    alone the places where a narrower dtype rounds cannot be seen, so that bf16 is what is read.
+
+    Raises:
+        Unsupported: it is none that kernels are generated for.
+    """
+    function, names, values = as_function(region, inputs)
+    given = _working_dtype(values)
+    read: dict[torch.dtype, Region] = {}
+    for dtype in DTYPES:
+        # What cannot be traced in another dtype is not offered in it.
+        with contextlib.nullcontext() if dtype == given else contextlib.suppress(Unsupported):
+            read[dtype] = _read(function, names, _cast(values, given, dtype), dtype, name)
+    same = [d for d, r in read.items() if structure(r.outputs) == structure(read[given].outputs)]
+    result = read[torch.bfloat16] if given == torch.float32 and torch.bfloat16 in same else read[given]
+    result.dtypes = tuple(same)
+    return result
