@@ -43,3 +43,7 @@ class KernelError(TileGymError, ValueError):
 
 class KernelWarning(UserWarning):
     """A registered kernel was not applied; given once per kernel and reason."""
+
+
+class AutokernelError(TileGymError, RuntimeError):
+    """The auto-kernelize loop cannot start or go on: the repository, the device, the model or a setting."""

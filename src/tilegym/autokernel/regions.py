@@ -369,7 +369,7 @@ def _rewritten(module: nn.Module, replaced: list[tuple[Region, Callable]]) -> Ca
 
 
 def _rewrapped(wrapper: Callable, inner: Callable, new: Callable) -> Callable | None:
-    """``wrapper``, a decorated ``inner``, with ``new`` in its place; None if the decorators do not hold it in a cell."""
+    """``wrapper``, a decorated ``inner``, with ``new`` in it; None if the decorators do not hold it in a cell."""
     if wrapper is inner:
         return new
     if not isinstance(wrapper, types.FunctionType):

@@ -1,0 +1,172 @@
+"""Runs a whole model in a worker: unpatched, or with kernels in the place of its regions."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilegym.autokernel import tensors
+from tilegym.autokernel.harness import timed
+from tilegym.errors import ModelError
+from tilegym.inventory import Solution
+from tilegym.inventory import load_solution
+from tilegym.inventory import reference
+
+PROMPTS = (
+    "The quick brown fox jumps over the lazy dog, and then it",
+    "In 1905 Albert Einstein published four papers which",
+    "def fibonacci(n):\n    ",
+)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model: everything that a process needs to build the same one.
+
+    Attributes:
+        model_id: a Hub id, folder, config file or preset, as for ``tilegym infer``; or ``FILE.py::FUNCTION``, where the
+            function takes no arguments and returns a causal language model of transformers.
+        precision: of weights and computation, as for ``tilegym infer``.
+        random_weights: whether a config is enough.
+        num_layers: how many of its layers to keep; None for all.
+        attention: the implementation of attention, as transformers names it; "" for its default.
+        seed: of random weights.
+    """
+
+    model_id: str
+    precision: str = "bfloat16"
+    random_weights: bool = False
+    num_layers: int | None = None
+    attention: str = ""
+    seed: int = 0
+
+    def load(self, device: torch.device) -> tuple[Any, Any | None]:
+        """(the model in evaluation mode on ``device``, its tokenizer if it has one).
+
+        Raises:
+            ModelError: there is no such model, or it cannot be used.
+        """
+        from tilegym.bench import models
+
+        dtype = models.PRECISIONS[self.precision]
+        if "::" in self.model_id:
+            model = _from_file(self.model_id, self.seed).to(device, dtype).eval()
+            if model.generation_config is not None:
+                model.generation_config.eos_token_id = None
+            return model, None
+        config = models.load_config(self.model_id, self.random_weights)
+        if self.num_layers is not None:
+            config.get_text_config(decoder=True).num_hidden_layers = self.num_layers
+        if self.attention:
+            config._attn_implementation = self.attention
+        loaded = models.load(self.model_id, dtype, device, self.random_weights, config, self.seed)
+        return loaded.model, loaded.tokenizer
+
+
+def _from_file(name: str, seed: int) -> Any:
+    path, _, function = name.partition("::")
+    file = Path(path)
+    spec = importlib.util.spec_from_file_location(file.stem, file) if file.is_file() else None
+    if spec is None:
+        raise ModelError(f"{path} is no Python file: give FILE.py::FUNCTION, the function returns a model")
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[file.stem] = module  # where inspect looks for the source of its classes
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+        raise ModelError(f"{path} has no function {function!r}")
+    torch.manual_seed(seed)
+    return getattr(module, function)()
+
+
+def batches_of(model: Any, tokenizer: Any | None, input_length: int) -> list[Any]:
+    """The prompts that models are judged on, in batches of one or two, of ``input_length`` tokens and a few more."""
+    from tilegym.bench import prompts
+
+    made = []
+    for extra, prompt in enumerate(PROMPTS):
+        text = model.config.get_text_config(decoder=True)
+        made += prompts.make_batches([prompt] * (1 + extra % 2), tokenizer, text, None, input_length + 3 * extra)
+    return made
+
+
+class ModelRuns:
+    """A model, with Solutions in some of its regions, that generates when it is asked to.
+
+    Args:
+        spec: a :class:`ModelSpec` as a dictionary.
+        kernels: by region: ``root``, ``solution`` (JSON).
+        input_length, output_length: tokens of the prompts, and how many to generate.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(
+        self, spec: dict[str, Any], kernels: dict[str, Any], input_length: int, output_length: int, device: str
+    ):
+        from tilegym.autokernel.regions import install
+
+        self.device, self.output_length = torch.device(device), output_length
+        self.model, tokenizer = ModelSpec(**spec).load(self.device)
+        self.batches = batches_of(self.model, tokenizer, input_length)
+        chosen = {key: _solution(k) for key, k in kernels.items()}
+        self.patches = install(self.model, chosen)
+        missing = set(chosen) - {key for entry in self.patches.patched for key in entry.compute.split(", ")}
+        if missing:
+            raise ModelError(f"the model has no region {', '.join(sorted(missing))}")
+
+    def generate(self, output: str | None = None) -> dict[str, Any]:
+        """One timed run over all prompts; writes the tokens to ``output``."""
+        from tilegym.bench import generate
+
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        run = generate.run_once(self.model, self.batches, self.output_length)
+        if output is not None:
+            tensors.write(Path(output), {f"tokens{i}": t for i, t in enumerate(run.tokens)})
+        return {
+            "seconds": run.seconds,
+            "tokens": run.num_tokens,
+            "peak": generate.peak_memory(self.device),
+        }
+
+    def logits(self, tokens: str, output: str, oracle: bool = False) -> dict[str, Any]:
+        """Writes the logits along given tokens: of cached decoding, or, as an oracle, in the next wider precision."""
+        from tilegym.bench import compare
+        from tilegym.bench import generate
+
+        chosen = [t for _, t in sorted(tensors.read(Path(tokens)).items())]
+        steps = compare.compared_steps(self.batches, self.output_length, chosen[0].numel(), self.model.dtype)
+        if oracle:
+            with compare.widened(self.model):
+                found = [
+                    generate.forward_logits(self.model, batch, t[:, :steps])
+                    for batch, t in zip(self.batches, chosen, strict=True)
+                ]
+        else:
+            found = compare.collect_logits(self.model, self.batches, chosen, steps)
+        tensors.write(Path(output), {f"logits{i}": t for i, t in enumerate(found)})
+        return {"dtype": str(self.model.dtype).removeprefix("torch.")}
+
+
+class ReferenceRuns:
+    """A Definition's reference on a device, for its time; runs in a worker in which no candidate is."""
+
+    def __init__(self, definition_reference: str, device: str, compiled: bool = False) -> None:
+        self.device = torch.device(device)
+        run = reference.load(definition_reference, "reference")
+        self.function: Callable = torch.compile(run, dynamic=False) if compiled else run
+
+    def time(self, file: str, described: str, calls: int, cold: bool) -> dict[str, Any]:
+        """As of a candidate."""
+        flats = {name: flat.to(self.device) for name, flat in tensors.read(Path(file)).items()}
+        inputs = list(tensors.unpack(flats, json.loads(described)).values())
+        return timed(self.function, inputs, calls, cold, self.device)
+
+
+def _solution(kernel: dict[str, Any]) -> Callable:
+    return load_solution(Solution.from_json(kernel["solution"]), Path(kernel["root"]))

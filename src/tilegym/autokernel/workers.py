@@ -1,0 +1,214 @@
+"""The judge's side of the workers: starts them, asks them, and ends them when they take too long or too much."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tilegym.autokernel import sandbox
+from tilegym.autokernel.sandbox import Limits
+from tilegym.errors import AutokernelError
+
+_PACKAGE = Path(__file__).parents[2]
+_MAX_LINE = 16 << 20
+_POLL = 0.05  # seconds between two looks at how much memory a worker has
+
+
+class WorkerFailed(Exception):
+    """A worker did not answer as it should. ``status``: "crash" or "timeout"."""
+
+    def __init__(self, status: str, log: str) -> None:
+        super().__init__(log)
+        self.status, self.log = status, log
+
+
+class Worker:
+    """One confined process. Ask it with :meth:`ask`; it ends with :meth:`close`."""
+
+    def __init__(self, host: "WorkerHost", channel: socket.socket, pid: int, folder: Path, limits: Limits) -> None:
+        self.host, self.channel, self.pid, self.folder, self.limits = host, channel, pid, folder, limits
+        self._buffer = b""
+        self.ended: str | None = None
+        self.confined = self._receive(60.0)["confined"]
+
+    def ask(self, command: str, seconds: float | None = None, **arguments: Any) -> dict[str, Any]:
+        """The answer to a request.
+
+        Raises:
+            WorkerFailed: it died, hung, or took too much memory; it is gone then.
+        """
+        request = json.dumps({"command": command, "arguments": arguments}).encode() + b"\n"
+        try:
+            self.channel.settimeout(10.0)
+            self.channel.sendall(request)
+        except OSError:
+            raise self._failed("crash", "the worker is gone") from None
+        return self._receive(self.limits.seconds if seconds is None else seconds)
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            if time.monotonic() > deadline:
+                raise self._failed("timeout", f"no answer within {seconds:g} s")
+            if self.host.device != "cpu" and sandbox.resident(self.pid) > self.limits.memory + self.host.resident:
+                raise self._failed("crash", f"more than {self.limits.memory >> 20} MiB of memory")
+            self.channel.settimeout(_POLL)
+            try:
+                data = self.channel.recv(1 << 20)
+            except TimeoutError:
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                raise self._failed("crash", "the worker died")
+            self._buffer += data
+            if len(self._buffer) > _MAX_LINE:
+                raise self._failed("crash", "the worker answers without end")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise self._failed("crash", "the worker does not answer in JSON") from None
+        if not isinstance(answer, dict):
+            raise self._failed("crash", "the worker does not answer with an object")
+        return answer
+
+    def _failed(self, status: str, why: str) -> WorkerFailed:
+        self.close()
+        log = self.log()
+        ended = f" ({self.ended})" if status == "crash" and self.ended else ""
+        return WorkerFailed(status, f"{why}{ended}{': ' + log if log else ''}")
+
+    def log(self) -> str:
+        """The end of what the worker printed."""
+        try:
+            return (self.folder / "log").read_text(errors="replace")[-2000:].strip()
+        except OSError:
+            return ""
+
+    def close(self) -> None:
+        """Ends the worker and all that it has started; a second call does nothing."""
+        if self.ended is not None:
+            return
+        self.channel.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            # One that hung up has a moment to end by itself, so that its own exit status is seen.
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end and _alive(self.pid):
+                time.sleep(0.005)
+            os.killpg(self.pid, signal.SIGKILL)
+        self.ended = self.host.ended(self.pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class WorkerHost:
+    """Makes workers on one device. A context manager.
+
+    Args:
+        device: "cpu", or a GPU's UUID or index as ``CUDA_VISIBLE_DEVICES`` takes it.
+        limits: of every worker.
+    """
+
+    def __init__(self, device: str = "cpu", limits: Limits | None = None) -> None:
+        self.device, self.limits = device, limits or Limits()
+        self.folder = Path(tempfile.mkdtemp(prefix="tilegym-autokernel-"))
+        self.resident = 0
+        self._process: subprocess.Popen | None = None
+        self._control: socket.socket | None = None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        environment = sandbox.environment(self.folder, self.device)
+        paths = [str(_PACKAGE), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))
+        environment["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked
+        command = [sys.executable, "-m", "tilegym.autokernel.worker", str(theirs.fileno()), self.device]
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=(self.folder / "host.log").open("wb"),
+            start_new_session=True,
+        )
+        theirs.close()
+        self._control = ours
+
+    def _ask(self, request: dict[str, Any], descriptors: list[int] | None = None) -> dict[str, Any]:
+        if self._process is None:
+            self._start()
+        self._control.settimeout(180.0)
+        try:
+            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors or [])
+            answer = b""
+            while not answer.endswith(b"\n"):
+                data = self._control.recv(4096)
+                if not data:
+                    raise OSError("it hung up")
+                answer += data
+        except OSError as error:
+            log = (self.folder / "host.log").read_text(errors="replace")[-2000:]
+            raise AutokernelError(f"workers cannot be started on {self.device} ({error}): {log}") from error
+        return json.loads(answer)
+
+    def worker(self, kind: str = "kernel", limits: Limits | None = None) -> Worker:
+        """A new worker. ``kind``: "kernel", or "model", which may use the whole GPU."""
+        limits = limits or self.limits
+        ours, theirs = socket.socketpair()
+        folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=self.folder))
+        request = {"folder": str(folder), "kind": kind, "limits": asdict(limits)}
+        pid = self._ask(request, [theirs.fileno()])["pid"]
+        theirs.close()
+        self.resident = self.resident or sandbox.resident(pid) + (8 << 30)  # CUDA's own and the driver's, generously
+        return Worker(self, ours, pid, folder, limits)
+
+    @contextlib.contextmanager
+    def working(self, kind: str = "kernel", limits: Limits | None = None) -> Iterator[Worker]:
+        """A worker for the time of a block; its files are gone afterwards."""
+        worker = self.worker(kind, limits)
+        try:
+            yield worker
+        finally:
+            worker.close()
+            shutil.rmtree(worker.folder, ignore_errors=True)
+
+    def ended(self, pid: int) -> str:
+        """How the process ended, in words; waits for it."""
+        status = self._ask({"wait": pid})["status"]
+        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+    def close(self) -> None:
+        """Ends all workers and removes their files."""
+        if self._process is not None:
+            self._control.close()
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> "WorkerHost":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
