@@ -4,6 +4,7 @@ The layers call functions of their module: a convolution and a delta rule for pr
 """
 
 import dis
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -55,70 +56,76 @@ def misfit(modeling: types.ModuleType, part: str) -> str:
     return ""
 
 
+def _conv1d_fn(
+    hidden_states: Tensor | None = None,
+    weight: Tensor = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    x: Tensor | None = None,
+    *,
+    backend: str | None,
+    **kwargs,
+) -> Tensor:
+    hidden_states = x if hidden_states is None else hidden_states
+    out = ops.causal_conv1d_fn(hidden_states.to(weight.dtype), weight, bias, activation, seq_idx, backend=backend)
+    return out.to(hidden_states.dtype)
+
+
+def _conv1d_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    backend: str | None,
+) -> Tensor:
+    out = ops.causal_conv1d_update(
+        hidden_states.to(weight.dtype), conv_state, weight, bias, activation, backend=backend
+    )
+    return out.to(hidden_states.dtype)
+
+
 @reproducible
 def convolution(name: str, backend: str | None) -> Callable:
     """Stands in for ``causal_conv1d_fn`` or ``causal_conv1d_update``; computes in the weight's dtype, as they do."""
+    return functools.partial(_conv1d_fn if name == "causal_conv1d_fn" else _conv1d_update, backend=backend)
 
-    def causal_conv1d_fn(
-        hidden_states: Tensor | None = None,
-        weight: Tensor = None,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        seq_idx: Tensor | None = None,
-        x: Tensor | None = None,
-        **kwargs,
-    ) -> Tensor:
-        hidden_states = x if hidden_states is None else hidden_states
-        out = ops.causal_conv1d_fn(hidden_states.to(weight.dtype), weight, bias, activation, seq_idx, backend=backend)
-        return out.to(hidden_states.dtype)
 
-    def causal_conv1d_update(
-        hidden_states: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs,
-    ) -> Tensor:
-        out = ops.causal_conv1d_update(
-            hidden_states.to(weight.dtype), conv_state, weight, bias, activation, backend=backend
-        )
-        return out.to(hidden_states.dtype)
-
-    return causal_conv1d_fn if name == "causal_conv1d_fn" else causal_conv1d_update
+def _gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    op: Callable,
+    backend: str | None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    return op(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        backend=backend,
+    )
 
 
 @reproducible
 def delta_rule(name: str, backend: str | None) -> Callable:
     """Stands in for ``torch_chunk_gated_delta_rule`` or ``torch_recurrent_gated_delta_rule``."""
-    op = getattr(ops, ATTRIBUTES[name])
-
-    def gated_delta_rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: Tensor | None = None,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor | None]:
-        return op(
-            query,
-            key,
-            value,
-            g,
-            beta,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=cu_seqlens,
-            backend=backend,
-        )
-
-    return gated_delta_rule
+    return functools.partial(_gated_delta_rule, op=getattr(ops, ATTRIBUTES[name]), backend=backend)
 
 
 def _numbers(*shape: int, seed: int = 1) -> Tensor:
