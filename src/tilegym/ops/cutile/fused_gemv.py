@@ -104,7 +104,8 @@ def plan(kernel: ct.kernel, k: int, bits: int, device: int) -> tuple[ct.kernel, 
     """
     if device < 0:
         return kernel, 8, 64, False
-    return hinted(kernel, occupancy=3), 8, min(8192 // bits, next_power_of_2(k)), overlaps(device)
+    tile_n, row_bits, occupancy = (8, 8192, 3) if kernel is norm_swiglu_kernel else (4, 16384, 4)
+    return hinted(kernel, occupancy=occupancy), tile_n, min(row_bits // bits, next_power_of_2(k)), overlaps(device)
 
 
 def _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded):
