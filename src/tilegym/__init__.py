@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "apply", "kernelize_model", "ops", "revert", "set_backend", "use_backend"]
 
 # Who needs the ops alone does not wait for these.
-_LAZY = {"apply": "tilegym.transformers", "revert": "tilegym.transformers", "kernelize_model": "tilegym.kernel"}
+_LAZY = {"apply": "tilegym.integrate.apply", "revert": "tilegym.integrate.apply", "kernelize_model": "tilegym.kernel"}
 
 
 def __getattr__(name: str) -> Any:

@@ -177,9 +177,11 @@ def _experts(requirement: Requirement, model: nn.Module) -> Any:
         return "its experts have no gate"
     if said["order"] != "gate, up":
         return "its gate stands behind the other half"
-    act = said["activation"]
-    if said.get("alpha") or said.get("shift"):
-        if not (said.get("alpha") and said.get("shift") == 1.0):
+    act, alpha = said["activation"], said.get("alpha")
+    if act == "quick_gelu":
+        act, alpha = "silu", 1.702
+    if alpha or said.get("shift"):
+        if not (alpha and said.get("shift") == 1.0):
             return "fused_moe has a factor in the gate's sigmoid only together with a shift by one"
         act = "gpt_oss"
     elif act not in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
@@ -187,7 +189,8 @@ def _experts(requirement: Requirement, model: nn.Module) -> Any:
     options = {"gate_up": roles["gate_up_weight"], "down": roles["down_weight"], "activation": act}
     options |= {name: roles[name] for name in ("gate_up_bias", "down_bias") if name in roles}
     options |= {"interleaved": True} if said["packed"] == "interleaved" else {}
-    options |= {name: said[name] for name in ("transposed", "limit", "alpha") if said.get(name)}
+    options |= {name: said[name] for name in ("transposed", "limit") if said.get(name)}
+    options |= {"alpha": alpha} if alpha else {}
     return [("fused_moe", Place(requirement.implementation, "experts", options))]
 
 

@@ -182,6 +182,8 @@ def markdown(data: dict[str, Any]) -> str:
         [key, call, result, f"{error:.3g}", f"{allowed:.3g}"]
         for key, call, result, error, allowed in error_rows(data["verified"])
     ]
+    sides = ("unpatched", "TileGym")
+    texts = "\n".join(f"{s}: {o['prompt']}{o['text']}" for s, o in zip(sides, data["outputs"], strict=True))
     parts = [
         f"# TileGym in {data['model']}",
         f"{plan['architecture']} ({plan['family']}){weights}, {data['precision']}, on {data['device']}; transformers "
@@ -204,7 +206,7 @@ def markdown(data: dict[str, Any]) -> str:
         "## Each flag by itself",
         table(["flag", "tokens/s", "against unpatched", "greedy tokens"], flag_rows(measured)),
         "## The text",
-        *(f"- {side}: {o['prompt']}**{o['text']}**" for side, o in zip(("unpatched", "TileGym"), data["outputs"])),
+        f"```text\n{texts}\n```",
         "## How to use it",
         f"The patches are in `{data['package']}`.",
         f"```python\n{use(data)}```",

@@ -31,23 +31,26 @@ def bars(rows: list[tuple[str, float, str, str]], width: int = 460, label: int =
             f'{escape(shown)}</text><rect x="{label}" y="{y + 4}" width="{length:.1f}" height="16" fill="{colour}"/>'
             f'<text x="{label + length + 6:.1f}" y="{y + 16}">{escape(text)}</text></g>'
         )
-    height = 24 * len(rows)
-    return f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">{"".join(parts)}</svg>'
+    return _svg(width, 24 * len(rows), "".join(parts))
+
+
+def _svg(width: int, height: int, content: str) -> str:
+    return f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">{content}</svg>'
 
 
 def limits(rows: list[tuple[str, float, float]], width: int = 940, label: int = 200) -> str:
     """For each (name, error, allowed) a bar of the share of what is allowed, with the limit as a line."""
     room, height, parts = width - label - 200, 24 * len(rows) + 20, []
     for index, (name, error, allowed) in enumerate(rows):
-        y, share = 24 * index, error / allowed
+        y, length = 24 * index, max(1.0, room * min(error / allowed, 1.0))
         parts.append(
             f'<text x="{label - 8}" y="{y + 16}" text-anchor="end">{escape(name)}</text>'
-            f'<rect x="{label}" y="{y + 4}" width="{max(1.0, room * min(share, 1.0)):.1f}" height="16" fill="{_AFTER}"/>'
+            f'<rect x="{label}" y="{y + 4}" width="{length:.1f}" height="16" fill="{_AFTER}"/>'
             f'<text x="{label + room + 8}" y="{y + 16}">{error:.2g} of {allowed:.2g}</text>'
         )
     line = f'<line x1="{label + room}" x2="{label + room}" y1="0" y2="{height - 18}" stroke="{_LIMIT}"/>'
     text = f'<text x="{label + room}" y="{height - 3}" text-anchor="middle">allowed</text>'
-    return f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">{"".join(parts)}{line}{text}</svg>'
+    return _svg(width, height, "".join([*parts, line, text]))
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -139,7 +142,8 @@ def page(data: dict[str, Any]) -> str:
         f"<p>Not recognised, and left as it is:</p><ul>{missed}</ul>" if missed else "",
         "<h2>Errors on captured tensors, against what is allowed</h2>",
         "<p class=dim>Against float64, of the result that comes nearest to the limit: twice the error that the model's "
-        f"own code makes in its dtype, and four roundings in any case. {escape(report.compile_line(data['compiled']))}</p>",
+        "own code makes in its dtype, and four roundings in any case. "
+        f"{escape(report.compile_line(data['compiled']))}</p>",
         limits(errors),
         f"<h2>The text</h2>{texts}",
         f"<h2>How to use it</h2><p>The patches are in <code>{escape(data['package'])}</code>.</p>",

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tilegym.backend import dispatcher
+from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.errors import UnsupportedError
 from tilegym.integrate.capture import MODULE
@@ -25,6 +26,8 @@ from tilegym.kernel.verify import deviations
 from tilegym.transformers.general import Place
 from tilegym.transformers.general import resolve
 
+# In fp32 sums in another order are further apart than four roundings; a wrong constant is off by thousands.
+_FP32_ROUNDINGS = 32
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 
@@ -86,9 +89,9 @@ def verify(
     owner = model.get_submodule(path)
     kernel = place.replacement(backend)
     if place.put == "forward":
-        layer, original, replaced = _twin(owner), type(owner).forward, kernel
+        layer, original, replaced = _twin(owner, True), type(owner).forward, kernel
     else:
-        layer = _twin(owner) if any(isinstance(a, str) and a == MODULE for a in calls[0].args) else _Alone()
+        layer = _twin(owner, False) if any(isinstance(a, str) and a == MODULE for a in calls[0].args) else _Alone()
         original, replaced = (
             _as_forward(function, place.kernel == "attention") for function in (resolve(place.of), kernel)
         )
@@ -97,8 +100,8 @@ def verify(
         given = _with_constants(place, call)
 
         def run(trains: bool, given: tuple = given) -> dict | str:
-            with recorded(launches), _no_fallback():
-                return deviations(layer, original, replaced, given, trains)
+            with recorded(launches), _no_fallback(), use_backend(backend):
+                return deviations(layer, original, replaced, given, trains, _FP32_ROUNDINGS)
 
         try:
             try:
@@ -173,13 +176,18 @@ def _seen(output: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return output * visible.any(-1).transpose(1, 2)[..., None]
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def _twin(module: nn.Module, weights: bool) -> nn.Module:
     """A copy of a module without hooks and patches."""
     twin = copy.deepcopy(module)
     for part in twin.modules():
         vars(part).pop("forward", None)
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
             hooks.clear()
+    # A function's gradients are those of its arguments.
+    twin.requires_grad_(weights)
+    config = vars(twin).get("config")
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"  # others do not compute in float64
     return twin.eval()
 
 

@@ -62,16 +62,19 @@ def difference(layer: nn.Module, original: Forward, kernel: Forward, call: Call,
 
 
 def deviations(
-    layer: nn.Module, original: Forward, kernel: Forward, call: Call, gradients: bool
+    layer: nn.Module, original: Forward, kernel: Forward, call: Call, gradients: bool, fp32_roundings: int = 4
 ) -> dict[str, "Deviation"] | str:
-    """As :func:`difference`, each result by name with its error; a sentence where the results are not comparable."""
+    """As :func:`difference`, each result by name with its error; a sentence where the results are not comparable.
+
+    ``fp32_roundings``: how many roundings of the largest value are allowed in any case where the results are fp32.
+    """
     with _eval(layer):
         expected = _run(layer, original, call, gradients)
         got = _run(layer, kernel, call, gradients)
         exact = _run(*_in_float64(layer, original, call), gradients)
     if [_shape(t) for t in got.values()] != [_shape(t) for t in expected.values()] or list(got) != list(expected):
         return f"it returns {_describe(got)}, the original {_describe(expected)}"
-    return {name: _deviation(got[name], expected[name], reference) for name, reference in exact.items()}
+    return {name: _deviation(got[name], expected[name], reference, fp32_roundings) for name, reference in exact.items()}
 
 
 @dataclass(frozen=True)
@@ -156,10 +159,10 @@ def _gradients(layer: nn.Module, inputs: list[torch.Tensor], outputs: list[torch
     return {name: gradient for name, gradient in zip(wanted, found, strict=True) if gradient is not None}
 
 
-def _deviation(got: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> Deviation:
+def _deviation(got: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor, fp32_roundings: int = 4) -> Deviation:
     if not expected.is_floating_point():
         return Deviation(problem="" if torch.equal(got, expected) else "the values differ")
-    eps = torch.finfo(expected.dtype).eps
+    eps = torch.finfo(expected.dtype).eps * (fp32_roundings / 4 if expected.dtype is torch.float32 else 1)
     got, expected, exact = got.double(), expected.double(), exact.double()
     if not torch.equal(got.isfinite(), expected.isfinite()):
         return Deviation(problem="infinities or NaNs in other places than the original's")

@@ -5,6 +5,7 @@ shall replace, on the part's own weights, before anything is replaced: the names
 written with must not change another model silently.
 """
 
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch import nn
 
 from tilegym import ops
+from tilegym.errors import UnsupportedError
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.general_rope import rope
 from tilegym.transformers.general_rope import rope_sample
@@ -178,7 +180,7 @@ def attention(backend: str | None = None) -> Callable:
 
     from tilegym.transformers.attention import NAMES
 
-    return AttentionInterface._global_mapping[NAMES[backend]]
+    return AttentionInterface._global_mapping[NAMES.get(backend, NAMES[None])]
 
 
 def cross_entropy(shift: bool = True, backend: str | None = None) -> Callable:
@@ -196,8 +198,13 @@ def cross_entropy(shift: bool = True, backend: str | None = None) -> Callable:
 
 
 def _same_arguments(op: Callable) -> Callable[..., Callable]:
+    known = frozenset(inspect.signature(op).parameters)
+
     def make(backend: str | None = None) -> Callable:
         def function(*args, **kwargs):
+            for name in kwargs.keys() - known:
+                if kwargs.pop(name) not in (None, True, False):
+                    raise UnsupportedError(f"{op.__name__} has no argument {name!r}: revert the patch for such calls")
             return op(*args, backend=backend, **kwargs)
 
         return function
@@ -263,6 +270,7 @@ KERNELS = {
     "cross_entropy": Kernel(cross_entropy),
     "chunk_gated_delta_rule": Kernel(_same_arguments(ops.chunk_gated_delta_rule)),
     "recurrent_gated_delta_rule": Kernel(_same_arguments(ops.recurrent_gated_delta_rule)),
+    "causal_conv1d_fn": Kernel(_same_arguments(ops.causal_conv1d_fn)),
     "causal_conv1d_update": Kernel(_same_arguments(ops.causal_conv1d_update)),
 }
 

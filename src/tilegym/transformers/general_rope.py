@@ -50,7 +50,8 @@ def rope(
             cos, sin = cos[..., ::2], sin[..., ::2]
         if style == "half_reversed":
             sin = -sin
-        pairs = cos.shape[-1] // 2 if angles == "full" else cos.shape[-1]
+        whole = angles == "full" and "freqs" not in named
+        pairs = cos.shape[-1] // 2 if whole else cos.shape[-1]
         tensors = [_split(given[name], 2 * pairs, style) for name in rotated]
         q = tensors[0]
         k = tensors[1] if len(tensors) == 2 else q.narrow(dim, 0, 1)

@@ -1,0 +1,131 @@
+"""``tilegym.apply``: kernels for a model of any family, in memory, by research instead of by its name."""
+
+import torch
+from torch import nn
+
+from tilegym.backend import assert_backend_available
+from tilegym.backend import get_current_backend
+from tilegym.bench.prompts import Batch
+from tilegym.errors import ModelError
+from tilegym.errors import PatchError
+from tilegym.integrate.capture import capture
+from tilegym.integrate.plan import Item
+from tilegym.integrate.plan import Plan
+from tilegym.integrate.plan import make_plan
+from tilegym.integrate.small_model import example
+from tilegym.integrate.verify import verify as verify_place
+from tilegym.transformers import generated
+from tilegym.transformers import monkey_patch
+from tilegym.transformers.general import Place
+from tilegym.transformers.general import put
+from tilegym.transformers.patching import Entry
+from tilegym.transformers.patching import PatchSet
+
+
+def apply(
+    model: nn.Module,
+    use_cutile: bool = True,
+    verify: bool = False,
+    by_hand: bool = True,
+    trust_remote_code: bool = False,
+    **flags: bool,
+) -> PatchSet:
+    """Puts TileGym's kernels into ``model``, whatever its family, and into nothing else in the process.
+
+    A family that :mod:`tilegym.transformers.monkey_patch` knows, or that ``tilegym integrate`` has written a patch for,
+    is patched by it. In every other, the model's parts are found out by running a small model of its kind; a kernel is
+    put in where it computes the same, and compared with what it stands in for on a few numbers before.
+
+    Args:
+        model: a causal language model, of transformers or of one's own.
+        use_cutile: run what is patched on the ``cutile`` backend; else on the one that is chosen when it runs.
+        verify: also run each kernel on tensors that are captured while the model generates, in prefill and decoding;
+            what is further off than the model's dtype explains is left out, and the report says so.
+        by_hand: False: find out everything, also in families that have a patch.
+        trust_remote_code: whether code that came with the model's config may run to make the small model.
+        flags: computes to leave out, such as ``rope=False``; of a family with a patch, all arguments of its function.
+
+    Returns:
+        The report; ``revert()`` on it, or using it as a context manager, restores the model.
+
+    Raises:
+        ModelError: it is no causal language model, or cannot be made small.
+        PatchError: nothing in the model could be patched, or a flag is of no compute in it.
+        BackendError: cuTile is asked for and not installed.
+    """
+    if use_cutile:
+        assert_backend_available("cutile")
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type is None:
+        raise ModelError(f"{type(model).__name__} has no config.model_type: give a model of transformers")
+    if by_hand and not verify:
+        if model_type in monkey_patch.FAMILIES:
+            return monkey_patch.apply(model, use_cutile=use_cutile, **flags)
+        aggregate = generated.find(model_type)
+        if aggregate is not None:
+            return aggregate(model=model, use_cutile=use_cutile, **flags)
+    plan = make_plan(model, trust_remote_code, look_up=False)
+    unknown = sorted(set(flags) - set(plan.computes))
+    if unknown:
+        raise PatchError(f"{model_type} has no compute {unknown[0]!r}; it has {', '.join(plan.computes)}")
+    wanted = {name: items for name, items in plan.computes.items() if flags.get(name, True)}
+    why: dict[str, str] = {}
+    chosen = _verified(model, wanted, use_cutile, why) if verify else _first(wanted)
+    patches = PatchSet(model, maker=__name__)
+    with patches.all_or_nothing():
+        for compute, places in chosen.items():
+            put(model, compute, places, use_cutile, patches)
+        _report_rest(patches, plan, why, use_cutile)
+        patches.require_match(type(model).__name__)
+    return patches
+
+
+def revert(model: nn.Module | None = None) -> None:
+    """Undoes what :func:`apply` and ``monkey_patch`` have patched in ``model``, or, without one, in transformers."""
+    makers = (__name__, "tilegym.transformers.", "tilegym_generated_")
+    for patches in reversed(PatchSet.active(model)):
+        if patches.maker.startswith(makers):
+            patches.revert()
+
+
+def _first(wanted: dict[str, list[Item]]) -> dict[str, tuple[Place, ...]]:
+    """Every item's best candidate; whether it fits a module is looked at when it is put there."""
+    return {
+        compute: tuple({id(item): item.candidates[0].place for item in items}.values())
+        for compute, items in wanted.items()
+    }
+
+
+def _verified(
+    model: nn.Module, wanted: dict[str, list[Item]], use_cutile: bool, why: dict[str, str]
+) -> dict[str, tuple[Place, ...]]:
+    """Of every item the first candidate that gives the same on captured calls."""
+    items = [item for found in wanted.values() for item in found]
+    points = {item.key: (item.candidates[0].place, item.requirement.modules[0]) for item in items}
+    ids = example(model, batch=2, length=12)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0  # padded on the left
+    calls = capture(model, points, {"prompt": Batch(ids[:1], mask[:1]), "padded batch": Batch(ids, mask)})
+    backend = "cutile" if use_cutile else get_current_backend()
+    chosen: dict[str, tuple[Place, ...]] = {}
+    for item in items:
+        for candidate in item.candidates:
+            check = verify_place(model, candidate.place, points[item.key][1], calls[item.key], backend)
+            if check.passed:
+                chosen[item.compute] = (*chosen.get(item.compute, ()), candidate.place)
+                break
+            why[item.key] = check.why
+    return chosen
+
+
+def _report_rest(patches: PatchSet, plan: Plan, why: dict[str, str], use_cutile: bool) -> None:
+    """Says of everything that was found and not patched why not."""
+    backend = "cutile" if use_cutile else get_current_backend()
+    for item in plan.items:
+        reason = why.get(item.key) or item.why
+        if reason:
+            for module in item.requirement.modules:
+                patches.skip(Entry(module or plan.research.architecture, item.requirement.kind, backend), reason)
+    for missed in plan.research.unrecognised:
+        for module in missed.modules:
+            patches.skip(Entry(module, missed.resembles or "unrecognised", backend), missed.why)
