@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from common import HAS_GPU
+from common import gpu
 from tiny_models import assert_close
 from tiny_models import backends
 from tiny_models import observed
@@ -17,6 +18,7 @@ from transformers import DynamicCache
 from transformers import StaticCache
 
 from tilegym.errors import PatchError
+from tilegym.transformers import decode_graph
 from tilegym.transformers import monkey_patch
 from tilegym.transformers.patching import ALREADY_PATCHED
 from tilegym.transformers.patching import PatchSet
@@ -238,3 +240,45 @@ class Parity:
         ops = {op for op, _ in calls}
         assert ops >= self.decoding_ops | {op for ops in family.computes.values() for op in ops}
         assert {served for _, served in calls} == {"cutile"}
+
+    def test_steps_on_buffers_of_fixed_size(self, family, monkeypatch):
+        """The loop and the cache of captured decoding, each step run anew; a session serves several prompts."""
+        model, steps, step = make(family), [], decode_graph.Session.step
+        monkeypatch.setattr(decode_graph.Session, "step", lambda *args: (steps.append(1), step(*args))[1])
+        prompts = [padded([5, 11, 8], "left"), padded([9, 9, 9], "left"), padded([2, 3, 1], "left")]
+        calls = [dict(input_ids=ids, attention_mask=m, max_new_tokens=6, do_sample=False) for ids, m in prompts]
+        expected = [model.generate(**call) for call in calls]
+        with decode_graph.eager_steps("cpu"), monkey_patch.apply(model, use_cutile=False) as report:
+            assert "graph" in {e.compute for e in report.patched}
+            for call, wanted in zip(calls, expected, strict=True):
+                assert torch.equal(model.generate(**call), wanted)
+        assert len(steps) == 3 * 5
+
+    def test_what_a_step_changes_is_put_back_behind_its_trial(self, family):
+        """Capturing runs a step before it counts: twice the same logits, if the state is what it was."""
+        model, (ids, mask) = make(family), padded([7, 4], "left")
+        with monkey_patch.apply(model, use_cutile=False), torch.no_grad():
+            session = decode_graph.session_for(model, 2, 20)
+            model(ids, attention_mask=mask, past_key_values=session.cache)
+            session.start(mask, None, ids.shape[1])
+            state = [*session.cache.state(), session.positions]
+            values = [t.clone() for t in state]
+            session.tokens.fill_(3)
+            first = session._run(model, True).clone()
+            assert all(not torch.equal(t, v) for t, v in zip(state, values, strict=True))
+            for tensor, value in zip(state, values, strict=True):
+                tensor.copy_(value)
+            assert torch.equal(session._run(model, True), first)
+
+    @gpu
+    @pytest.mark.parametrize("backend", ["pytorch", "cutile"])
+    def test_replays(self, family, backend):
+        """One graph serves other prompts and lengths."""
+        model = make(family)
+        prompts = [padded([5, 11, 8], "left"), padded([3, 4, 9], "left"), (tokens(3, 17), None)]
+        calls = [dict(input_ids=ids, attention_mask=m, max_new_tokens=9, do_sample=False) for ids, m in prompts]
+        expected = [model.generate(**call) for call in calls]
+        with monkey_patch.apply(model, use_cutile=backend == "cutile"):
+            for call, wanted in zip(calls + calls, expected + expected, strict=True):
+                assert torch.equal(model.generate(**call), wanted)
+            assert decode_graph._NO_GRAPH not in decode_graph._sessions[model].graphs.values()

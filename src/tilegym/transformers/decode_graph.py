@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch import nn
 from transformers.cache_utils import Cache
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.cache_utils import StaticLayer
 from transformers.generation import GenerationMode
 from transformers.generation.utils import GENERATION_MODES_MAPPING
@@ -29,6 +30,7 @@ from tilegym.transformers.attention import NAMES as ATTENTION
 DEVICES = ("cuda",)
 ROUND_CAPACITY = 256  # caches hold a multiple of as many tokens, so that similar lengths share a graph
 _LAYERS = ("full_attention", "sliding_attention")
+_RECURRENT = "linear_attention"  # layers with states of fixed size, which they change in place
 # Arguments of generate that only its own loops know, and arguments of forward that the session sees to.
 _SPECIAL = {"custom_generate", "streamer", "tokenizer", "assistant_model", "synced_gpus", "past_key_values"}
 _ARGUMENTS = {"attention_mask", "past_key_values", "use_cache", "position_ids", "logits_to_keep", "cache_position"}
@@ -65,32 +67,47 @@ class DecodeCache(Cache):
         started: whether it holds any.
     """
 
-    def __init__(self, num_layers: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, num_layers: int, capacity: int, device: torch.device, kinds: tuple[str, ...] = ()) -> None:
         self.capacity = capacity
         self.length = torch.zeros(1, dtype=torch.int64, device=device)
         self.started = False
         self._positions: Tensor | None = None
-        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+        recurrent = [i < len(kinds) and kinds[i] == _RECURRENT for i in range(num_layers)]
+        super().__init__(layers=[LinearAttentionLayer() if linear else _Layer(self) for linear in recurrent])
+        self._recurrent = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        self._first = next(layer for layer in self.layers if isinstance(layer, _Layer))
 
     def positions_of(self, layer: _Layer, count: int) -> Tensor:
-        """Where a layer puts its next ``count`` tokens; found by the first layer for all."""
-        if layer is self.layers[0]:
+        """Where a layer puts its next ``count`` tokens; found by the first one for all."""
+        if layer is self._first:
             self._positions = torch.arange(count, device=self.length.device) + self.length
         return self._positions
 
     def set_length(self, length: int) -> None:
         self.length.fill_(length)
         self.started = length > 0
+        if not self.started:
+            for layer in self._recurrent:
+                layer.reset()
+
+    def state(self) -> list[Tensor]:
+        """What a step changes besides the keys and values that it appends."""
+        states = [self.length]
+        for layer in self._recurrent:
+            for held in (layer.conv_states, layer.recurrent_states):  # a dict; in older transformers a tensor
+                states += [t for t in (held.values() if isinstance(held, dict) else (held,)) if t is not None]
+        return states
 
 
 class Session:
     """One model, batch size and capacity: the cache, and the step captured over it."""
 
     def __init__(self, model: nn.Module, batch_size: int, capacity: int) -> None:
-        device = model.device
+        device, config = model.device, model.config.get_text_config(decoder=True)
         self.key = batch_size, capacity
         self.fingerprint = fingerprint(model)
-        self.cache = DecodeCache(model.config.get_text_config(decoder=True).num_hidden_layers, capacity, device)
+        kinds = tuple(getattr(config, "layer_types", None) or ())
+        self.cache = DecodeCache(config.num_hidden_layers, capacity, device, kinds)
         self.tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=device)
@@ -137,10 +154,11 @@ class Session:
         return outputs.logits[:, -1]
 
     def _capture(self, model: nn.Module, padded: bool) -> None:
-        state = [t.clone() for t in (self.cache.length, self.positions)]
+        state = [*self.cache.state(), self.positions]
+        values = [t.clone() for t in state]
 
         def restore() -> None:
-            for tensor, value in zip((self.cache.length, self.positions), state, strict=True):
+            for tensor, value in zip(state, values, strict=True):
                 tensor.copy_(value)
 
         stream = torch.cuda.Stream(self.tokens.device)
@@ -201,7 +219,9 @@ def suits(model: nn.Module) -> str:
     """Why the steps of ``model`` cannot be captured; empty if nothing is known to stand against it."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ()
-    others = sorted({kind for kind in kinds if kind not in _LAYERS})
+    others = sorted({kind for kind in kinds if kind not in (*_LAYERS, _RECURRENT)})
+    if not others and kinds and all(kind == _RECURRENT for kind in kinds):
+        return "it has no attention"
     if others:
         return f"it has layers of another kind than attention: {', '.join(others)}"
     if getattr(model.config, "is_encoder_decoder", False):
