@@ -6,12 +6,15 @@ import pickle
 
 import pytest
 import torch
-from tiny_models import FAMILIES
 from tiny_models import assert_close
 from tiny_models import backends
+from tiny_models import computes
+from tiny_models import default_attention
 from tiny_models import families
 from tiny_models import make_model
 from tiny_models import observed
+from tiny_models import ops_by_compute
+from tiny_models import ops_of
 from tiny_models import padded
 from tiny_models import tokens
 from torch import nn
@@ -26,7 +29,7 @@ from tilegym.transformers import monkey_patch
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
-ALL_OPS = {"rms_norm", "swiglu", "apply_rope_base", "fmha"}
+LLAMA_OPS = ops_of("llama")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +62,7 @@ def test_logits_are_those_of_the_unpatched_model(family, backend):
     model = make_model(family)
     expected = logits(model)
     with monkey_patch.apply(model, use_cutile=backend == "cutile"):
-        assert ops_called(model, backend) >= ALL_OPS
+        assert ops_called(model, backend) >= ops_of(family)
         assert_close(logits(model), expected, backend)
 
 
@@ -79,15 +82,15 @@ def test_other_models_are_bit_identical_and_revert_restores(family):
     model, other = make_model(family), make_model(family)
     expected = logits(other)
     report = monkey_patch.apply(model, use_cutile=False)
-    assert ops_called(model) >= ALL_OPS and not ops_called(other)
+    assert ops_called(model) >= ops_of(family) and not ops_called(other)
     assert torch.equal(logits(other), expected)
     report.revert()
     assert not ops_called(model)
     assert torch.equal(logits(model), expected)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == default_attention(family)
     assert all("forward" not in vars(module) for module in model.modules())
     report = monkey_patch.apply(model, use_cutile=False)  # and again
-    assert ops_called(model) >= ALL_OPS
+    assert ops_called(model) >= ops_of(family)
     report.revert()
 
 
@@ -106,65 +109,74 @@ def test_models_made_from_one_config_object_do_not_share_the_patch():
 @families
 def test_the_report_names_every_module(family):
     model = make_model(family)
+    kinds = {
+        "rms_norm": "RMSNorm",
+        "swiglu": "MLP",
+        "geglu": "MLP",
+        "rope": "Attention",
+        "linear": "Linear",
+        "moe": ("TopKRouter", "ForCausalLM"),
+        "attn": "ForCausalLM",
+        "graph": "ForCausalLM",
+    }
     with monkey_patch.apply(model, use_cutile=False) as report:
-        where = {compute: {e.module for e in report.patched if e.compute == compute} for compute in ALL_COMPUTES}
-        layers = [f"model.layers.{i}" for i in range(2)]
-        norms = {f"{layer}.{name}" for layer in layers for name in ("input_layernorm", "post_attention_layernorm")}
-        if family == "qwen3":
-            norms |= {f"{layer}.self_attn.{name}" for layer in layers for name in ("q_norm", "k_norm")}
-        assert where["rms_norm"] == norms | {"model.norm"}
-        assert where["swiglu"] == {f"{layer}.mlp" for layer in layers}
-        assert where["rope"] == {f"{layer}.self_attn" for layer in layers}
-        assert where["attn"] == {type(model).__name__}
+        patched = {(e.compute, e.module) for e in report.patched}
+        for compute in computes(family):
+            expected = {
+                path or type(model).__name__
+                for path, module in model.named_modules()
+                if type(module).__name__.endswith(kinds[compute])
+            }
+            assert {module for name, module in patched if name == compute} == expected, compute
         assert {e.backend for e in report.patched} == {get_current_backend()}
         # Llama's has MLPs with biases here.
-        whole = {
-            e.module for e in (report.skipped if family == "llama" else report.patched) if e.compute == "decode_step"
-        }
-        assert whole == set(layers) and {e.compute for e in report.skipped} <= {"decode_step"}
-        assert "model.layers.*.mlp" in str(report)
+        steps = {"model.layers.0", "model.layers.1"} if family in ("llama", "mistral", "qwen2", "qwen3") else set()
+        entries = report.skipped if family == "llama" else report.patched
+        assert {e.module for e in entries if e.compute == "decode_step"} == steps
+        assert {e.compute for e in report.skipped} <= {"decode_step"}
+        assert "model.layers.*.self_attn" in str(report)
 
 
-ALL_COMPUTES = ("rope", "rms_norm", "swiglu", "attn")
-OP_OF = dict(zip(ALL_COMPUTES, ("apply_rope_base", "rms_norm", "swiglu", "fmha"), strict=True)) | {"linear": "linear"}
-
-
-@pytest.mark.parametrize(
-    ("compute", "of_instance"), [(c, i) for c in OP_OF for i in (True, False) if i or c in ALL_COMPUTES]
-)
-def test_each_compute_alone(compute, of_instance):
-    only = {name: name == compute for name in (*OP_OF, "graph")}
-    expected = logits(make_model("qwen3"))
-    made_before = make_model("qwen3")
-    report = apply_to("qwen3", model=made_before if of_instance else None, **only)
-    model = made_before if of_instance else make_model("qwen3")
-    assert ops_called(model) == {OP_OF[compute]}
-    assert {e.compute for e in report.patched} == {compute}
-    assert_close(logits(model), expected)
-    report.revert()
-    assert not ops_called(make_model("qwen3"))
+@families
+@pytest.mark.parametrize("of_instance", [True, False])
+def test_each_compute_alone(family, of_instance):
+    expected = logits(make_model(family))
+    for compute, ops in ops_by_compute(family).items():
+        if compute == "linear" and not of_instance:
+            continue
+        only = {name: name == compute for name in computes(family)}
+        made_before = make_model(family)
+        report = apply_to(family, model=made_before if of_instance else None, **only)
+        model = made_before if of_instance else make_model(family)
+        assert ops_called(model) == ops
+        assert {e.compute for e in report.patched} == {compute}
+        assert_close(logits(model), expected)
+        report.revert()
+        assert not ops_called(model) and torch.equal(logits(model), expected)
 
 
 @families
 def test_without_a_model_models_made_afterwards_are_patched(family):
     expected = logits(make_model(family))
-    others = [make_model(other) for other in FAMILIES if other != family]
+    others = [make_model(other) for other in ("llama", "mistral", "qwen3_moe") if other != family]
+    ops, default = ops_of(family), default_attention(family)
     with apply_to(family) as report:
         model = make_model(family)
-        assert ops_called(model) >= ALL_OPS
+        assert ops_called(model) >= ops
         assert_close(logits(model), expected)
-        assert {e.compute for e in report.patched} == set(ALL_COMPUTES)
+        assert {e.compute for e in report.patched} == computes(family) - {"linear", "graph"}
         assert not any(ops_called(other) for other in others)
         again = apply_to(family)
         assert not again.patched and {e.why for e in again.skipped} == {"already patched"}
         again.revert()
-        assert ops_called(model) >= ALL_OPS
+        assert ops_called(model) >= ops
         eager = make_model(family, attn_implementation="eager")  # who asks for another attention gets it
-        assert ops_called(eager) == ALL_OPS - {"fmha"}
+        assert ops_called(eager) == ops - {"fmha"}
         chosen = make_model(family)
-        chosen.set_attn_implementation("sdpa")
-        assert ops_called(chosen) == ALL_OPS - {"fmha"}
+        chosen.set_attn_implementation(default)
+        assert ops_called(chosen) == ops - {"fmha"}
     assert not PatchSet.active() and eager.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == default
     for one in (model, chosen, make_model(family)):
         assert not ops_called(one) and torch.equal(logits(one), expected)
 
@@ -175,7 +187,7 @@ def test_a_class_patch_and_an_instance_patch_revert_independently():
     model = make_model("llama")
     of_instance = monkey_patch.apply(model, use_cutile=False)
     of_class.revert()
-    assert ops_called(model) >= ALL_OPS and not ops_called(make_model("llama"))
+    assert ops_called(model) >= LLAMA_OPS and not ops_called(make_model("llama"))
     of_instance.revert()
     assert not ops_called(model) and torch.equal(logits(model), expected)
 
@@ -198,7 +210,7 @@ def test_a_second_apply_is_idempotent_and_reverts_nothing():
     assert not third.patched
     third.revert()
     second.revert()
-    assert ops_called(model) == ALL_OPS - {"fmha"} | {"linear"}
+    assert ops_called(model) == LLAMA_OPS - {"fmha"} | {"linear"}
     monkey_patch.revert(model)
     assert not ops_called(model) and not PatchSet.active(model)
     monkey_patch.revert(model)  # nothing left, no complaint
@@ -340,7 +352,7 @@ def test_a_copy_of_a_patched_model_is_a_patched_model(copied):
         for parameter in model.parameters():
             parameter.zero_()
     report.revert()
-    assert ops_called(other) >= ALL_OPS and torch.equal(logits(other), patched)
+    assert ops_called(other) >= LLAMA_OPS and torch.equal(logits(other), patched)
     monkey_patch.revert(other)
     assert not ops_called(other) and torch.equal(logits(other), expected)
 
@@ -359,7 +371,7 @@ def test_saving_and_loading(family, tmp_path):
     assert not ops_called(loaded) and torch.equal(logits(loaded), expected)
     with apply_to(family):
         loaded = type(model).from_pretrained(tmp_path).eval().to(model.device)
-        assert ops_called(loaded) >= ALL_OPS
+        assert ops_called(loaded) >= ops_of(family)
         assert_close(logits(loaded), expected)
 
 
@@ -418,7 +430,7 @@ def test_other_heads_of_a_family():
                 assert_close(model(tokens(1, 7).cpu())[0], expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "glm4", "olmoe"])
 def test_torch_compile(family):
     model = make_model(family)
     ids, mask = padded([11, 7], "left")

@@ -4,6 +4,8 @@ import pytest
 import torch
 from tiny_models import assert_close
 from tiny_models import backends
+from tiny_models import computes
+from tiny_models import default_attention
 from tiny_models import families
 from tiny_models import make_model
 from tiny_models import observed
@@ -57,15 +59,21 @@ def test_mixed_precision(family, backend, compute):
         with torch.autocast(model.device.type, torch.bfloat16):
             return loss_and_gradients(model, use_cache=False)
 
-    others = {name: compute == "all" for name in ("rope", "rms_norm", "swiglu")}
-    expected = step()
+    def errors(got, expected):
+        return [
+            ((got[name] - gradient).abs().max() / gradient.abs().max()).item() for name, gradient in expected.items()
+        ]
+
+    others = dict.fromkeys(computes(family) - {"attn"}, compute == "all")
+    exact, expected = loss_and_gradients(model, use_cache=False), step()
     with monkey_patch.apply(model, use_cutile=backend == "cutile", **others), observed() as calls:
         loss, gradients = step()
     assert {served for op, served in calls if op == "fmha"} == {backend}
-    torch.testing.assert_close(loss, expected[0], rtol=1e-2, atol=1e-2)
-    for name, gradient in expected[1].items():
-        error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
-        assert error < 0.05, name
+    if "moe" not in computes(family):
+        torch.testing.assert_close(loss, expected[0], rtol=1e-2, atol=1e-2)
+        assert max(errors(gradients, expected[1])) < 0.05
+    # Rounding decides between experts that are nearly equal: then only the distance from fp32 can be compared.
+    assert sum(errors(gradients, exact[1])) <= 1.3 * sum(errors(expected[1], exact[1]))
 
 
 @families
@@ -99,7 +107,9 @@ def test_dropout_is_left_to_pytorch(family, monkeypatch):
     expected = loss_and_gradients(model)
     with monkey_patch.apply(model, use_cutile=False):
         assert_same_step(loss_and_gradients(model, use_cache=False), expected)
-        assert calls == [0.3, 0.3]
+        # With sinks it is PyTorch that TileGym calls itself.
+        assert calls == ([] if default_attention(family) == "eager" else [0.3, 0.3])
         model.eval()
-        loss_and_gradients(model)
-        assert len(calls) == 2
+        with observed() as served:
+            loss_and_gradients(model)
+        assert len(calls) in (0, 2) and "fmha" in {op for op, _ in served}

@@ -27,6 +27,7 @@ from tilegym.errors import UnsupportedError
 from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
 from tilegym.ops.attn_interface import as_autocast_wants
+from tilegym.ops.attn_interface import fmha_interface
 
 
 class CausalMask(BlockMask):
@@ -180,14 +181,15 @@ def _attention_forward(backend: str | None) -> Callable:
         """Attention as transformers calls it: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D].
 
         Returns ([B, Sq, Hq, D], None). Dropout and a position bias go to PyTorch, as do calls that ask for attention
-        weights: transformers' SDPA has none either, and says so.
+        weights: transformers' SDPA has none either, and says so. Dropout, soft cap and sinks may come together.
 
         Raises:
             UnsupportedError: for a paged cache (continuous batching).
         """
         if cache is not None:
             raise UnsupportedError("no paged cache in TileGym's attention: patch without it for continuous batching")
-        if dropout or position_bias is not None or output_attentions:
+        capped_or_sinks = softcap is not None or s_aux is not None
+        if (dropout and not capped_or_sinks) or position_bias is not None or output_attentions:
             return _torch_attention(
                 module, query, key, value, attention_mask,
                 scaling=scaling, dropout=dropout, is_causal=is_causal, softcap=softcap, s_aux=s_aux,
@@ -207,7 +209,11 @@ def _attention_forward(backend: str | None) -> Callable:
             attention_mask = attention_mask.keys
         else:
             causal = False
-        if query.shape[2] == 1 and not query.requires_grad and not key.requires_grad:
+        if dropout:
+            out = fmha_interface(
+                query, key, value, scaling, causal, window, softcap, s_aux, attention_mask, kv_len, dropout
+            )
+        elif query.shape[2] == 1 and not query.requires_grad and not key.requires_grad:
             out = fmha_decode(
                 query, key, value, scaling, None, kv_len, window, softcap, s_aux, attention_mask, backend=backend
             )
@@ -223,7 +229,7 @@ def _attention_forward(backend: str | None) -> Callable:
 def _torch_attention(module, query, key, value, attention_mask, *, softcap, s_aux, **kwargs):
     """What the kernels do not do, by transformers' SDPA integration."""
     if softcap is not None or s_aux is not None:
-        raise UnsupportedError("attention with a soft cap or sinks has no dropout, position bias or attention weights")
+        raise UnsupportedError("attention with a soft cap or sinks has no position bias and gives no attention weights")
     if isinstance(attention_mask, CausalMask):
         attention_mask = attention_mask.to_dense().to(query.device)
     kwargs = {name: value for name, value in kwargs.items() if value is not None}

@@ -7,11 +7,13 @@ experts interface, as :mod:`.attention` does for attention.
 import types
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ExpertsInterface
 
+from tilegym.backend import get_current_backend
 from tilegym.errors import UnsupportedError
 from tilegym.ops.moe_interface import FORMULA
 from tilegym.ops.moe_interface import RouterFormula
@@ -21,7 +23,7 @@ from tilegym.ops.moe_interface import prepare_experts
 from tilegym.ops.moe_interface import router_forward
 from tilegym.transformers.forwards import reproducible
 
-OTHERS = "grouped_mm"  # transformers' default, for experts that compute something else
+OTHERS = "grouped_mm"  # transformers' default
 _REFUSED = "_tilegym_refused"
 
 
@@ -34,7 +36,9 @@ def _experts_forward(backend: str | None) -> Callable:
                 prepare_experts(self)
             except UnsupportedError:
                 setattr(self, _REFUSED, True)
-        if _REFUSED in own:
+        # The formula in PyTorch looks at the choice of experts on the host, which cannot be compiled.
+        uncompilable = torch.compiler.is_compiling() and (backend or get_current_backend()) == "pytorch"
+        if _REFUSED in own or uncompilable:
             return ALL_EXPERTS_FUNCTIONS[OTHERS](self, hidden_states, top_k_index, top_k_weights)
         return experts_forward(self, hidden_states, top_k_index, top_k_weights, backend=backend)
 
