@@ -119,7 +119,8 @@ class Test_Experts(PyTestCase):
         hidden, ids, weights = routed()
         ids[:, 1], weights[:, 1] = EXPERTS, 0.0
         ids[3], weights[3] = EXPERTS, 0.0
-        expected = experts(hidden, ids, weights)
+        # Not all versions of transformers take such ids; what weighs nothing may be any expert.
+        expected = experts(hidden, ids.where(ids < EXPERTS, 0), weights)
         with use_backend("cutile"), sanitized():
             got = experts_forward(experts, hidden, ids, weights)
         torch.testing.assert_close(got, expected)
