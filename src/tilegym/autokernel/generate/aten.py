@@ -23,7 +23,7 @@ SAME = frozenset(
     "_to_copy alias clone contiguous detach detach_ dropout expand expand_as float flatten lift_fresh_copy reshape "
     "squeeze to type_as unflatten unsqueeze view view_as".split()
 )
-UNARY = {name: name for name in "exp log sqrt rsqrt sin cos tanh abs sign relu sigmoid silu neg".split()}
+UNARY = {name: name for name in "exp log sqrt rsqrt sin cos tanh abs sign relu sigmoid silu neg expm1".split()}
 BINARY = {
     **{name: name for name in "mul div maximum minimum".split()},
     "gt": "greater",
@@ -126,6 +126,20 @@ def _softplus(imp: "Importer", node: Node) -> Value:
     if tuple(arguments(node, "beta", "threshold")) != (1, 20):
         raise Unsupported("softplus with a beta or a threshold of its own")
     return imp.builder.make("softplus", imp.argument(node.args[0]))
+
+
+@handler("max", "min")
+def _extreme(imp: "Importer", node: Node) -> Value:
+    name, *rest = node.target.__name__.split(".")
+    if rest != ["other"]:
+        raise Unsupported(f"{node.target} is not known")
+    return imp.builder.make(f"{name}imum", imp.argument(node.args[0]), imp.argument(node.args[1]))
+
+
+@handler("mish")
+def _mish(imp: "Importer", node: Node) -> Value:
+    x = imp.argument(node.args[0])
+    return imp.builder.make("mul", x, imp.builder.make("tanh", imp.builder.make("softplus", x)))
 
 
 @handler("clamp", "clamp_min", "clamp_max", "hardtanh")

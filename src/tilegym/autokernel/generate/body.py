@@ -19,7 +19,11 @@ from tilegym.autokernel.generate.operations import evaluate
 LINE = 120
 LONG = 64  # an expression of more characters gets a name
 NEUTRAL = {"sum": "0.0", "max": "-math.inf", "min": "math.inf"}
-RESERVED = frozenset("ct at load span math rows cols inside tile tiles i across N M begin launch".split())
+# Names that the file of a kernel uses for other things.
+RESERVED = frozenset(
+    "ct math torch functools at load span store launch indices plan hinted empty rows cols place tile tiles i across N "
+    "row_count rows_of size_of contiguous_like over_one_plus_exp small_or_flat".split()
+) | frozenset(HELPERS)
 
 
 def suggest(value: Value) -> str:
@@ -99,6 +103,8 @@ class Body:
         rough: whether all ends in the working dtype, whatever it goes through.
     """
 
+    columns, inside = "N", "cols[None, :] < N"  # the number of columns, and which ones of a tile are among them
+
     def __init__(self, parameters: Iterable[str], load: Callable[[Value], str], dtype: str | None, rough: bool):
         self.taken = {*parameters, *RESERVED}
         self.load, self.dtype, self.rough = load, dtype, rough
@@ -146,6 +152,9 @@ class Body:
                 self.scope[value] = self.read(value), ATOM
                 continue
             text, binds = self._expression(value, value in narrow)
+            while len(text) > LINE - 24 and (longest := self._longest(value)) is not None:
+                self.keep(longest)
+                text, binds = self._expression(value, value in narrow)
             self.scope[value] = text, binds
             named = uses[value] > 1 or value in repeated or value.hint is not None or len(text) > LONG
             if named and value.op not in ("constant", "columns", "detach"):
@@ -159,15 +168,16 @@ class Body:
         return name
 
     def assign(self, name: str, text: str) -> None:
-        line = f"{name} = {text}"
-        if len(line) + self.indent > LINE and text.endswith(")") and "(" in text:
-            # As the formatter breaks a long line: the arguments of the outer call on a line of their own.
-            head, _, rest = text.partition("(")
-            self.line(f"{name} = {head}(")
-            self.line(f"    {rest[:-1]}")
-            self.line(")")
+        head, parenthesis, rest = text.partition("(")
+        if len(name) + len(text) + self.indent + 3 > LINE and parenthesis and rest.endswith(")"):
+            self.call(f"{name} = {head}", rest[:-1])
         else:
-            self.line(line)
+            self.line(f"{name} = {text}")
+
+    def _longest(self, value: Value) -> Value | None:
+        """The argument with the longest text, if one is more than a name."""
+        longest = max(value.args, key=lambda a: len(self.scope[a][0]), default=None)
+        return longest if longest is not None and len(self.scope[longest][0]) > LONG // 2 else None
 
     def _narrow(self, order: list[Value]) -> set[Value]:
         """The values that are rounded to the working dtype by all that use them."""
@@ -182,7 +192,7 @@ class Body:
         if value.op == "constant":
             return literal(value.number)
         if value.op == "columns":
-            return "N", ATOM
+            return self.columns, ATOM
         if value.op == "round":
             self.helpers.add("rounded")
             return f"rounded({self.text(value.args[0])}, {self.dtype})", ATOM
@@ -204,7 +214,7 @@ class Body:
         pad = padding(arg, self.padding)
         if pad is not None and literal(pad)[0] in (neutral, "-" + neutral if neutral == "0.0" else neutral):
             return self.text(arg)
-        return f"ct.where(cols[None, :] < N, {self.text(arg)}, {neutral})"
+        return f"ct.where({self.inside}, {self.text(arg)}, {neutral})"
 
     def reduction(self, op: str, text: str) -> str:
         keep = "" if op == "sum" else ", propagate_nan=True"

@@ -1,7 +1,7 @@
 """Reverse-mode differentiation of a region: another region, whose inputs are the first one's and its gradients.
 
-Values of the forward pass are computed again, rounded as they were; the gradients themselves stay in fp32 until they are
-stored. What PyTorch rounds between two steps of its backward pass is not.
+Values of the forward pass are computed again, rounded as they were; the gradients themselves stay in fp32 until they
+are stored. What PyTorch rounds between two steps of its backward pass is not.
 """
 
 from tilegym.autokernel.generate.body import suggest

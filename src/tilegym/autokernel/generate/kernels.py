@@ -79,7 +79,8 @@ class KernelWriter:
     def load(self, value: Value) -> str:
         name, rows = value.hint, "rows"
         if value.steps:
-            rows = f"rows // {name}_outer * {name}_inner + rows % {name}_inner"
+            rows = self.body.new_name(f"{name}_rows")
+            self.body.line(f"{rows} = rows // {name}_outer * {name}_inner + rows % {name}_inner")
         if self.kernel.kind == "flat":
             text = f"ct.gather({name}, place)"
         elif value.is_tile:
@@ -87,7 +88,6 @@ class KernelWriter:
         elif value.cols:
             text = f"ct.gather({name}, cols)[None, :]"
         elif value.rows:
-            rows = f"({rows})" if value.steps else rows
             text = f"ct.gather({name}, ({rows}[:, None], 0))"
         else:
             text = f"ct.load({name}, (0,), (1,))[None, :]"
@@ -159,8 +159,8 @@ class KernelWriter:
         body.emit(self.stored(o) for o in [*plain, *sums])
         self.store(plain)
         for output in sums:
-            part = f"ct.where(rows[:, None] < {count}, {body.text(output.value)}, 0.0)"
-            body.line(f"{totals[output]} = {totals[output]} + {part}")
+            part = body.text(output.value)
+            body.call(f"{totals[output]} = {totals[output]} + ct.where", f"rows[:, None] < {count}", part, "0.0")
         body.indent = 4
         for output in sums:
             total = f"ct.sum({totals[output]}, axis=0).astype({output.name}.dtype)"

@@ -156,7 +156,7 @@ def launch_lines(
         arrays.append("rows" if name == like else name if name in known else as_rows(name, value, imports))
     sums = kernel.sums
     arrays += [f"{o.name}_parts" if o.vector else o.name if o.name in known else result_rows(o) for o in outputs]
-    for name, value in kernel.inputs.items():
+    for value in kernel.inputs.values():
         if value.steps:
             first, second = value.steps
             arrays += [f"{like}.shape[{first}:-1].numel()", f"{like}.shape[{second}:-1].numel()"]

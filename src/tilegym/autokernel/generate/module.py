@@ -198,14 +198,10 @@ class ModuleWriter:
         else:
             differentiable, others = [], floats
         if others:
-            wants = " or ".join(f"{n}.requires_grad" for n in others)
-            wants = f"({wants})" if len(others) > 1 else wants
-            lines += _condition(f"torch.is_grad_enabled() and {wants}")
+            lines += _condition(*(f"{n}.requires_grad" for n in others), unless="torch.is_grad_enabled()")
             lines.append(f'        raise UnsupportedError("there is no gradient of {", ".join(others)}")')
         if differentiable:
-            wants = " or ".join(f"{n}.requires_grad" for n in differentiable)
-            wants = f"({wants})" if len(differentiable) > 1 else wants
-            lines += _condition(f"torch.is_grad_enabled() and {wants}")
+            lines += _condition(*(f"{n}.requires_grad" for n in differentiable), unless="torch.is_grad_enabled()")
             lines.append(f"        return {class_name(region.name)}.apply({', '.join(names)})")
         lines.append(f"    return {region.name}_forward({', '.join(names)})")
         return "\n".join([*lines, ""])
@@ -274,8 +270,10 @@ def _shape_checks(value: Value, like: Value) -> list[str]:
         first, last = value.steps
         rank = len(like.shape)
         leading = rank - len(value.shape)
-        sizes = ["1" if first <= i < last else f"{base}.shape[{i}]" for i in range(leading, rank - 1)]
-        sizes.append(f"{base}.shape[{rank - 1}]" if value.cols else "1")
+        ones = ["1"] * (last - max(first, leading))
+        before = [f"*{base}.shape[{leading or ''}:{first}]"] if first > leading else []
+        after = [f"*{base}.shape[{last}:]"] if value.cols else [f"*{base}.shape[{last}:-1]", "1"]
+        sizes = [*before, *ones, *after]
         return [f"{base}.dim() != {rank}", f"{name}.shape != ({', '.join(sizes)})"]
     if value.shape == like.shape:
         return [f"{name}.shape != {base}.shape"]
@@ -292,16 +290,21 @@ def _shape_checks(value: Value, like: Value) -> list[str]:
     return [f"{name}.numel() != 1"]
 
 
-def _condition(text: str) -> list[str]:
-    line = f"    if {text}:"
+def _condition(*conditions: str, unless: str = "") -> list[str]:
+    """``if`` one of ``conditions`` holds, with ``unless`` before them, on as few lines as the formatter needs."""
+    either = " or ".join(conditions)
+    first = f"{unless} and (" if unless and len(conditions) > 1 else f"{unless} and " if unless else ""
+    line = f"    if {first}{either}{')' if first.endswith('(') else ''}:"
     if len(line) <= LINE:
         return [line]
-    parts = re.split(r" (?=or |and )", text)
-    return ["    if (", *(f"        {p}" for p in parts), "    ):"]
+    inner = [f"        {either}"]
+    if len(inner[0]) > LINE:
+        inner = [f"        {'or ' if i else ''}{c}" for i, c in enumerate(conditions)]
+    return [f"    if {first or '('}", *inner, "    ):"]
 
 
 def _refuse(conditions: list[str], reason: str) -> list[str]:
-    return [*_condition(" or ".join(conditions)), f'        raise UnsupportedError("{reason}")']
+    return [*_condition(*conditions), f'        raise UnsupportedError("{reason}")']
 
 
 def _d(name: str) -> str:

@@ -175,10 +175,11 @@ OPERATIONS: dict[str, Operation] = {
         "softplus({0})",
         lambda x: math.log1p(math.exp(x)),
         lambda b, v, g: [b.make("mul", g, b.make("sigmoid", v.args[0]))],
-        "softplus",
+        "smooth",
     ),
-    "gelu": _call("gelu({0}, {dtype}, False)", _gelu_number, _gelu(""), "gelu"),
-    "gelu_tanh": _call("gelu({0}, {dtype}, True)", _gelu_tanh_number, _gelu("_tanh"), "gelu"),
+    "expm1": _call("expm1({0})", math.expm1, lambda b, v, g: [b.make("mul", g, b.make("exp", v.args[0]))], "power"),
+    "gelu": _call("gelu({0}, {dtype}, False)", _gelu_number, _gelu(""), "activated"),
+    "gelu_tanh": _call("gelu({0}, {dtype}, True)", _gelu_tanh_number, _gelu("_tanh"), "activated"),
     "gelu_slope": _call("gelu_slope({0}, {dtype}, False)", lambda x: 0.5 if x == 0 else math.nan, None, "slope"),
     "gelu_tanh_slope": _call("gelu_slope({0}, {dtype}, True)", lambda x: 0.5 if x == 0 else math.nan, None, "slope"),
     "maximum": _call("ct.maximum({0}, {1}, propagate_nan=True)", max, _extreme("greater"), "larger", n=2, exact=True),
@@ -215,6 +216,13 @@ HELPERS = {
     log = ct.where(sum == 1.0, e, ct.log(sum) * e / (sum - 1.0))
     return ct.where(x > 20.0, x, log)
 ''',
+    "expm1": '''def expm1(x):
+    """In a kernel: exp(x) - 1."""
+    e = ct.exp(x)
+    # What is lost in the difference is made up for; far from 0 nothing is.
+    near = ct.where(e == 1.0, x, (e - 1.0) * x / ct.log(e))
+    return ct.where(ct.abs(x) < 1.0, near, e - 1.0)
+''',
     "gelu": '''def gelu(x, dtype, TANH: Bool):
     """In a kernel: x times the distribution function of the normal distribution."""
     p, _ = _gate(x, dtype, TANH)
@@ -229,6 +237,7 @@ HELPERS = {
 HELPER_IMPORTS = {
     "rounded": (),
     "softplus": (),
+    "expm1": (),
     "gelu": (("tilegym.ops.cutile.geglu", "_gate"), ("tilegym.ops.cutile.tiling", "Bool")),
     "gelu_slope": (("tilegym.ops.cutile.geglu", "_gate"), ("tilegym.ops.cutile.tiling", "Bool")),
 }

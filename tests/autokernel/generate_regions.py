@@ -1,0 +1,162 @@
+"""Regions of real models, from the installed transformers: what no op of the library computes, and what some do."""
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from common import randn
+from transformers.activations import ACT2FN
+
+
+class RegionCase(NamedTuple):
+    make: Callable[[], Callable]  # the region: a module, in fp32, or a function
+    inputs: tuple[tuple[int, ...], ...]  # shapes
+    gradient: bool = True
+    exact: bool = False  # whether each step is rounded correctly, so that the results are equal bit for bit
+    scale: float = 1.0
+
+
+def _of(model: str, name: str, *args, **kwargs) -> Callable[[], Callable]:
+    """Makes module ``name`` of ``model``, with weights that differ from each other."""
+
+    def make() -> Callable:
+        module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+        made = getattr(module, name)
+        if not isinstance(made, type):
+            return made
+        made = made(*args, **kwargs)
+        for i, parameter in enumerate(made.parameters()):
+            parameter.data = 0.5 + randn(*parameter.shape, seed=i).abs().cpu()
+        return made
+
+    return make
+
+
+def _activation(name: str) -> Callable[[], Callable]:
+    return lambda: ACT2FN[name]
+
+
+def granite_residual(hidden_states, residual):
+    hidden_states = residual + hidden_states * 0.22
+    return hidden_states
+
+
+def nemotron_gate(up, gate):
+    return F.relu(gate).square() * up
+
+
+def gemma2_softcap(logits):
+    logits = logits / 30.0
+    logits = torch.tanh(logits)
+    return logits * 30.0
+
+
+def qwen3_next_output_gate(attn_output, gate):
+    return attn_output * torch.sigmoid(gate)
+
+
+def qwen2_moe_shared_expert(expert_output, shared_expert_output, gate):
+    shared_expert_output = F.sigmoid(gate) * shared_expert_output
+    return expert_output + shared_expert_output
+
+
+def gpt_oss_gate(gate_up):
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate = gate.clamp(min=None, max=7.0)
+    up = up.clamp(min=-7.0, max=7.0)
+    glu = gate * torch.sigmoid(gate * 1.702)
+    return (up + 1) * glu
+
+
+def phi3_gate(up_states):
+    gate, up_states = up_states.chunk(2, dim=-1)
+    up_states = up_states * F.silu(gate)
+    return up_states
+
+
+def modernbert_gate(hidden_states):
+    input, gate = hidden_states.chunk(2, dim=-1)
+    return F.gelu(input) * gate
+
+
+def eager_attention_probabilities(attn_weights, attention_mask):
+    attn_weights = attn_weights * 0.125 + attention_mask
+    attn_weights = F.softmax(attn_weights, dim=-1, dtype=torch.float32).to(attn_weights.dtype)
+    return attn_weights
+
+
+def mixtral_router(router_logits):
+    return F.softmax(router_logits.float(), dim=-1).to(router_logits.dtype)
+
+
+def layer_norm_gelu(hidden_states, weight, bias):
+    hidden_states = F.layer_norm(hidden_states, weight.shape, weight, bias, 1e-5)
+    return F.gelu(hidden_states, approximate="tanh")
+
+
+def add_rms_norm(hidden_states, residual, weight):
+    residual = residual + hidden_states
+    normed = F.rms_norm(residual, weight.shape, weight, 1e-6)
+    return normed, residual
+
+
+def glm4_post_norm(hidden_states, residual, weight):
+    normed = hidden_states.to(torch.float32)
+    variance = normed.pow(2).mean(-1, keepdim=True)
+    normed = normed * torch.rsqrt(variance + 1e-5)
+    hidden_states = residual + weight * normed.to(hidden_states.dtype)
+    return hidden_states
+
+
+def norm_statistics(hidden_states):
+    mean = hidden_states.mean(-1)
+    std = hidden_states.float().var(-1, keepdim=True, correction=1).sqrt()
+    return mean, std
+
+
+def per_head_norm(q, weight):
+    q = q * torch.rsqrt(q.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(q.dtype)
+    return q * weight
+
+
+N = 77
+X = (2, 9, N)
+CASES = {
+    "granite_residual": RegionCase(lambda: granite_residual, (X, X), exact=True),
+    "nemotron_gate": RegionCase(lambda: nemotron_gate, (X, X), exact=True),
+    "gemma2_softcap": RegionCase(lambda: gemma2_softcap, (X,), scale=30.0),
+    "qwen3_next_output_gate": RegionCase(lambda: qwen3_next_output_gate, (X, X)),
+    "qwen2_moe_shared_expert": RegionCase(lambda: qwen2_moe_shared_expert, (X, X, (2, 9, 1))),
+    "gpt_oss_gate": RegionCase(lambda: gpt_oss_gate, ((2, 9, 2 * N),), scale=4.0),
+    "phi3_gate": RegionCase(lambda: phi3_gate, ((2, 9, 2 * N),)),
+    "modernbert_gate": RegionCase(lambda: modernbert_gate, ((2, 9, 2 * N),)),
+    "eager_attention_probabilities": RegionCase(
+        lambda: eager_attention_probabilities, ((2, 3, 5, N), (2, 1, 5, N)), gradient=("attn_weights",)
+    ),
+    "mixtral_router": RegionCase(lambda: mixtral_router, ((9, 8),)),
+    "layer_norm_gelu": RegionCase(lambda: layer_norm_gelu, (X, (N,), (N,))),
+    "add_rms_norm": RegionCase(lambda: add_rms_norm, (X, X, (N,))),
+    "glm4_post_norm": RegionCase(lambda: glm4_post_norm, (X, X, (N,))),
+    "norm_statistics": RegionCase(lambda: norm_statistics, (X,)),
+    "per_head_norm": RegionCase(lambda: per_head_norm, ((2, 9, 3, 33), (33,))),
+    "qwen3_next_rms_norm_gated": RegionCase(_of("qwen3_next", "Qwen3NextRMSNormGated", N), (X, X)),
+    "qwen3_next_l2norm": RegionCase(_of("qwen3_next", "l2norm"), (X,)),
+    "gemma_rms_norm": RegionCase(_of("gemma", "GemmaRMSNorm", N), (X,)),
+    "gemma4_rms_norm": RegionCase(_of("gemma4", "Gemma4RMSNorm", N, with_scale=False), (X,)),
+    "cohere_layer_norm": RegionCase(_of("cohere", "CohereLayerNorm", N), (X,)),
+    "olmo_layer_norm": RegionCase(_of("olmo", "OlmoLayerNorm", N), (X,)),
+    "olmo2_rms_norm": RegionCase(_of("olmo2", "Olmo2RMSNorm", N), (X,)),
+    "llama_rms_norm": RegionCase(_of("llama", "LlamaRMSNorm", N), (X,)),
+    "llama4_l2_norm": RegionCase(_of("llama4", "Llama4TextL2Norm"), (X,)),
+    "nemotron_layer_norm": RegionCase(_of("nemotron", "NemotronLayerNorm1P", N), (X,)),
+    "t5_layer_norm": RegionCase(_of("t5", "T5LayerNorm", N), (X,)),
+    "mamba2_rms_norm_gated": RegionCase(_of("mamba2", "MambaRMSNormGated", N, N), (X, X)),
+    "starcoder2_gelu": RegionCase(_activation("gelu_pytorch_tanh"), (X,)),
+    "quick_gelu": RegionCase(_activation("quick_gelu"), (X,)),
+    "new_gelu": RegionCase(_activation("gelu_new"), (X,)),
+    "relu_squared": RegionCase(_activation("relu2"), (X,), exact=True),
+    "mish": RegionCase(_activation("mish"), (X,)),
+    "apertus_xielu": RegionCase(_activation("xielu"), (X,), gradient=("input",)),
+}
