@@ -176,7 +176,7 @@ def load(
                 "restore its files, or add --random_weights to run its shape"
             ) from error
     # Neutral: greedy, and no end token, so that every run makes the same number of tokens.
-    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=config.pad_token_id or 0)
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=getattr(config, "pad_token_id", None) or 0)
     tokenizer = _load_tokenizer(model_id, random_weights, extra)
     return LoadedModel(model_id, model.eval(), tokenizer, random_weights)
 

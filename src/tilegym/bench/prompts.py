@@ -70,7 +70,7 @@ def make_batches(
     size = batch_size or len(encoded)
     if len(encoded) < size:
         encoded = [encoded[i % len(encoded)] for i in range(size)]
-    pad = tokenizer.pad_token_id if tokenizer is not None else config.pad_token_id
+    pad = tokenizer.pad_token_id if tokenizer is not None else getattr(config, "pad_token_id", None)
     return [_pad(encoded[i : i + size], pad or 0) for i in range(0, len(encoded), size)]
 
 

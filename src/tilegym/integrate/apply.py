@@ -58,6 +58,8 @@ def apply(
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
         raise ModelError(f"{type(model).__name__} has no config.model_type: give a model of transformers")
+    if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
+        raise ModelError(f"{type(model).__name__} is no causal language model: give a decoder with its output layer")
     if by_hand and not verify:
         if model_type in monkey_patch.FAMILIES:
             return monkey_patch.apply(model, use_cutile=use_cutile, **flags)

@@ -1,5 +1,7 @@
 """The plan: for each thing that a model computes the kernels that may serve it, best match first."""
 
+import functools
+import json
 import re
 from dataclasses import asdict
 from dataclasses import dataclass
@@ -137,14 +139,18 @@ def _candidates(requirement: Requirement, model: nn.Module, look_up: bool) -> tu
     return tuple(found), why
 
 
-def _looked_up(requirement: Requirement, candidates: list[Candidate]) -> list[Candidate]:
+@functools.lru_cache(maxsize=256)
+def _matches(definition: str) -> list:
     from tilegym import inventory
 
     try:
-        matches = inventory.match(inventory.Definition.model_validate(requirement.definition))
+        return inventory.match(inventory.Definition.model_validate_json(definition))
     except InventoryError:  # a draft whose constraints do not say all: then the op by itself
-        matches = []
-    found = []
+        return []
+
+
+def _looked_up(requirement: Requirement, candidates: list[Candidate]) -> list[Candidate]:
+    matches, found = _matches(json.dumps(requirement.definition)), []
     for candidate in candidates:
         # A second candidate of one op takes what the first has left.
         taken = {c.solution for c in found}

@@ -72,6 +72,28 @@ def _portable(value: Any) -> Any:
     return value
 
 
+class HeldFunction:
+    """A reproducible function that an instance holds as an attribute; copied and pickled along with the instance."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> "HeldFunction":
+        return self
+
+    def __reduce__(self):
+        return held, (_portable(self.function),)
+
+
+@functools.cache
+def held(function: Callable) -> HeldFunction:
+    """A reproducible ``function`` as something that an instance can hold; the same for the same function."""
+    return HeldFunction(function)
+
+
 def _mentions(code: types.CodeType, name: str) -> bool:
     return name in code.co_names or any(_mentions(c, name) for c in code.co_consts if isinstance(c, types.CodeType))
 

@@ -20,6 +20,7 @@ from tilegym.errors import PatchError
 from tilegym.transformers import general_kernels
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import describe
+from tilegym.transformers.forwards import held
 from tilegym.transformers.forwards import with_globals
 from tilegym.transformers.patching import ALREADY_PATCHED
 from tilegym.transformers.patching import Entry
@@ -179,7 +180,7 @@ def _put_function(patches: PatchSet, model: nn.Module, place: Place, backend: st
         (path, module, name)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if value is function or value is new
+        if value is function or value is held(new)
     ]
     for path, (module, name) in using.items():
         current = vars(module).get("forward")
@@ -194,7 +195,7 @@ def _put_function(patches: PatchSet, model: nn.Module, place: Place, backend: st
         if why:
             patches.skip(_at(entry, path), why)
         else:
-            patches.replace_attribute(module, name, new, _at(entry, path))
+            patches.replace_attribute(module, name, held(new), _at(entry, path))
     if not using and not holding:
         patches.skip(_at(entry, type(model).__name__), f"no forward in it calls {function.__name__} by its name")
 
@@ -210,7 +211,7 @@ def _put_attention(patches: PatchSet, model: nn.Module, place: Place, backend: s
 
 
 def _put_loss(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
-    entry, new, own = _at(entry, type(model).__name__), place.replacement(backend), vars(model)
+    entry, new, own = _at(entry, type(model).__name__), held(place.replacement(backend)), vars(model)
     if own.get("_loss_function") is new:
         patches.skip(entry, ALREADY_PATCHED)
     elif model.loss_function is not resolve(place.of):

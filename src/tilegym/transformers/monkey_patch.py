@@ -12,6 +12,7 @@ from torch import nn
 
 from tilegym.backend import assert_backend_available
 from tilegym.errors import ModelError
+from tilegym.transformers import generated
 from tilegym.transformers.deepseek2 import DEEPSEEK_V2
 from tilegym.transformers.deepseek2 import DEEPSEEK_V3
 from tilegym.transformers.family import Family
@@ -64,7 +65,8 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
     """Puts TileGym's kernels into ``model``, whatever its family, and into nothing else in the process.
 
     Args:
-        model: a model of transformers whose ``config.model_type`` is one of the supported families.
+        model: a model of transformers whose ``config.model_type`` is one of the supported families, or one that
+            ``tilegym integrate`` has written a patch for.
         use_cutile: run what is patched on the ``cutile`` backend; else on the one that is chosen when it runs.
         use_attn: whether to patch attention.
         flags: whether to patch the other computes, by name; True for those that are not given. ``rope``, ``rms_norm``,
@@ -82,6 +84,11 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
         BackendError: cuTile is asked for and not installed.
         TypeError: no family has a compute of a flag's name.
     """
+    written = generated.find(getattr(getattr(model, "config", None), "model_type", None) or "")
+    if written is not None and model.config.model_type not in FAMILIES:
+        computes = inspect.signature(written).parameters
+        wanted = {name: value for name, value in {**flags, "attn": use_attn}.items() if name in computes}
+        return written(model=model, use_cutile=use_cutile, **wanted)
     family = FAMILIES[_model_type(model, tuple(FAMILIES))]
     known = {compute.name for family in FAMILIES.values() for compute in family.computes} - {"attn"}
     unknown = flags.keys() - known

@@ -1,0 +1,162 @@
+"""``tilegym.apply``: any family, in memory, quickly, and back."""
+
+import copy
+import pickle
+import time
+
+import pytest
+import torch
+from integrate_models import Unseen
+from integrate_models import UnseenConfig
+from integration import small
+
+import tilegym
+from tilegym.errors import ModelError
+from tilegym.errors import PatchError
+from tilegym.integrate import recipes
+from tilegym.transformers.general import Place
+
+FAMILIES = [
+    "stablelm", "cohere", "phi", "starcoder2", "olmo", "gpt_neox", "glm4", "mixtral", "qwen3_5_text", "deepseek_v2",
+]  # fmt: skip
+PADDED = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+
+
+def ids_of(model):
+    return torch.tensor([[11, 12, 13, 14, 15], [9, 9, 21, 22, 23]]) % model.config.vocab_size
+
+
+def answers(model):
+    ids = ids_of(model)
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=PADDED).logits[PADDED.bool()]
+        tokens = model.generate(input_ids=ids, attention_mask=PADDED, max_new_tokens=6, do_sample=False)
+    return logits, tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_tokens_stay_and_revert(family):
+    model = small(family)
+    logits, tokens = answers(model)
+    start = time.perf_counter()
+    report = tilegym.apply(model, use_cutile=False, by_hand=False)
+    assert time.perf_counter() - start < 5
+    assert {"linear", "attn", "loss"} <= {entry.compute for entry in report.patched}
+    patched_logits, patched_tokens = answers(model)
+    torch.testing.assert_close(patched_logits, logits, rtol=1e-4, atol=1e-5 * logits.abs().max().item())
+    assert torch.equal(patched_tokens, tokens)
+    report.revert()
+    assert torch.equal(answers(model)[0], logits)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["stablelm", "mixtral"])
+def test_verified_on_the_models_own_tensors(family):
+    model = small(family)
+    with tilegym.apply(model, use_cutile=False, verify=True) as report:
+        assert {"linear", "attn", "rope"} <= {entry.compute for entry in report.patched}
+
+
+def test_gradients_are_those_of_the_model():
+    model = small("stablelm")
+    ids = ids_of(model)
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    with tilegym.apply(model, use_cutile=False):
+        got = gradients()
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item() + 1e-9)
+
+
+def test_a_wrong_kernel_is_left_out_before_and_after_it_is_put_in(monkeypatch):
+    model = small("stablelm")
+    good = recipes._WAYS["layer_norm"]
+
+    def wrong(requirement, of):
+        (op, place), *_ = good(requirement, of)
+        return [(op, Place(place.of, place.kernel, {**place.options, "eps": 0.3}))]
+
+    monkeypatch.setitem(recipes._WAYS, "layer_norm", wrong)
+    with tilegym.apply(model, use_cutile=False) as report:
+        assert "layer_norm" not in {entry.compute for entry in report.patched}
+        assert any("it does not compute layer_norm" in entry.why for entry in report.skipped)
+    # The first candidate is wrong, the second right.
+    monkeypatch.setitem(recipes._WAYS, "layer_norm", lambda r, m: wrong(r, m) + good(r, m))
+    with tilegym.apply(model, use_cutile=False, verify=True) as report:
+        assert "layer_norm" in {entry.compute for entry in report.patched}
+        assert any("off by" in entry.why for entry in report.skipped)
+
+
+def test_another_model_of_the_family_with_other_numbers_is_not_changed_silently():
+    """The names and numbers of one model's patch, put into one with another eps."""
+    from tilegym.integrate.plan import make_plan
+    from tilegym.transformers.general import put
+
+    model, other = small("olmo"), small("olmo")
+    item = make_plan(model, look_up=False).computes["layer_norm"][0]
+    place = item.candidates[0].place
+    place = Place(place.of, place.kernel, {**place.options, "eps": 0.1})
+    with pytest.raises(PatchError, match="does not compute layer_norm"):
+        put(other, "layer_norm", (place,))
+
+
+def test_a_model_of_ones_own():
+    torch.manual_seed(0)
+    model = Unseen(UnseenConfig(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2)).eval()
+    ids = ids_of(model)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with tilegym.apply(model, use_cutile=False) as report:
+            got = model(ids).logits
+    assert {"rms_norm", "rope", "attn", "linear"} <= {entry.compute for entry in report.patched}
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_flags_leave_computes_out():
+    model = small("stablelm")
+    with tilegym.apply(model, use_cutile=False, rope=False) as report:
+        assert "rope" not in {entry.compute for entry in report.patched}
+    with pytest.raises(PatchError, match="no compute 'moe'"):
+        tilegym.apply(model, use_cutile=False, moe=True)
+
+
+def test_twice_changes_nothing_and_revert_reaches_all():
+    model = small("stablelm")
+    first = tilegym.apply(model, use_cutile=False)
+    second = tilegym.apply(model, use_cutile=False)
+    assert first.patched and not second.patched
+    tilegym.revert(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_copies_and_pickles_keep_their_kernels():
+    model = small("stablelm")
+    tilegym.apply(model, use_cutile=False)
+    logits = answers(model)[0]
+    for double in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert "forward" in vars(double.model.layers[0].mlp)
+        assert torch.equal(answers(double)[0], logits)
+
+
+def test_families_by_hand_keep_their_patch():
+    model = small("llama")
+    with tilegym.apply(model, use_cutile=False) as report:
+        assert report.maker == "tilegym.transformers.monkey_patch"
+
+
+def test_what_is_no_language_model_is_refused():
+    with pytest.raises(ModelError, match="config.model_type"):
+        tilegym.apply(torch.nn.Linear(2, 2))
+    from transformers import BartConfig
+    from transformers import BartModel
+
+    config = BartConfig(vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16)  # fmt: skip
+    with pytest.raises(ModelError):
+        tilegym.apply(BartModel(config), use_cutile=False)

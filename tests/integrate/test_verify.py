@@ -1,0 +1,105 @@
+"""Capturing calls, and telling right kernels from wrong ones on them."""
+
+import dataclasses
+
+import pytest
+import torch
+from integration import small
+
+from tilegym.bench.prompts import Batch
+from tilegym.integrate import capture
+from tilegym.integrate import verify
+from tilegym.integrate.plan import make_plan
+
+BATCHES = {
+    "prompt": Batch(torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.int64)),
+    "padded batch": Batch(torch.tensor([[5, 6, 7, 8], [0, 0, 9, 4]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])),
+}
+
+
+def captured(family, dtype=torch.bfloat16):
+    model = small(family, dtype)
+    plan = make_plan(model, look_up=False)
+    points = {i.key: (i.candidates[0].place, i.requirement.modules[0]) for i in plan.items if i.candidates}
+    return model, points, capture.capture(model, points, BATCHES)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere", "gpt_oss"])
+def test_every_kernel_passes_in_the_interpreter(family):
+    model, points, calls = captured(family)
+    for key, (place, path) in points.items():
+        check = verify.verify(model, place, path, calls[key], "cutile")
+        assert check.passed, f"{key}: {check.why}"
+        assert check.errors and all(e.error <= e.allowed for e in check.errors)
+    labels = [call.label for call in calls["rope"]]
+    assert labels == ["prompt, prefill", "prompt, decode", "padded batch, prefill", "padded batch, decode"]
+    assert [call.label for call in calls["loss"]] == ["training"]
+
+
+@pytest.mark.parametrize(
+    "key, wrong",
+    [
+        ("rms_norm", {"eps": 0.5}),
+        ("rms_norm", {"offset": 1.0}),
+        ("rope", {"style": "interleaved"}),
+        ("swiglu", {"gate": "up_proj", "up": "gate_proj"}),
+        ("swiglu", {"activation": "gelu"}),
+        ("loss", {"shift": False}),
+    ],
+)
+def test_a_wrong_kernel_is_found_out(key, wrong):
+    model, points, calls = captured("llama")
+    place, path = points[key]
+    place = dataclasses.replace(place, options={**place.options, **wrong})
+    check = verify.verify(model, place, path, calls[key], "pytorch")
+    assert not check.passed and check.why.startswith(calls[key][0].label)
+
+
+def test_a_kernel_that_the_backend_does_not_serve_is_no_success():
+    model, points, calls = captured("llama", torch.float32)
+    place, path = points["rms_norm"]
+    for call in calls["rms_norm"]:
+        call.args = [call.args[0].double()]
+    check = verify.verify(model.double(), place, path, calls["rms_norm"], "cutile")
+    assert "instead of cutile" in check.why
+
+
+def test_a_part_that_does_not_run_is_not_verified():
+    model, points, calls = captured("llama")
+    assert "did not run" in verify.verify(model, *points["swiglu"], [], "pytorch").why
+
+
+def test_the_model_is_as_it_was():
+    model = small("qwen3")
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        expected = model(ids).logits
+    plan = make_plan(model, look_up=False)
+    points = {i.key: (i.candidates[0].place, i.requirement.modules[0]) for i in plan.items if i.candidates}
+    capture.capture(model, points, BATCHES)
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys(), name
+        assert not module._forward_pre_hooks
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_calls_survive_the_disk(tmp_path):
+    freqs = torch.polar(torch.ones(2, 3), torch.rand(2, 3))
+    calls = [capture.Recorded("prefill", [torch.rand(2, 3).bfloat16(), capture.MODULE, [1, None]], {"f": freqs})]
+    capture.save(calls, tmp_path / "a" / "x.safetensors")
+    (back,) = capture.load(tmp_path / "a" / "x.safetensors", torch.device("cpu"))
+    assert back.label == "prefill" and back.args[1:] == calls[0].args[1:]
+    assert torch.equal(back.args[0], calls[0].args[0]) and torch.equal(back.kwargs["f"], freqs)
+
+
+def test_launches_compile_once_for_every_architecture():
+    if not verify.compiler_is_there():
+        pytest.skip("no compiler")
+    model, points, calls = captured("llama")
+    launches: list = []
+    verify.verify(model, *points["swiglu"], calls["swiglu"], "cutile", launches=launches)
+    done = verify.compile_ahead(launches, {}, ("sm_90",))
+    assert done and not any(done.values())
+    assert verify.compile_ahead(launches, done, ("sm_90",)) == done
