@@ -76,10 +76,11 @@ def decode(group, b, hq, hkv, s, d, tile_n, splits, merge, h, kv_len=True):
         )
         numbers = (d**-0.5, 1.0, 0, max(16, p2(hq // hkv)), tile_n, d, d, d)
         flags = (False, False, 0, 1, False, kv_len, False)
-        first = ((b * hkv, splits), decode_kernel, (*arrays, *numbers, *flags, mode, p2(hq // hkv), tile_s))
+        first = ((b * hkv, splits), decode_kernel, (*arrays, *numbers, *flags, mode, p2(hq // hkv), tile_s, False))
         if mode != NEXT_LAUNCH:
             return [first]
-        return [first, ((b * hq,), merge_kernel, (partial, t["o"], d**-0.5, tile_s, d, d))]
+        # Fewer splits at a time than it could are merged one by one, as the last block does.
+        return [first, ((b * hq,), merge_kernel, (partial, t["o"], d**-0.5, tile_s, d, d, tile_s != TILE_S, False))]
 
     how = {ONE_SPLIT: "", LAST_BLOCK: f"last block {tile_s}", NEXT_LAUNCH: f"next launch {tile_s}"}[mode]
     label = f"keys{tile_n} splits{splits} {how} {'' if kv_len else ' no kv_len'}"
@@ -107,7 +108,7 @@ for shape, chosen in SHAPES:
             merges = [(ONE_SPLIT, 1)]
         else:
             merges = [(LAST_BLOCK, n) for n in (widest, 2 * widest, 4 * widest) if n <= splits]
-            merges.append((NEXT_LAUNCH, TILE_S))
+            merges += [(NEXT_LAUNCH, TILE_S), (NEXT_LAUNCH, 8), (NEXT_LAUNCH, 4)]
         for merge in merges:
             warps = 8 if group > 64 else None
             for tile_n, h in ((128, hints(warps, 2)), (64, hints(warps, 4)), (64, hints(warps, 2))):

@@ -141,11 +141,11 @@ def decode(group, batch, heads, tiles, splits, h, keys_left, kv_len=False, merge
         arrays = (t["q"], t["qpe"], t["kv"], t["kpe"], partial, t["lse"] if final else 0, 0)
         sizes = (t["kv_len"] if kv_len else 0, SCALE, tile_h, tile_n, LATENT, R, keys_left)
         grid = (batch * -(-heads // tile_h), splits)
-        first = (grid, mla_decoding_kernel, (*arrays, *sizes, 0, 1, kv_len, False, final))
+        first = (grid, mla_decoding_kernel, (*arrays, *sizes, 0, 1, kv_len, False, final, False))
         if final:
             return [first]
         merging = (batch * heads, LATENT // merge[1])
-        return [first, (merging, merge_kernel, (partial, t["o"], t["lse"], SCALE, *merge))]
+        return [first, (merging, merge_kernel, (partial, t["o"], t["lse"], SCALE, *merge, False))]
 
     layout = "keys left" if keys_left else "heads left"
     merged = "" if splits == 1 else f" merge{merge[0]}x{merge[1]}"

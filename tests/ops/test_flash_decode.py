@@ -155,19 +155,20 @@ class Test_FlashDecode(PyTestCase):
         for kv_len in ([1, 1], [150, 150]):
             with recorded_launches() as launches:
                 fmha_decode(**kwargs, kv_len=torch.tensor(kv_len), backend="cutile")
-            grids.append([args[4].shape for _, args in launches])
-        assert grids[0] == grids[1] and len(grids[0]) == 1
+            assert len(launches) == 2
+            grids.append([launches[0][1][4].shape, launches[1][1][0].shape])
+        assert grids[0] == grids[1]
 
     @pytest.mark.parametrize("name", ["scale", "sinks", "all"])
     def test_two_launches(self, name, monkeypatch):
         """What one block would take too long to merge gets a launch of its own."""
-        monkeypatch.setattr(flash_decode_plan, "choose_merge", lambda *sizes: (NEXT_LAUNCH, 1, 1))
+        monkeypatch.setattr(flash_decode_plan, "choose_merge", lambda *sizes: choose_merge(*sizes[:-1], False))
         kwargs = tensors(*SHAPES[0]) | OPTIONS[name]
         self.assertCorrectness(fmha_decode, reference, kwargs, {"backend": "cutile"})
 
     @pytest.mark.parametrize("order", ["shuffled", "threads"])
     def test_result_does_not_depend_on_which_block_is_last(self, order, monkeypatch):
-        kwargs = {k: v.cpu() for k, v in tensors(*SHAPES[0]).items()}
+        kwargs = {k: v.cpu() for k, v in tensors(2, 8, 2, 150, 64, 64).items()}
         expected = fmha_decode(**kwargs, backend="cutile")
         launched, run = [], interpreter.launch
 
@@ -182,10 +183,52 @@ class Test_FlashDecode(PyTestCase):
         assert not any(args[5].any() for args in launched)  # the counters are ready for the next launch
 
     def test_which_splits_one_block_merges(self):
-        assert choose_merge(4, 128, 1)[0] == ONE_SPLIT
-        assert choose_merge(4, 128, 33) == (LAST_BLOCK, 4, 4)
-        assert choose_merge(71, 64, 5)[:2] == (LAST_BLOCK, 128)
-        assert choose_merge(71, 64, 132)[0] == NEXT_LAUNCH
+        assert choose_merge(4, 128, 1, 256, True)[0] == ONE_SPLIT
+        assert choose_merge(4, 128, 8, 256, True) == (LAST_BLOCK, 4, 8, True)
+        assert choose_merge(4, 128, 16, 256, True)[0] == NEXT_LAUNCH  # too much
+        for key_bytes in (128, 512):
+            assert choose_merge(4, 128, 8, key_bytes, True)[0] == NEXT_LAUNCH
+
+    def test_graphs_merge_in_a_launch_of_its_own(self):
+        for group, splits in ((1, 32), (4, 5), (4, 8), (8, 3)):
+            _, _, tile_s, one_by_one = choose_merge(group, 128, splits, 256, True)
+            assert one_by_one and choose_merge(group, 128, splits, 256, False) == (NEXT_LAUNCH, 1, tile_s, True)
+
+    @pytest.mark.parametrize("shape", [(1, 8, 2, 200, 64, 64), (2, 6, 2, 150, 64, 48), (1, 2, 2, 300, 64, 64)], ids=str)
+    @pytest.mark.parametrize("options", [{}, dict(kv_len=lengths(77)), dict(sinks=True)], ids=["", "lengths", "sinks"])
+    def test_both_ways_to_merge_give_the_same_bits(self, shape, options, monkeypatch):
+        kwargs = {k: v.cpu() for k, v in tensors(*shape).items()}  # rows of 256 bytes
+        if "sinks" in options:
+            options = dict(sinks=randn(shape[1], seed=5).cpu())
+        if "kv_len" in options:
+            options = dict(kv_len=options["kv_len"].cpu().expand(shape[0]))
+        with recorded_launches(run=True) as launches:
+            by_last_block = fmha_decode(**kwargs, **options, kv_len_per_split=40, backend="cutile")
+            monkeypatch.setattr(flash_decode_plan, "_plans", {})
+            monkeypatch.setattr(flash_decode_plan, "choose_merge", lambda *sizes: choose_merge(*sizes[:-1], False))
+            by_launch = fmha_decode(**kwargs, **options, kv_len_per_split=40, backend="cutile")
+        assert [kernel._pyfunc.__name__ for kernel, _ in launches] == ["decode_kernel", "decode_kernel", "merge_kernel"]
+        assert torch.equal(by_last_block, by_launch)
+
+    @gpu
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize(
+        "sizes", [(8, 32, 8, 8192), (1, 32, 8, 640), (1, 32, 8, 1024), (1, 8, 8, 2048), (2, 16, 2, 513)], ids=str
+    )
+    def test_graphs_and_eager_calls_give_the_same_bits(self, sizes, dtype):
+        """Again and again: were a part not visible yet to the block that merges, it would be so now and then."""
+        kwargs = tensors(*sizes, 128, 128, dtype=dtype)
+        fmha_decode(**kwargs, backend="cutile")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = fmha_decode(**kwargs, backend="cutile")
+        graph.replay()
+        torch.testing.assert_close(captured, reference(**kwargs), rtol=2e-2, atol=2e-2)
+        flush = torch.empty(2**26, device=device())
+        for n in range(1000):
+            if n % 10 == 0:
+                flush.zero_()
+            assert torch.equal(fmha_decode(**kwargs, backend="cutile"), captured)
 
     def test_enough_blocks_for_the_gpu(self, monkeypatch):
         monkeypatch.setattr("tilegym.ops.cutile.flash_decode_plan.sm_count", lambda index: 132)
@@ -243,7 +286,7 @@ class Test_FlashDecode(PyTestCase):
     )
     def test_compiles_for_every_architecture(self, name, kernels, monkeypatch):
         if kernels == 2:
-            monkeypatch.setattr(flash_decode_plan, "choose_merge", lambda *sizes: (NEXT_LAUNCH, 1, 1))
+            monkeypatch.setattr(flash_decode_plan, "choose_merge", lambda *sizes: choose_merge(*sizes[:-1], False))
         options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
         kwargs = {k: v.cpu() for k, v in tensors(2, 8, 2, 150, 128, 128, dtype=torch.bfloat16).items()}
         with recorded_launches() as launches:
@@ -260,7 +303,17 @@ class Test_FlashDecode(PyTestCase):
         arrivals, kv_len = torch.empty(64, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         tile_n = TILE_BYTES // (head_dim * dtype.itemsize)
         sizes = (16, tile_n, head_dim, head_dim, head_dim)
-        flags = (False, False, 0, 1, False, True, dtype == torch.float32, *choose_merge(4, head_dim, 8))
+        flags = (
+            False,
+            False,
+            0,
+            1,
+            False,
+            True,
+            dtype == torch.float32,
+            *choose_merge(4, head_dim, 8, 256, True)[:3],
+            True,
+        )
         arrays = (q, k, v, out, partial, arrivals, 0, 0, kv_len)
         assert_compiles(decode_kernel, (*arrays, 0.1, 1.0, 0, *sizes, *flags), ("sm_90",))
 
@@ -270,7 +323,7 @@ class Test_FlashDecode(PyTestCase):
         q, k = torch.empty(1, 71, 1, 64, dtype=dtype), torch.empty(1, 1, 600, 64, dtype=dtype)
         with recorded_launches() as launches:
             fmha_decode(q, k, k, kv_len_per_split=128, backend="cutile")
-        ((kernel, args),) = launches
+        (kernel, args), _ = launches
         assert (128, 32 if dtype == torch.float32 else 128) == args[12:14]
         assert_compiles(kernel, args)
 

@@ -228,17 +228,19 @@ class Test_MLA_Decoding(PyTestCase):
 
     @pytest.mark.parametrize("arch", ARCHITECTURES)
     @pytest.mark.parametrize("heads", [16, 128])
-    def test_real_tiles_compile(self, arch, heads):
+    def test_real_tiles_compile(self, arch, heads, monkeypatch):
+        monkeypatch.setattr(implementation, "fits_wide", lambda index: arch in ("sm_90", "sm_100"))
         q, qpe = torch.empty(2, heads, 512, dtype=torch.bfloat16), torch.empty(2, heads, 64, dtype=torch.bfloat16)
         kv, kpe = torch.empty(2, 4096, 512, dtype=torch.bfloat16), torch.empty(2, 4096, 64, dtype=torch.bfloat16)
         partial, kv_len = torch.empty(2, heads, 8, 512 + STATE_COLUMNS), torch.empty(2, dtype=torch.int32)
-        tiles = choose_tiles(heads, 512, 64, 2, None, 0)
+        tiles = choose_tiles(2, heads, 512, 64, 2, None, 0)
         kernel = mla_decoding_kernel.replace_hints(num_worker_warps=8) if heads == 128 else mla_decoding_kernel
-        args = (q, qpe, kv, kpe, partial, 0, 0, kv_len, 0.1, *tiles, 0, 1, True, False, False)
+        args = (q, qpe, kv, kpe, partial, 0, 0, kv_len, 0.1, *tiles, 0, 1, True, False, False, arch == "sm_90")
         assert_compiles(kernel, args, (arch,))
 
     @pytest.mark.parametrize("name", ["all masked", "additive mask"])
     def test_everything_compiles(self, name, monkeypatch):
+        monkeypatch.setattr(implementation, "fits_wide", lambda index: True)
         monkeypatch.setattr(implementation, "choose_tiles", lambda *a: choose_tiles(*a[:-1], 0))  # those of a GPU
         monkeypatch.setattr(implementation, "plan", implementation.plan.__wrapped__)
         kwargs = {k: v.cpu().half() if isinstance(v, torch.Tensor) else v for k, v in tensors(*SHAPES[0]).items()}
@@ -302,8 +304,12 @@ class Test_Plan:
         assert choose_splits(0, 128, 0) >= 1
         assert choose_splits(1, 10**6, 0) <= 256
 
-    def test_tiles(self):
+    def test_tiles(self, monkeypatch):
+        monkeypatch.setattr(implementation, "fits_wide", lambda index: True)
+        assert choose_tiles(8, 16, 512, 64, 2, None, 0) == (16, 128, 512, 64, True)
+        assert choose_tiles(8, 128, 512, 64, 2, None, 0) == (64, 64, 512, 64, False)
+        assert choose_tiles(1, 128, 512, 64, 2, None, 0) == (32, 64, 512, 64, True)
         for heads in (1, 16, 20, 64, 128):
-            tile_h, tile_n, tile_d, tile_r, keys_left = choose_tiles(heads, 512, 64, 2, None, 0)
+            tile_h, tile_n, tile_d, tile_r, keys_left = choose_tiles(2, heads, 512, 64, 2, None, 0)
             assert 16 <= tile_h <= 64 and (tile_d, tile_r) == (512, 64)
             assert (tile_n if keys_left else tile_h) >= 64

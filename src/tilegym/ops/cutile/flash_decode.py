@@ -1,8 +1,10 @@
 """``fmha_decode`` in cuTile: attention of one query a head, its keys split among blocks (flash-decoding).
 
 All there is to do is to read the keys and values once, at the speed of memory: for that enough blocks must be at work.
-A block takes one kv head, hence all query heads of its group at a time, and a share of the keys that are valid now. The
-last block of a kv head to finish merges the shares, in their order: which block that is does not show in the result.
+A block takes one kv head, hence all query heads of its group at a time, and a share of the keys that are valid now.
+Another launch merges the shares, or the last block of a kv head to finish does, in their order: which block that is
+does not show in the result, and neither does which of the two ways it is. Launches follow each other without a gap
+where the GPU can do that (programmatic dependent launch), in a decoding graph from op to op.
 """
 
 import math
@@ -29,6 +31,7 @@ from tilegym.ops.cutile.splitk_reduce import merge_kernel
 from tilegym.ops.cutile.splitk_reduce import merge_states
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.workspace import workspace
 from tilegym.ops.pytorch.attention import check_arguments
 from tilegym.ops.pytorch.flash_decode import check_query
@@ -63,7 +66,9 @@ def decode_kernel(
     MERGE: Int,
     TILE_H: Int,  # heads and splits that are merged at a time
     TILE_S: Int,
+    OVERLAP: Bool,
 ):
+    begin(OVERLAP)
     zero = ct.PaddingMode.ZERO
     batch, kv_head = ct.bid(0) // k.shape[1], ct.bid(0) % k.shape[1]
     split = ct.bid(1)
@@ -133,7 +138,7 @@ def decode_kernel(
         arrived = ct.atomic_add(arrivals, (ct.bid(0),), 1)
         if arrived.item() == ct.num_blocks(1) - 1:
             ct.atomic_xchg(arrivals, (ct.bid(0),), 0)
-            merged = merge_states(partial, batch, unit, TILE_H, TILE_S, TILE_DV, DV)
+            merged = merge_states(partial, batch, unit, TILE_H, TILE_S, TILE_DV, DV, True)
             rows, columns = ct.arange(TILE_H, dtype=ct.int32)[:, None], ct.arange(TILE_DV, dtype=ct.int32)[None, :]
             ct.scatter(out, (batch, rows, 0, columns), merged.astype(out.dtype))
 
@@ -167,7 +172,9 @@ def _forward(
     attention_mask: torch.Tensor | None,
     reuse_workspace: bool,
 ) -> torch.Tensor:
-    plan = plan_of(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
+    # Launches cost the host nothing in a graph, and little between the kernels of compiled code.
+    eager = reuse_workspace and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    plan = plan_of(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask, eager)
     out = q.new_empty(plan.out_shape)
     grid, merge = plan.grid, plan.merge
     if grid[1] == 0:
@@ -190,9 +197,11 @@ def _forward(
         0 if sinks is None else sinks,
         0 if kv_len is None else kv_len,
     )
-    launch(out, grid, wide_decode_kernel if plan.wide else decode_kernel, arrays + plan.scalars + plan.constants)
+    kernel, overlap = wide_decode_kernel if plan.wide else decode_kernel, plan.overlap
+    launch(out, grid, kernel, arrays + plan.scalars + plan.constants, overlap)
     if merge == NEXT_LAUNCH:
-        launch(out, (grid[0] * (q.shape[1] // k.shape[1]),), merge_kernel, (partial, out, *plan.merge_args))
+        grid = (grid[0] * (q.shape[1] // k.shape[1]),)
+        launch(out, grid, merge_kernel, (partial, out, *plan.merge_args), overlap)
     return out
 
 
