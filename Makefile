@@ -5,8 +5,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 MODEL := examples/models/tiny-llama
-INFER := $(BIN)/tilegym infer --model_id $(MODEL) --use_tilegym --use_cutile --use_attn --compare --show_outputs \
-	--report_kernel_coverage
+OUT := out/tiny-llama
 # One process a core up to four: beyond that, processes that share one GPU get in each other's way.
 JOBS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$(( n > 4 ? 4 : n )))
 
@@ -23,12 +22,9 @@ $(SETUP): pyproject.toml scripts/setup.sh
 setup: $(SETUP) ## Create .venv and install everything into it
 	@echo "$(BIN) is set up."
 
-run: $(SETUP) ## Run the shipped model with and without TileGym and compare them
-	@echo "==> $(MODEL), unpatched and with TileGym (on a machine without a GPU: the PyTorch backend)"
-	@$(INFER) --input_text "The capital of France is" --output_length 32
-	@echo
-	@echo "==> The same model on the real cuTile kernels, in the interpreter on the CPU (slow, so only a few tokens)"
-	@$(INFER) --interpret --input_text "The capital of France is" --output_length 8 --num_runs 1 --warmup_runs 0
+run: $(SETUP) ## Find, verify and measure the kernels for the shipped model
+	@echo "==> $(MODEL): plan, verification, generation before and after, report in $(OUT)"
+	@$(BIN)/tilegym integrate $(MODEL) --force --restart --output $(OUT)
 
 test: $(SETUP) ## Run all tests; ARGS="tests/ops -k rope" runs some
 	@echo "==> pytest in $(JOBS) processes"
