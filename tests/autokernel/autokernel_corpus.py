@@ -77,7 +77,7 @@ CORPUS = {
     "does_not_compile": Canned(_changed(("ct.rsqrt(", "ct.no_such_function(")), "G1", "crash"),
     "slow": Canned(
         _changed(
-            ("    rstd =", "    for i in range(400):\n        value = value + 0.0 * ct.exp(value * 0.0)\n    rstd ="),
+            ("    rstd =", "    for i in range(120):\n        value = ct.maximum(value, value)\n    rstd ="),
         ),
         "G7",
         "discard",
@@ -178,8 +178,8 @@ CORPUS = {
             (
                 _STORE,
                 _STORE
-                + "    ct.scatter(y, (row, cols + N), ct.astype(w * gated, y.dtype), mask=row == ct.num_blocks(0) - 1,\n"
-                + "               check_bounds=False)\n",
+                + "    ct.scatter(y, (row, cols + N), ct.astype(w * gated, y.dtype), mask=row == ct.num_blocks(0) - 1, "
+                + "check_bounds=False)\n",
             )
         ),
         "G6",

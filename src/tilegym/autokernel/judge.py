@@ -21,6 +21,7 @@ from tilegym.autokernel import tensors
 from tilegym.autokernel import timing
 from tilegym.autokernel.judging_inputs import Call
 from tilegym.autokernel.judging_inputs import extreme
+from tilegym.autokernel.judging_inputs import other_dtypes
 from tilegym.autokernel.judging_inputs import recorded
 from tilegym.autokernel.judging_inputs import small
 from tilegym.autokernel.judging_inputs import strided
@@ -194,10 +195,19 @@ class _Trial:
         calls = [call for call, _ in self.recorded]
         calls += list(sweep(self.definition, self.numbers, self.judge.kind, self.generator))
         calls += list(strided(self._small(5)))
-        return self._compare(calls)
+        found = self._compare(calls)
+        refused = []
+        for call in other_dtypes(self.definition, self._small(5)):
+            try:
+                self._compare([call])
+            except Failed as failed:  # another dtype may be refused, and the model then keeps to PyTorch
+                if failed.status != "crash" or not failed.detail.startswith("UnsupportedError"):
+                    raise
+                refused.append(call.name)
+        return found + (f"; refused: {'; '.join(refused)}" if refused else "")
 
     def g4(self) -> str:
-        return self._compare(list(extreme(self._small(4), self.generator)))
+        return self._compare(list(extreme(self.definition, self._small(4), self.generator)))
 
     def g5(self) -> str:
         call = self.recorded[0][0]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from tilegym.autokernel.profile import Recording
 from tilegym.inventory import Definition
 
 SIZES = (1, 7, 17, 1023)
+WORKING_DTYPES = ("float32", "float16", "bfloat16")
 # How many elements all inputs of a made-up call have at most.
 MAX_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 27}
 _MAX_KEPT = 256 << 20  # bytes of one recorded call; larger ones are made up again, with the same shapes
@@ -122,6 +124,16 @@ def small(definition: Definition, numbers: dict[str, Any], generator: torch.Gene
     return Call(f"size {size}", made(definition, dict.fromkeys(definition.var_axes, size), numbers, generator))
 
 
+def other_dtypes(definition: Definition, call: Call) -> Iterator[Call]:
+    """The call in the other working dtypes: what has the Definition's main floating-point dtype gets another one."""
+    floats = [s.dtype for s in definition.inputs.values() if s.shape is not None and "float" in s.dtype]
+    for dtype in WORKING_DTYPES if floats and floats[0] in WORKING_DTYPES else ():
+        if dtype != floats[0]:
+            chosen = [name for name, spec in definition.inputs.items() if spec.dtype == floats[0] and spec.shape]
+            inputs = {n: v.to(tensors.torch_dtype(dtype)) if n in chosen else v for n, v in call.inputs.items()}
+            yield Call(f"{call.name}, {dtype}", inputs)
+
+
 def strided(call: Call) -> Iterator[Call]:
     """The same values in memory that is laid out in another way: with gaps between rows, and dimensions swapped."""
     yield Call(f"{call.name}, rows apart", {n: _apart(v) for n, v in call.inputs.items()})
@@ -143,20 +155,31 @@ def _swapped(value: Any) -> Any:
     return value.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
-def extreme(call: Call, generator: torch.Generator) -> Iterator[Call]:
-    """The same shapes with values at the edges: zeros, tiny, huge, infinities, NaN."""
-    yield Call("zeros", _floating(call, torch.zeros_like))
-    yield Call("tiny values", _floating(call, lambda v: v * torch.finfo(v.dtype).tiny))
-    yield Call("huge values", _floating(call, lambda v: v.sign() * torch.finfo(v.dtype).max / 4))
-    yield Call("large values", _floating(call, lambda v: v * 1000))
-    yield Call("negative zeros", _floating(call, lambda v: -torch.zeros_like(v)))
-    for name, special in (("infinity", float("inf")), ("minus infinity", -float("inf")), ("NaN", float("nan"))):
-        chosen = (lambda v: torch.rand(v.shape, generator=generator) < 0.02,)[0]
-        yield Call(f"some {name}", _floating(call, lambda v, s=special, c=chosen: v.masked_fill(c(v), s)))
+def extreme(definition: Definition, call: Call, generator: torch.Generator) -> Iterator[Call]:
+    """The same shapes with values at the edges: zeros, tiny, huge, infinities, NaN.
 
+    They stand in the inputs that have a variable axis, since tiny weights would hide tiny data; without any, in all.
+    """
+    variable = set(definition.var_axes)
+    data = {name for name, spec in definition.inputs.items() if variable & set(spec.shape or ())} or set(call.inputs)
 
-def _floating(call: Call, change: Any) -> dict[str, Any]:
-    return {
-        name: change(v) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for name, v in call.inputs.items()
+    def special(value: float) -> Callable:
+        return lambda v: v.masked_fill(torch.rand(v.shape, generator=generator) < 0.02, value)
+
+    changes = {
+        "zeros": torch.zeros_like,
+        "negative zeros": lambda v: -torch.zeros_like(v),
+        "tiny values": lambda v: v * torch.finfo(v.dtype).tiny,
+        "small values": lambda v: v * 1e-7,
+        "large values": lambda v: v * 1000,
+        "huge values": lambda v: v.sign() * (torch.finfo(v.dtype).max / 4),
+        "some infinities": special(float("inf")),
+        "some negative infinities": special(-float("inf")),
+        "some NaN": special(float("nan")),
     }
+    for what, change in changes.items():
+        inputs = {
+            name: change(v) if name in data and isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            for name, v in call.inputs.items()
+        }
+        yield Call(what, inputs)

@@ -12,6 +12,7 @@ import torch
 from tilegym.autokernel import tensors
 from tilegym.autokernel.harness import timed
 from tilegym.errors import ModelError
+from tilegym.errors import UnsupportedError
 from tilegym.inventory import Solution
 from tilegym.inventory import load_solution
 from tilegym.inventory import reference
@@ -108,16 +109,18 @@ class ModelRuns:
     def __init__(
         self, spec: dict[str, Any], kernels: dict[str, Any], input_length: int, output_length: int, device: str
     ):
+        from tilegym.autokernel.regions import find_regions
         from tilegym.autokernel.regions import install
 
         self.device, self.output_length = torch.device(device), output_length
         self.model, tokenizer = ModelSpec(**spec).load(self.device)
         self.batches = batches_of(self.model, tokenizer, input_length)
-        chosen = {key: _solution(k) for key, k in kernels.items()}
-        self.patches = install(self.model, chosen)
-        missing = set(chosen) - {key for entry in self.patches.patched for key in entry.compute.split(", ")}
+        regions = {region.key: region for region in find_regions(self.model)} if kernels else {}
+        missing = set(kernels) - set(regions)
         if missing:
             raise ModelError(f"the model has no region {', '.join(sorted(missing))}")
+        chosen = {key: or_original(_solution(kernel), regions[key].source) for key, kernel in kernels.items()}
+        self.patches = install(self.model, chosen)
 
     def generate(self, output: str | None = None) -> dict[str, Any]:
         """One timed run over all prompts; writes the tokens to ``output``."""
@@ -166,6 +169,19 @@ class ReferenceRuns:
         flats = {name: flat.to(self.device) for name, flat in tensors.read(Path(file)).items()}
         inputs = list(tensors.unpack(flats, json.loads(described)).values())
         return timed(self.function, inputs, calls, cold, self.device)
+
+
+def or_original(function: Callable, source: str) -> Callable:
+    """``function``, and for calls that it does not support the region's own computation."""
+    original = reference.load(source, "region")
+
+    def run(*inputs: Any) -> Any:
+        try:
+            return function(*inputs)
+        except UnsupportedError:
+            return original(*inputs)
+
+    return run
 
 
 def _solution(kernel: dict[str, Any]) -> Callable:

@@ -26,7 +26,7 @@ from tilegym.inventory import TensorSpec
 from tilegym.inventory import reference
 
 MAX_SAMPLES = 6  # calls of one region whose tensors are kept
-OTHER = "other"
+_RUNS = 3  # on a CPU; the quickest counts, the others met something else
 
 
 @dataclass
@@ -110,11 +110,8 @@ def profile(model: Any, run: Callable[[], Any], device: torch.device) -> Profile
 
     with install(model, {r.key: timed(r) for r in regions}):
         run()  # what the first calls cost is not the model's
-        seconds.clear()
         if not on_gpu:
-            begin = time.perf_counter()
-            run()
-            return Profiled(dict(seconds), time.perf_counter() - begin)
+            return min((_clocked(run, seconds) for _ in range(_RUNS)), key=lambda p: p.total)
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         ) as profiler:
@@ -129,6 +126,14 @@ def profile(model: Any, run: Callable[[], Any], device: torch.device) -> Profile
         elif event.name in keys:
             seconds[event.name] += event.device_time_total / 1e6
     return Profiled(dict(seconds), total)
+
+
+def _clocked(run: Callable[[], Any], seconds: Counter) -> Profiled:
+    """One run by the wall clock; ``seconds`` is where the regions' times are added up."""
+    seconds.clear()
+    begin = time.perf_counter()
+    run()
+    return Profiled(dict(seconds), time.perf_counter() - begin)
 
 
 @contextlib.contextmanager

@@ -162,7 +162,7 @@ def compare(
     scale = max(max(exact.max().item(), -exact.min().item()) for exact in oracle)
     rounding = torch.finfo(model.dtype).eps * scale
     tie = 2 * (unpatched.largest + patched.largest) + rounding
-    reason = _judge_logits(patched, unpatched, rounding) or _judge_tokens(unpatched_tokens, patched_tokens, oracle, tie)
+    reason = judge_logits(patched, unpatched, rounding) or judge_tokens(unpatched_tokens, patched_tokens, oracle, tie)
     equal = [a == b for a, b in zip(unpatched_tokens, patched_tokens, strict=True)]
     wrong_steps = [(~rows).nonzero()[:, 1].min().item() for rows in equal if not rows.all()]
     return Comparison(
@@ -184,7 +184,7 @@ def compare(
     )
 
 
-def _judge_logits(patched: Deviation, unpatched: Deviation, rounding: float) -> str | None:
+def judge_logits(patched: Deviation, unpatched: Deviation, rounding: float) -> str | None:
     """Why the logits are too far off, or None."""
     if not patched.largest <= 2 * unpatched.largest + rounding:
         return f"the patched logits are off by up to {patched.largest:.3g}, the unpatched by {unpatched.largest:.3g}"
@@ -194,7 +194,7 @@ def _judge_logits(patched: Deviation, unpatched: Deviation, rounding: float) -> 
     return None
 
 
-def _judge_tokens(
+def judge_tokens(
     unpatched: list[torch.Tensor], patched: list[torch.Tensor], logits: list[torch.Tensor], tie: float
 ) -> str | None:
     """Why the tokens differ by more than a tie, or None. After its first difference a sequence goes its own way."""

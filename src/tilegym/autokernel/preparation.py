@@ -1,0 +1,88 @@
+"""Before the first experiment: the baseline, the regions, and a task for each."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilegym.autokernel import profile
+from tilegym.autokernel.judging_inputs import save_recording
+from tilegym.autokernel.ledger import RegionRow
+from tilegym.autokernel.model_judge import ModelSettings
+from tilegym.autokernel.model_worker import batches_of
+from tilegym.autokernel.protocol import Task
+from tilegym.autokernel.regions import find_regions
+from tilegym.bench import generate
+from tilegym.bench.roofline import measure_roofline
+from tilegym.bench.timing import CpuTimer
+from tilegym.bench.timing import CudaTimer
+from tilegym.errors import InventoryError
+
+# A region that runs at this share of what its bytes and operations allow has nothing to gain.
+NEAR_BOUND = 0.9
+
+
+def recording_path(folder: Path, key: str) -> Path:
+    """Where the recorded calls of a region lie."""
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
+
+
+def survey(
+    settings: ModelSettings, device: torch.device, architectures: tuple[str, ...], folder: Path, recordings: Path
+) -> tuple[list[RegionRow], dict[str, Any]]:
+    """Runs the unpatched model, and writes down what its regions are, what they are called with and what they take.
+
+    Args:
+        settings: the model, and how it is run.
+        device: where.
+        architectures: of the tasks.
+        folder: where, in the repository, kernels for it belong.
+        recordings: where the recorded calls are put.
+
+    Returns:
+        (the regions, what was found about the whole: total seconds and the share in regions).
+
+    Raises:
+        ModelError: the model cannot be used.
+    """
+    model, tokenizer = settings.spec.load(device)
+    batches = batches_of(model, tokenizer, settings.input_length)
+
+    def run() -> None:
+        generate.run_once(model, batches, settings.output_length)
+
+    recordings.mkdir(parents=True, exist_ok=True)
+    recorded = profile.record(model, [run])
+    profiled = profile.profile(model, run, device)
+    timer = CudaTimer(0.2) if device.type == "cuda" else CpuTimer(0.05)
+    roofline = measure_roofline(timer, model.dtype)
+    family = model.config.get_text_config(decoder=True).model_type
+    rows = []
+    for region in find_regions(model):
+        recording = recorded[region.key]
+        seconds = profiled.seconds.get(region.key, 0.0)
+        try:
+            definition = profile.draft(region, recording, family)
+            profile.check_draft(definition, recording)
+        except InventoryError as error:
+            rows.append(RegionRow(region.key, "", seconds, 0.0, str(error)))
+            continue
+        needed = profile.work(definition, recording)
+        bound = max(needed.bytes / roofline.bandwidth, needed.flops / roofline.rate)
+        task = Task(
+            definition=definition,
+            region=region.key,
+            modules=tuple(region.modules),
+            samples=profile.samples(definition, recording),
+            architectures=architectures,
+            folder=folder.as_posix().replace("{family}", family),
+            trains=recording.trains,
+            bound_seconds=bound,
+            seconds=seconds,
+        )
+        save_recording(recording_path(recordings, region.key), definition, recording)
+        closed = f"at {bound / seconds:.0%} of its bound" if seconds and bound >= NEAR_BOUND * seconds else ""
+        rows.append(RegionRow(region.key, task.to_json(), seconds, bound, closed))
+    in_regions = sum(row.seconds for row in rows)
+    return rows, {"profiled_seconds": profiled.total, "in_regions": in_regions / profiled.total, "family": family}

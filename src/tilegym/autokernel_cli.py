@@ -1,0 +1,170 @@
+"""``tilegym autokernel MODEL``: the auto-kernelize loop from the command line."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import typer
+
+from tilegym.errors import AutokernelError
+
+PROPOSERS = ("reuse", "generate", "tune", "agent")
+_SANDBOX = (
+    "Every proposed kernel runs in a process of its own, with limits on time, memory and environment, and without a "
+    "network where the system allows that. This stops mistakes and the usual ways to cheat. It is no boundary against "
+    "hostile code: that process runs as you and can read your files. Let agents that you do not trust work in a "
+    "container or a virtual machine."
+)
+
+
+def autokernel(
+    model: str = typer.Argument(
+        metavar="MODEL", help="A Hub id, folder, config file or preset; or FILE.py::FUNCTION that returns a model."
+    ),
+    random_weights: bool = typer.Option(False, "--random-weights", help="A config is enough."),
+    precision: str = typer.Option("bfloat16", help="Of weights and computation: bfloat16, float16 or float32."),
+    num_layers: int | None = typer.Option(None, help="Keep only this many layers."),
+    run: str = typer.Option(
+        "", "--run", help="The run's name; the same name goes on with a run. Default: the model's."
+    ),
+    repository: Path = typer.Option(Path("."), help="The git repository in which kernels are kept, on a branch."),
+    folder: str = typer.Option(
+        "src/tilegym/transformers/{family}", help="Where in it; {family} stands for the model's type."
+    ),
+    out: Path | None = typer.Option(None, help="For ledger, reports and recordings. Default: out/autokernel/RUN."),
+    device: list[str] = typer.Option(
+        ["auto"], "--device", help="'cpu', or a GPU by UUID or index; several times for several. Default: all GPUs."
+    ),
+    ray: str = typer.Option("", "--ray", help="Judge kernels on the Ray cluster at this address."),
+    arch: list[str] = typer.Option(
+        ["sm_80", "sm_90", "sm_100", "sm_120"], "--arch", help="What every kernel has to compile for."
+    ),
+    experiments: int = typer.Option(50, min=1, help="The budget: how many experiments."),
+    minutes: float = typer.Option(240.0, min=0.0, help="The budget: how many minutes."),
+    width: int = typer.Option(4, min=1, help="How many regions a round tries, however many devices there are."),
+    proposers: str = typer.Option("reuse,generate,tune", help="Who proposes, in order; 'agent' needs --agent."),
+    agent: Path | None = typer.Option(None, help="A JSON file that says how the agent is called; see the docs."),
+    input_length: int = typer.Option(64, min=1, help="Tokens of the prompts."),
+    output_length: int = typer.Option(64, min=2, help="Tokens to generate."),
+    seconds: float = typer.Option(120.0, min=1.0, help="The limit of one request to a kernel's worker."),
+    memory: float = typer.Option(4.0, min=0.1, help="GiB that a kernel's worker may use."),
+) -> None:
+    """Finds what a model still computes in PyTorch, has kernels proposed for it, judges them, keeps what is better."""
+    from tilegym.autokernel.devices import LocalDevices
+    from tilegym.autokernel.devices import RayDevices
+    from tilegym.autokernel.loop import Loop
+    from tilegym.autokernel.loop import Settings
+    from tilegym.autokernel.model_judge import ModelJudge
+    from tilegym.autokernel.model_judge import ModelRules
+    from tilegym.autokernel.model_judge import ModelSettings
+    from tilegym.autokernel.model_worker import ModelSpec
+    from tilegym.autokernel.repository import Repository
+    from tilegym.autokernel.sandbox import Limits
+    from tilegym.autokernel.timing import Rules
+    from tilegym.autokernel.workers import WorkerHost
+    from tilegym.bench.models import PRECISIONS
+
+    if precision not in PRECISIONS:
+        raise AutokernelError(f"--precision is {precision!r}, it has to be one of {', '.join(PRECISIONS)}")
+    _check_compiler()
+    names = _devices(device)
+    on_gpu = names[0] != "cpu"
+    name = run or re.sub(r"[^A-Za-z0-9._-]+", "-", model.rpartition("/")[2]).strip("-.")
+    out = (out or Path("out") / "autokernel" / name).resolve()
+    repo = Repository(repository, name, out / "worktrees")
+    if "::" in model:
+        path, _, function = model.partition("::")
+        model = f"{Path(path).resolve()}::{function}"
+    spec = ModelSpec(model, precision, random_weights, num_layers)
+    chosen = ModelSettings(spec, input_length, output_length)
+    limits = Limits(int(memory * 2**30), seconds)
+    rules = Rules() if on_gpu else Rules(slowdown=1000.0)
+    model_rules = ModelRules() if on_gpu else ModelRules(rounds=2, throughput=False)
+    model_limits = Limits(1 << 40, max(1800.0, seconds))
+    devices = RayDevices(ray, names[0], limits, rules) if ray else LocalDevices(names, limits, rules)
+    host = WorkerHost(names[0], limits)
+    try:
+        loop = Loop(
+            settings=Settings(chosen, "cuda" if on_gpu else "cpu", tuple(arch), folder, experiments, minutes, width),
+            folder=out,
+            repository=repo,
+            proposers=_proposers(proposers, agent, repo),
+            devices=devices,
+            model_judge=ModelJudge(host, chosen, model_rules, model_limits, out / "baseline"),
+            tell=typer.echo,
+        )
+        typer.echo(f"{_SANDBOX}\n")
+        typer.echo(f"run {name} on {', '.join(names)}, branch {repo.branch}, ledger {loop.ledger.path}")
+        stop = loop.run()
+    finally:
+        devices.close()
+        host.close()
+    kept = loop.ledger.kept()
+    typer.echo(f"{stop}: {len(kept)} kernels kept on {repo.branch}, displaced coverage {loop.coverage():.1%}")
+    typer.echo(f"see {out / 'results.md'} and {out / 'results.html'}")
+
+
+autokernel.__doc__ = f"{autokernel.__doc__}\n\n    {_SANDBOX}"
+
+
+def _check_compiler() -> None:
+    from tilegym import interpreter
+
+    try:
+        import cuda.tile as ct
+        import torch
+
+        @ct.kernel
+        def probe(x):
+            ct.store(x, (0,), ct.full((16,), 1.0, ct.float32))
+
+        interpreter.compile_kernel(probe, (torch.zeros(16),), "sm_90")
+    except Exception as error:  # without tileiras, or with one that is too old
+        raise AutokernelError(f"cuTile's compiler does not work ({error}): see `tilegym doctor`") from error
+
+
+def _devices(asked: list[str]) -> tuple[str, ...]:
+    """The devices to judge on: "cpu", or GPUs by UUID."""
+    gpus = _gpus()
+    if asked == ["auto"]:
+        return tuple(gpus.values()) or ("cpu",)
+    found = []
+    for name in asked:
+        if name != "cpu" and name not in gpus and name not in gpus.values():
+            known = ", ".join(f"{index} ({uuid})" for index, uuid in gpus.items()) or "no GPU"
+            raise AutokernelError(f"--device {name!r} is not here: there is {known}, and 'cpu'")
+        found.append(gpus.get(name, name))
+    if "cpu" in found and set(found) != {"cpu"}:
+        raise AutokernelError("--device cpu and GPUs do not go together: choose one kind")
+    return tuple(found)
+
+
+def _gpus() -> dict[str, str]:
+    """The UUIDs of the GPUs, by index."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    query = [program, "--query-gpu=index,uuid", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    rows = [line.split(", ") for line in done.stdout.splitlines() if ", " in line]
+    return {index: uuid for index, uuid in rows} if done.returncode == 0 else {}
+
+
+def _proposers(asked: str, agent: Path | None, repo) -> list:
+    from tilegym.autokernel import proposers as known
+    from tilegym.autokernel.proposers.agent import worktrees
+
+    chosen = []
+    for name in [n.strip() for n in asked.split(",") if n.strip()]:
+        if name not in PROPOSERS:
+            raise AutokernelError(f"--proposers: there is no {name!r}; there are {', '.join(PROPOSERS)}")
+        if name == "agent":
+            if agent is None:
+                raise AutokernelError("--proposers agent needs --agent: the file that says how the agent is called")
+            chosen.append(known.Agent(known.AgentConfig.from_file(agent), worktrees(repo)))
+        else:
+            chosen.append({"reuse": known.Reuse, "generate": known.Generate, "tune": known.Tune}[name]())
+    if not chosen:
+        raise AutokernelError(f"--proposers names nobody; there are {', '.join(PROPOSERS)}")
+    return chosen

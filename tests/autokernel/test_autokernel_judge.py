@@ -1,0 +1,177 @@
+"""The judge: every bad proposal of the corpus is rejected at its gate, the good one passes."""
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from autokernel_corpus import CORPUS
+from autokernel_corpus import GOOD
+from autokernel_corpus import proposal
+
+from tilegym.autokernel import Task
+from tilegym.autokernel import judging_inputs
+from tilegym.autokernel import profile
+from tilegym.autokernel import sandbox
+from tilegym.autokernel import timing
+from tilegym.autokernel.judge import KernelJudge
+from tilegym.autokernel.judge import Verdict
+from tilegym.autokernel.model_worker import ModelSpec
+from tilegym.autokernel.model_worker import batches_of
+from tilegym.autokernel.regions import find_regions
+from tilegym.autokernel.repository import write_proposal
+from tilegym.autokernel.sandbox import Limits
+from tilegym.autokernel.static_checks import check_source
+from tilegym.autokernel.workers import WorkerFailed
+from tilegym.autokernel.workers import WorkerHost
+from tilegym.bench import generate
+from tilegym.errors import InventoryError
+
+MODELS = Path(__file__).with_name("autokernel_models.py")
+
+
+@pytest.fixture(scope="module")
+def region(tmp_path_factory):
+    """(the gated norm's task, the file of its recorded calls)."""
+    model, _ = ModelSpec(f"{MODELS}::gated_norm", "float32").load(torch.device("cpu"))
+    batches = batches_of(model, None, 4)
+    found = profile.record(model, [lambda: generate.run_once(model, batches, 3)])
+    chosen = next(r for r in find_regions(model) if "norm_gate" in r.inputs)
+    definition = profile.draft(chosen, found[chosen.key], "llama")
+    profile.check_draft(definition, found[chosen.key])
+    path = tmp_path_factory.mktemp("recording") / "norm.safetensors"
+    judging_inputs.save_recording(path, definition, found[chosen.key])
+    samples = profile.samples(definition, found[chosen.key])
+    modules = tuple(chosen.modules)
+    return Task(definition, chosen.key, modules, samples, ("sm_90",), "kernels_of/llama"), path
+
+
+@pytest.fixture(scope="module")
+def host():
+    with WorkerHost("cpu", Limits(memory=1 << 30, seconds=10.0)) as host:
+        yield host
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_corpus(name, region, host, tmp_path):
+    task, recording = region
+    canned = CORPUS[name]
+    proposed = proposal(task, canned.source, name)
+    write_proposal(tmp_path, task, proposed)
+    limits = Limits(memory=1 << 30, seconds=3.0) if name == "hanging" else host.limits
+    host.limits, former = limits, host.limits
+    try:
+        verdict = KernelJudge(host, timing.Rules(slowdown=150.0)).judge(task, proposed, tmp_path, recording, seed=7)
+    finally:
+        host.limits = former
+    assert verdict.status == canned.status, verdict.log
+    assert verdict.gate in canned.gate.split() or (not canned.gate and not verdict.gate), verdict.log
+    reached = [g.gate for g in verdict.gates]
+    assert reached == [f"G{i}" for i in range(len(reached))]
+    assert all(g.passed for g in verdict.gates[:-1]) and verdict.gates[-1].passed == (not canned.gate)
+    assert Verdict.from_json(verdict.to_json()) == verdict
+    if not canned.gate:
+        assert reached[-1] == "G7" and verdict.timing["kernel"] > 0 and verdict.confined["memory"]
+
+
+def test_a_proposal_may_not_change_what_is_asked_for(region, host, tmp_path):
+    task, recording = region
+    proposed = proposal(task, GOOD)
+    easier = dataclasses.replace(proposed, definition=task.definition.model_copy(update={"constraints": ["D0 == 1"]}))
+    elsewhere = dataclasses.replace(proposed, files={"src/tilegym/__init__.py": GOOD})
+    outside = dataclasses.replace(proposed, files={f"{task.folder}/../../x.py": GOOD})
+    for wrong in (easier, elsewhere, outside):
+        write_proposal(tmp_path, task, wrong)
+        verdict = KernelJudge(host, timing.Rules()).judge(task, wrong, tmp_path, recording)
+        assert (verdict.status, verdict.gate) == ("discard", "G0")
+    assert not (tmp_path / "src").exists() and not (tmp_path / "x.py").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import os",
+        "from torch import load",
+        "import torch as t",
+        "import torch.nn.functional as F",
+        "from torch.nn import functional",
+        "t = [torch]",
+        "torch.ops.aten.add",
+        "torch._C",
+        "from tilegym.ops import pytorch",
+        "from tilegym.ops.pytorch import rms_norm",
+        "import tilegym.inventory",
+        "from . import other",
+        "x = eval",
+        "().__class__",
+        "getattr(1, 'real')",
+        "__builtins__",
+        "def f():\n    global state",
+        "torch.autograd.grad",
+        "def (",
+    ],
+)
+def test_static_checks_refuse(line):
+    assert check_source(f"import torch\n{line}\n")
+
+
+def test_static_checks_allow_what_kernels_need():
+    assert not check_source(GOOD)
+
+
+def test_workers_are_confined(host, monkeypatch):
+    monkeypatch.setenv("MY_SECRET_TOKEN", "secret")
+    assert "MY_SECRET_TOKEN" not in sandbox.environment(Path("folder"), "cpu")
+    with host.working() as worker:
+        environment = Path(f"/proc/{worker.pid}/environ").read_bytes()
+        assert b"MY_SECRET_TOKEN" not in environment
+        assert os.getpgid(worker.pid) == worker.pid != os.getpgid(0)
+        limits = Path(f"/proc/{worker.pid}/limits").read_text()
+        assert "unlimited" not in next(row for row in limits.splitlines() if row.startswith("Max address space"))
+        if worker.confined["network"]:
+            devices = Path(f"/proc/{worker.pid}/net/dev").read_text()
+            assert [row.split(":")[0].strip() for row in devices.splitlines()[2:]] == ["lo"]
+    assert worker.ended == "exit status 0" and not worker.folder.exists()
+
+
+def test_a_worker_that_dies_is_a_crash(host):
+    with host.working() as worker:
+        os.kill(worker.pid, signal.SIGSEGV)
+        with pytest.raises(WorkerFailed, match="SIGSEGV") as failed:
+            worker.ask("candidate", root="", solution="")
+    assert failed.value.status == "crash"
+
+
+def test_answers_that_are_no_answers(host):
+    with host.working() as worker:
+        assert "error" in worker.ask("candidate", root="nowhere", solution="{}")
+        assert "error" in worker.ask("no such command")
+
+
+def measured(kernel=1e-3, reference=2e-3, clock=None, claimed=None):
+    clock = kernel if clock is None else clock
+    return timing.Measured(kernel, reference, clock, reference, clock if claimed is None else claimed)
+
+
+@pytest.mark.parametrize(
+    "given, bound, status",
+    [
+        (measured(), 5e-4, None),
+        (measured(kernel=3e-3), 5e-4, "discard"),
+        (measured(kernel=4e-4), 5e-4, "suspect"),
+        (measured(kernel=1e-5), 0.0, "suspect"),
+        (measured(claimed=1e-4), 5e-4, "suspect"),
+    ],
+)
+def test_speed(given, bound, status):
+    found = timing.judge(given, bound, ops=4, rules=timing.Rules())
+    assert (found and found[0]) == status
+
+
+def test_drafts_say_why_there_is_none():
+    model, _ = ModelSpec(f"{MODELS}::gated_norm", "float32").load(torch.device("cpu"))
+    chosen = find_regions(model)[0]
+    with pytest.raises(InventoryError, match="never called"):
+        profile.draft(chosen, profile.Recording(), "llama")
