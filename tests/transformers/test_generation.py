@@ -11,6 +11,7 @@ from tiny_models import tokens
 from transformers import DynamicCache
 from transformers import StaticCache
 
+from tilegym.transformers import decode_graph
 from tilegym.transformers import monkey_patch
 
 LENGTHS = [5, 11, 8]  # prompts; the windows are 6
@@ -44,6 +45,19 @@ def test_greedy_tokens_of_a_left_padded_batch(family, backend, cache):
 
 
 @families
+def test_the_steps_that_a_graph_replays(family):
+    model = make_model(family)
+    ids, mask = padded(LENGTHS, "left")
+    batches = (ids, mask), (ids[1:2], None)
+    expected = [generate(model, *batch) for batch in batches]
+    with patched(model, "pytorch") as report, decode_graph.eager_steps("cpu"):
+        assert "graph" in {e.compute for e in report.patched}
+        for batch, tokens_ in zip(batches, expected, strict=True):
+            assert torch.equal(generate(model, *batch), tokens_)
+        assert model in decode_graph._sessions
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
 def test_beams_and_sampling(family):
     model = make_model(family)
     ids, mask = padded(LENGTHS, "left")
@@ -85,7 +99,7 @@ def test_cached_steps_give_what_one_forward_gives(family, backend, cache):
     assert_close(got[1, 5:], expected[1, 5:], backend)
 
 
-@families
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_a_static_cache_under_torch_compile(family):
     """As generate does it on a GPU: the mask is made outside and handed to the compiled forward."""
     model = make_model(family)
@@ -113,7 +127,7 @@ def test_a_static_cache_under_torch_compile(family):
             mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
             seen.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
         assert torch.equal(made[:, ids.shape[1] :], expected)
-        # Mistral's and Qwen's static sliding caches count in Python and compile anew for a while by themselves.
+        # The static sliding caches of the others count in Python and compile anew for a while by themselves.
         assert family != "llama" or seen[1] == seen[-1] == 1
     torch.compiler.reset()
 
