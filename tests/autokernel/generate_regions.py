@@ -160,3 +160,46 @@ CASES = {
     "mish": RegionCase(_activation("mish"), (X,)),
     "apertus_xielu": RegionCase(_activation("xielu"), (X,), gradient=("input",)),
 }
+
+
+def linear_gelu(x, weight, bias):
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
+def linear_residual(hidden_states, weight, residual):
+    hidden_states = F.linear(hidden_states, weight)
+    hidden_states = residual + hidden_states * 0.22
+    return hidden_states
+
+
+def rms_norm_linear(hidden_states, norm_weight, weight):
+    variance = hidden_states.float().pow(2).mean(-1, keepdim=True)
+    normed = norm_weight * (hidden_states.float() * torch.rsqrt(variance + 1e-6)).to(hidden_states.dtype)
+    return F.linear(normed, weight)
+
+
+def layer_norm_linear_relu(x, norm_weight, norm_bias, weight, bias):
+    x = F.layer_norm(x, norm_weight.shape, norm_weight, norm_bias, 1e-5)
+    return F.relu(F.linear(x, weight, bias)).square()
+
+
+def gated_mlp_half(x, gate_proj_weight, up_proj_weight):
+    gate = F.linear(x, gate_proj_weight)
+    up = F.linear(x, up_proj_weight)
+    return F.silu(gate) * up
+
+
+def attention_output_gate_linear(attn_output, gate, weight, residual):
+    attn_output = attn_output * torch.sigmoid(gate)
+    return residual + F.linear(attn_output, weight)
+
+
+# With matrix products: the shapes of inputs with M rows, K in and N out.
+PRODUCTS = {
+    "linear_gelu": (linear_gelu, ("MK", "NK", "N")),
+    "linear_residual": (linear_residual, ("MK", "NK", "MN")),
+    "rms_norm_linear": (rms_norm_linear, ("MK", "K", "NK")),
+    "layer_norm_linear_relu": (layer_norm_linear_relu, ("MK", "K", "K", "NK", "N")),
+    "gated_mlp_half": (gated_mlp_half, ("MK", "NK", "NK")),
+    "attention_output_gate_linear": (attention_output_gate_linear, ("MK", "MK", "NK", "MN")),
+}

@@ -77,14 +77,20 @@ ALTERNATIVES: tuple[dict[str, int], ...] = (
     {"eight_warps": 16384},
     {"wide": 8192, "wide_occupancy": 1},
     {"wide": 2048, "wide_warps": 4, "wide_occupancy": 4},
+    {"gemv_n": 8},
+    {"gemv_n": 8, "gemv_k_bytes": 512},
+    {"gemv_occupancy": 6},
+    {"gemv_occupancy": 3},
+    {"tile_n": 256, "warps": 8},
+    {"tile_m": 64},
+    {"tile_n": 64},
+    {"tile_k_bytes": 64},
 )
 
 
 def _write(region: Region, tuning: Tuning, trains: bool) -> GeneratedKernel:
-    if region.linears:
-        raise Unsupported("matrix products")
     writer = ModuleWriter(region, tuning, trains)
-    kinds = ", ".join(f"{k.name} ({k.kind})" for k in writer.kernels)
+    kinds = ", ".join(writer.names)
     backward = "with its backward pass" if writer.gradient is not None else f"forward only: {writer.why_not}"
     rationale = f"{len(region.values)} steps fused into {kinds}; {backward}."
     return GeneratedKernel(

@@ -160,6 +160,13 @@ class Body:
             if named and value.op not in ("constant", "columns", "detach"):
                 self.keep(value)
 
+    def emit_before_loop(self, values: list[Value]) -> None:
+        """Computes ``values`` once for all turns of a loop."""
+        self.emit(values)
+        for value in values:
+            if value.op != "detach" and not self.scope[value][0].isidentifier():
+                self.keep(value)
+
     def read(self, value: Value) -> str:
         """Reads an input, and returns the name for what was read."""
         suffix = "tile" if value.is_tile else "row" if value.cols else "column"

@@ -37,6 +37,12 @@ def formulas(region: Region) -> list[str]:
     """Assignments, the last ones to the region's outputs."""
     body = _Formula([*region.inputs, *(o.name for o in region.outputs)], lambda value: value.hint, None, False)
     body.indent = 0
+    if region.left is not None:
+        body.columns = "K"
+        body.emit([region.left])
+        body.columns = "N"
+    for product in region.linears:
+        body.scope[product.value] = f"linear({body.text(region.left)}, {product.weight})", ATOM
     body.emit(o.value for o in region.outputs)
     lines = [*body.lines, *(f"{o.name} = {body.text(o.value)}" for o in region.outputs)]
     return [line for text in lines for line in text.split("\n")]

@@ -55,7 +55,7 @@ def gradient_region(region: Region) -> Region:
     used = {*topological(o.value for o in outputs), *(o.like for o in outputs)}
     inputs = {n: v for n, v in (upstream | region.inputs).items() if v in used}
     result = Region(f"{region.name}_backward", inputs, outputs, list(inputs), builder, region.dtype)
-    result.dtypes, result.size = region.dtypes, region.size
+    result.dtypes, result.size, result.width = region.dtypes, region.size, region.width
     return result
 
 

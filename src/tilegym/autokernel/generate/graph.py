@@ -140,6 +140,7 @@ class Region:
         dtype: the working dtype, in which generic inputs were traced.
         dtypes: the working dtypes for which PyTorch computes this graph.
         size: N, where the graph holds for it alone.
+        width: N of the examples.
         builder: for further values of the same graph.
         linears, left: the matrix products, and their left operand.
     """
@@ -154,6 +155,7 @@ class Region:
     numbers: dict[str, float] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = ()
     size: int | None = None
+    width: int = 0
     linears: list[Linear] = field(default_factory=list)
     left: Value | None = None
 
@@ -180,7 +182,17 @@ def topological(targets: Iterable[Value], known: Iterable[Value] = ()) -> list[V
     return order
 
 
-def structure(outputs: list[Output]) -> str:
+def in_order(region: Region) -> dict[str, Value]:
+    """The inputs in the order of the signature; what is cut from an argument in its place."""
+    order = []
+    for name in region.signature:
+        cut = [v.partition(" = ")[0].split(", ") for v in region.views if v.partition(" = ")[2].startswith(f"{name}.")]
+        cut += [v.partition(" = ")[0].split(", ") for v in region.views if v.partition(" = ")[2].startswith(f"{name}[")]
+        order += [name, *(part for parts in cut for part in parts)]
+    return {name: region.inputs[name] for name in order if name in region.inputs}
+
+
+def structure(region: Region) -> str:
     """A text that is equal for graphs that compute the same but for the dtypes that they round to."""
     numbers: dict[Value, int] = {}
     lines = []
@@ -195,5 +207,6 @@ def structure(outputs: list[Output]) -> str:
             lines.append(f"{numbers[value]} {value.op} {args} {name!r} {value.rows}{value.cols} {value.steps}")
         return numbers[value]
 
-    results = [(o.name, number(o.value), o.like.hint, o.keepdim) for o in outputs]
-    return "\n".join([*lines, str(results)])
+    left = None if region.left is None else number(region.left)
+    results = [(o.name, number(o.value), o.like.hint, o.keepdim) for o in region.outputs]
+    return "\n".join([*lines, str((left, [p.weight for p in region.linears], results))])

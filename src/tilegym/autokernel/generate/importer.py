@@ -18,6 +18,7 @@ from tilegym.autokernel.generate.graph import Linear
 from tilegym.autokernel.generate.graph import Output
 from tilegym.autokernel.generate.graph import Region
 from tilegym.autokernel.generate.graph import Value
+from tilegym.autokernel.generate.graph import in_order
 from tilegym.autokernel.generate.operations import OPERATIONS
 from tilegym.autokernel.generate.operations import evaluate
 
@@ -145,6 +146,13 @@ class Importer:
                 return True, cols, (first, last)
         raise Unsupported(f"a tensor of {list(shape)} over rows of {list(self.lead)}")
 
+    def _example(self, size: Any) -> int:
+        """What a size is in the examples."""
+        if isinstance(size, int):
+            return size
+        found = (s for n in self.nodes if is_tensor(n) for s in n.meta["val"].shape if isinstance(s, torch.SymInt))
+        return next(s.node.hint for s in found if s.node.expr == size)
+
     def left_of(self, node: Node) -> Node:
         """The left operand of the matrix products behind ``node``."""
         return next(n.args[0] for n in self.nodes if n.op == "call_function" and target_name(n) == "linear")
@@ -209,11 +217,14 @@ class Importer:
         for node in self.nodes:
             if node.op == "call_function":
                 self._read(node)
+        left = self.argument(self.left) if self.left is not None else None
         outputs = [self._output(i, node) for i, node in enumerate(self.results)]
         region = Region(self.name, self.inputs, outputs, self.names, self.builder, self.dtype)
         region.views, region.numbers, region.linears = self.statements, self.numbers, self.linears
-        region.left = self.argument(self.left) if self.left is not None else None
+        region.left = left
+        region.inputs = in_order(region)
         region.size = int(self.width) if isinstance(self.width, int) else None
+        region.width = self._example(self.width)
         return region
 
     def _read(self, node: Node) -> None:
@@ -286,7 +297,7 @@ class Importer:
 
     def _output(self, i: int, node: Node) -> Output:
         value = self.argument(node)
-        if value.op == "input" or not value.rows:
+        if value in self.inputs.values() or not value.rows:
             raise Unsupported("it returns an input, or something that has no rows")
         name = self.hints.get(node) or ("y" if len(self.results) == 1 else f"y{i}")
         name = f"new_{name}" if name in self.inputs or name in self.names else name

@@ -146,7 +146,7 @@ class KernelWriter:
         plain = [o for o in self.kernel.outputs if not o.vector]
         body.line(f"cols = {self.span(tile, 'TILE_N')}")
         order = topological(o.value for o in self.kernel.outputs)
-        body.emit(frontier(order, lambda v: v.rows))  # the same in all rows
+        body.emit_before_loop(frontier(order, lambda v: v.rows))
         totals = {}
         for output in sums:
             totals[output] = body.new_name(f"{output.name}_sum")
@@ -176,7 +176,8 @@ class KernelWriter:
             self._reduce_wide([v for v in order if v.op in REDUCTIONS and stage[v] == step])
         tiles = [o for o in outputs if o.value.cols]
         statistics = [o for o in outputs if not o.value.cols]
-        body.emit([*frontier(order, lambda v: v.cols), *(self.stored(o) for o in statistics)])
+        body.emit_before_loop(frontier(order, lambda v: v.cols))
+        body.emit(self.stored(o) for o in statistics)
         self.store(statistics)
         if tiles:
             body.line("for i in range(tiles):")
@@ -187,7 +188,7 @@ class KernelWriter:
 
     def _reduce_wide(self, reductions: list[Value]) -> None:
         body = self.body
-        body.emit(frontier(topological(v.args[0] for v in reductions), lambda v: v.cols))
+        body.emit_before_loop(frontier(topological(v.args[0] for v in reductions), lambda v: v.cols))
         totals = {}
         for value in reductions:
             totals[value] = body.new_name({"sum": "sums", "max": "tops", "min": "bottoms"}[value.op])

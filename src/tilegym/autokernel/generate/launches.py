@@ -132,6 +132,8 @@ def as_rows(name: str, value: Value, imports: Imports) -> str:
 
 
 def result_rows(output: Output) -> str:
+    if not output.shape:  # a statistic, made as [M, 1]
+        return output.name
     width = "n" if output.value.cols or output.shape == output.like.shape else "1"
     return f"{output.name}.view(m, {width})"
 
@@ -155,7 +157,7 @@ def launch_lines(
     for name, value in kernel.inputs.items():
         arrays.append("rows" if name == like else name if name in known else as_rows(name, value, imports))
     sums = kernel.sums
-    arrays += [f"{o.name}_parts" if o.vector else o.name if o.name in known else result_rows(o) for o in outputs]
+    arrays += [f"{o.name}_parts" if o.vector else result_rows(o) for o in outputs]
     for value in kernel.inputs.values():
         if value.steps:
             first, second = value.steps

@@ -14,6 +14,8 @@ from tilegym.autokernel.generate.gradient import is_differentiable
 from tilegym.autokernel.generate.graph import Output
 from tilegym.autokernel.generate.graph import Region
 from tilegym.autokernel.generate.graph import Value
+from tilegym.autokernel.generate.graph import topological
+from tilegym.autokernel.generate.kernels import ROW_NORMS
 from tilegym.autokernel.generate.kernels import KernelWriter
 from tilegym.autokernel.generate.launches import LIBRARY
 from tilegym.autokernel.generate.launches import Imports
@@ -25,6 +27,9 @@ from tilegym.autokernel.generate.operations import HELPERS
 from tilegym.autokernel.generate.plan import Kernel
 from tilegym.autokernel.generate.plan import Tuning
 from tilegym.autokernel.generate.plan import plan_kernels
+from tilegym.autokernel.generate.products import ProductWriter
+from tilegym.autokernel.generate.products import argument_names
+from tilegym.autokernel.generate.products import product_checks
 
 ERRORS = ("tilegym.errors", "UnsupportedError")
 
@@ -65,6 +70,7 @@ class ModuleWriter:
         self.sections: list[str] = []
         self.launchers: list[str] = []
         self.kernels: list[Kernel] = []
+        self.names: list[str] = []
         self.gradient, self.why_not = None, "gradients are not asked for"
         if trains:
             try:
@@ -77,6 +83,14 @@ class ModuleWriter:
 
     def write(self) -> None:
         region = self.region
+        if region.linears:
+            products = ProductWriter(region, self.tuning, self.imports)
+            self.left_input = products.x
+            self.sections += products.sections()
+            self.helpers |= products.helpers
+            self.names = products.names
+            self.sections.append(self._entry())
+            return
         self._pass(region, f"{region.name}_forward", "plan", f"_{region.name}_outputs", False)
         if self.gradient is not None:
             self.passed = [o for o in self.gradient.outputs if o.value.op == "input" and not o.vector]
@@ -94,6 +108,7 @@ class ModuleWriter:
         """The kernels of a region, and the function that launches them."""
         kernels = plan_kernels(region, backward)
         self.kernels += kernels
+        self.names += [f"{k.name} ({k.kind})" for k in kernels]
         body, known = [], set()
         names = list(region.inputs)
         head = call(f"def {function}", tensors(names), tail=f" -> {returned(len(region.outputs))}:")
@@ -167,9 +182,13 @@ class ModuleWriter:
         lines = []
         working = [n for n, v in region.inputs.items() if v.dtype == region.dtype]
         wrong = [f"{working[0]}.dtype not in DTYPES", *(f"{n}.dtype != {working[0]}.dtype" for n in working[1:])]
+        wrong += [f"{p.weight}.dtype != {working[0]}.dtype" for p in region.linears]
         fixed = [(n, v) for n, v in region.inputs.items() if v.dtype != region.dtype]
         wrong += [f"{n}.dtype != {v.dtype}" for n, v in fixed]
         lines += _refuse(wrong, "a dtype is none that the kernels are for")
+        if region.linears:
+            shapes = product_checks(region, self.left_input)
+            return lines + _refuse(shapes, "the shapes or strides are not those of the region")
         shapes = []
         if region.size is not None:
             shapes.append(f"{like.hint}.shape[-1] != {region.size}")
@@ -177,8 +196,14 @@ class ModuleWriter:
             raise Unsupported("its inputs have no rows")
         shapes += [text for v in region.inputs.values() if v is not like for text in _shape_checks(v, like)]
         lines += _refuse(shapes, "the shapes are not those of the region") if shapes else []
+        if region.size is None and any(k.kind == "rows" for k in self.kernels):
+            lines += self._refuse_long(like, "MAX_CACHED")
         numbers = [f"{n} != {x!r}" for n, x in region.numbers.items()]
         return lines + (_refuse(numbers, "a number is not the one that the kernels are for") if numbers else [])
+
+    def _refuse_long(self, like: Value, limit: str) -> list[str]:
+        self.imports.add((ROW_NORMS, limit))
+        return _refuse([f"{like.hint}.shape[-1] > {limit}"], "a row is longer than a block holds")
 
     def _entry(self) -> str:
         region = self.region
@@ -190,18 +215,20 @@ class ModuleWriter:
         lines = [head, f'    """{self._summary()}', "", *_described(region), '    """']
         lines += [f"    {view}" for view in region.views]
         lines += self._checks()
-        names = list(region.inputs)
+        names = argument_names(region) if region.linears else list(region.inputs)
         floats = [n for n, v in region.inputs.items() if v.dtype.is_floating_point]
         if self.gradient is not None:
             differentiable = [n for n in floats if is_differentiable(region.inputs[n])]
             others = [n for n in floats if n not in differentiable]
         else:
-            differentiable, others = [], floats
+            differentiable, others = [], [n for n in names if n in floats or n not in region.inputs]
         if others:
             lines += _condition(*(f"{n}.requires_grad" for n in others), unless="torch.is_grad_enabled()")
-            lines.append(f'        raise UnsupportedError("there is no gradient of {", ".join(others)}")')
+            lines.append('        raise UnsupportedError("there is no gradient of one of its inputs")')
         if differentiable:
             lines += _condition(*(f"{n}.requires_grad" for n in differentiable), unless="torch.is_grad_enabled()")
+            if region.size is None and any(k.kind == "striding" for k in self.kernels):
+                lines += _indented(self._refuse_long(region.outputs[0].like, "MAX_CACHED_BACKWARD"))
             lines.append(f"        return {class_name(region.name)}.apply({', '.join(names)})")
         lines.append(f"    return {region.name}_forward({', '.join(names)})")
         return "\n".join([*lines, ""])
@@ -235,11 +262,18 @@ def _described(region: Region) -> list[str]:
     """The arguments, with shapes and dtypes."""
     like = region.outputs[0].like
     lines = ["    Args:"]
+    weights = {p.weight for p in region.linears}
+    before = topological([region.left]) if region.left is not None else []
     cut = {n for view in region.views for n in re.findall(r"= (\w+)", view)}
     for name in region.signature:
         value = region.inputs.get(name)
         if value is not None:
-            lines.append(f"        {name}: {_shape_text(value, like)}, {_dtype_text(value.dtype, region.dtype)}.")
+            shape = _shape_text(value, like)
+            if value in before:
+                shape = shape.replace("N", "K")
+            lines.append(f"        {name}: {shape}, {_dtype_text(value.dtype, region.dtype)}.")
+        elif name in weights:
+            lines.append(f"        {name}: [N, K], in one of DTYPES.")
         elif name in cut:
             lines.append(f"        {name}: what is cut along its last dimension.")
         elif name in region.numbers:
@@ -307,13 +341,15 @@ def _refuse(conditions: list[str], reason: str) -> list[str]:
     return [*_condition(*conditions), f'        raise UnsupportedError("{reason}")']
 
 
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
 def _d(name: str) -> str:
     return f"d{name}" if len(name) == 1 else f"d_{name}"
 
 
 def _used(outputs: list[Output]) -> set[Value]:
-    from tilegym.autokernel.generate.graph import topological
-
     return set(topological(o.value for o in outputs))
 
 

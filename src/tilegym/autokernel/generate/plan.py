@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilegym.autokernel.generate.body import suggest
 from tilegym.autokernel.generate.graph import REDUCTIONS
 from tilegym.autokernel.generate.graph import Output
 from tilegym.autokernel.generate.graph import Region
@@ -95,7 +96,7 @@ def plan_kernels(region: Region, backward: bool) -> list[Kernel]:
     statistics = reductions(outputs)
     sums = any(o.vector for o in outputs)
     name, extra = f"{region.name}_kernel", {}
-    wide = region.size is not None and region.size > (MAX_CACHED_BACKWARD if backward else MAX_CACHED)
+    wide = region.width > (MAX_CACHED_BACKWARD if backward else MAX_CACHED)
     inputs = _inputs_of(region, outputs, extra)
     if sums and statistics and not wide:
         return [Kernel(name, "striding", inputs, outputs)]
@@ -118,12 +119,13 @@ def _split_statistics(region: Region, outputs: tuple[Output, ...]) -> list[Kerne
     needed = [v for v in order if v.rows and not v.cols and v.op != "input" and v in users]
     known: dict[Value, Value] = {}
     first = []
-    for i, value in enumerate(needed):
-        name = value.hint or f"statistic{i}"
-        name = name if name not in region.inputs else f"{name}_of_row"
+    for value in needed:
+        stem = suggest(value)
+        taken = {*region.inputs, *(o.name for o in outputs), *(o.name for o in first)}
+        name = stem if stem not in taken else next(n for i in range(2, 99) if (n := f"{stem}{i}") not in taken)
         first.append(Output(name, value, torch.float32, like))
         known[value] = Value("input", (), True, False, dtype=torch.float32, hint=name)
-    second = tuple(dataclasses.replace(o, value=substitute(o.value, known)) for o in outputs)
+    second = substitute(outputs, known)
     extra = {v.hint: v for v in known.values()}
     return [
         Kernel(f"{region.name}_statistics_kernel", "wide", _inputs_of(region, tuple(first), {}), tuple(first)),
@@ -131,10 +133,10 @@ def _split_statistics(region: Region, outputs: tuple[Output, ...]) -> list[Kerne
     ]
 
 
-def substitute(value: Value, known: dict[Value, Value]) -> Value:
-    """``value`` computed from what ``known`` has in the place of some values."""
+def substitute(outputs: tuple[Output, ...], known: dict[Value, Value]) -> tuple[Output, ...]:
+    """``outputs`` computed from what ``known`` has in the place of some values."""
     done = dict(known)
-    for v in topological([value], known):
+    for v in topological((o.value for o in outputs), known):
         args = tuple(done[a] for a in v.args)
         done[v] = v if args == v.args else dataclasses.replace(v, args=args)
-    return done[value]
+    return tuple(dataclasses.replace(o, value=done[o.value]) for o in outputs)

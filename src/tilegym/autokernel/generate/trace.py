@@ -116,7 +116,7 @@ def trace(region: Callable | torch.nn.Module, inputs: Sequence[Any], name: str) 
         # What cannot be traced in another dtype is not offered in it.
         with contextlib.nullcontext() if dtype == given else contextlib.suppress(Unsupported):
             read[dtype] = _read(function, names, _cast(values, given, dtype), dtype, name)
-    same = [d for d, r in read.items() if structure(r.outputs) == structure(read[given].outputs)]
+    same = [d for d, r in read.items() if structure(r) == structure(read[given])]
     result = read[torch.bfloat16] if given == torch.float32 and torch.bfloat16 in same else read[given]
     result.dtypes = tuple(same)
     return result
