@@ -47,6 +47,16 @@ def test_presets_have_the_published_sizes():
         assert models.count_parameters(config) == pytest.approx(billions * 1e9, rel=0.005), name
 
 
+def test_the_language_model_of_one_that_also_sees(tmp_path):
+    sizes = dict(hidden_size=32, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen3_5", "text_config": sizes}))
+    config = models.load_config(str(path), random_weights=True)
+    assert config.model_type == "qwen3_5_text" and config.hidden_size == 32
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": {"hidden_size": 32}}))  # made as a whole
+    assert models.load_config(str(path), random_weights=True).model_type == "gemma3"
+
+
 def test_loads_a_folder_with_its_tokenizer():
     loaded = models.load(str(TINY_LLAMA), torch.bfloat16, CPU, random_weights=False)
     assert loaded.model.dtype == torch.bfloat16

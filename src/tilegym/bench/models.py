@@ -46,7 +46,7 @@ def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = F
         trust_remote_code: whether code that comes with the model may run.
 
     Returns:
-        The ``transformers`` config.
+        The ``transformers`` config; of a model that also sees or hears, the language model's, if that stands alone.
 
     Raises:
         ModelError: there is no such model, or ``transformers`` does not know its architecture.
@@ -78,7 +78,7 @@ def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = F
     if isinstance(source, Path):
         _check_config_file(source / "config.json" if source.is_dir() else source)
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return _of_language_model(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
     except Exception as error:  # each architecture checks its config in its own way
         if "trust_remote_code" in str(error):
             raise ModelError(
@@ -88,6 +88,17 @@ def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = F
             f"the config of {model_id} cannot be used ({first_sentence(error)}): "
             f"correct it, or take a model that transformers {transformers.__version__} knows"
         ) from error
+
+
+def _of_language_model(config: Any) -> Any:
+    """What ``AutoModelForCausalLM`` makes a model of: the text config, where the class it takes is made of that."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config(decoder=True)
+    if text is config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return text if getattr(model_class, "config_class", None) is type(text) else config
 
 
 def _check_config_file(path: Path) -> None:
