@@ -130,6 +130,11 @@ for causal in (True, False):
                 ((64, 64), hints(8)),
                 ((32, 64), hints()),
                 ((32, 64), hints(None, 2)),
+                # Twice the queries of the last for each tile of keys in registers: half the barriers and statistics.
+                ((64, 64), hints(None, 2)),
+                ((64, 64), hints(4, 2)),
+                ((32, 64), hints(4, 2)),
+                ((64, 128), hints(8, 1)),
             ):
                 dkdv(shape, causal, tile, h, two_loops)
         small = (4, 32, 8, 4096, 64)

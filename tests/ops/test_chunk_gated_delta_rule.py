@@ -227,7 +227,8 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
     def test_blocks_for_every_multiprocessor(self, monkeypatch):
         monkeypatch.setattr(cutile, "sm_count", lambda index: 132)
         cutile.scan_tiles.cache_clear()
-        assert cutile.scan_tiles(32, 128, 128, 0) == (128, 16)
+        assert cutile.scan_tiles(32, 128, 128, 0) == (128, 32)
+        assert cutile.scan_tiles(64, 128, 128, 0) == (128, 64)  # one wave instead of two
         assert cutile.scan_tiles(256, 128, 128, 0) == (128, 64)
         assert cutile.scan_tiles(1, 5, 3, 0) == (16, 16)
         cutile.scan_tiles.cache_clear()

