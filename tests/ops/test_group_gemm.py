@@ -2,6 +2,7 @@ from unittest import mock
 
 import pytest
 import torch
+from common import HAS_GPU
 from common import PyTestCase
 from common import assert_launches_compile
 from common import backends
@@ -9,6 +10,7 @@ from common import device
 from common import dtypes
 from common import gpu
 from common import randn
+from common import recorded_launches
 from common import sanitized
 
 from tilegym.ops import group_gemm
@@ -85,6 +87,24 @@ class Test_GroupGEMM(PyTestCase):
         a = [torch.empty(m, 64, dtype=torch.bfloat16) for m in (128, 200)]
         b = [torch.empty(128, 64, dtype=torch.bfloat16)] * 2
         assert_launches_compile(lambda: group_gemm(a, b, transpose_b=True, backend="cutile"))
+
+    def test_capture_gives_the_same_bits(self, monkeypatch):
+        """A launch into a graph takes no lists."""
+        kwargs = tensors(GROUPS[1], torch.bfloat16, True)
+        ours = by_name(group_gemm, True, backend="cutile")
+        expected = ours(**kwargs)
+        monkeypatch.setattr(cutile, "_is_captured", lambda x: True)
+        with recorded_launches(run=True) as launches:
+            on_cpu = ours(**{name: t.cpu() for name, t in kwargs.items()})
+        assert len(launches) == 3 and not any(isinstance(arg, list) for _, args in launches for arg in args)
+        for a, b in zip(on_cpu, expected, strict=True):
+            torch.testing.assert_close(a, b.cpu(), **({} if HAS_GPU else {"rtol": 0, "atol": 0}))
+
+    @gpu
+    def test_graph_capture(self):
+        kwargs = tensors([(100, 256, 64), (70, 33, 9)], torch.bfloat16, True)
+        ours = by_name(group_gemm, True, backend="cutile")
+        self.assertCaptures(lambda *t: ours(**dict(zip(kwargs, t, strict=True))), *kwargs.values())
 
     @gpu
     def test_real_sizes(self):

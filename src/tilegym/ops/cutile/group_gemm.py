@@ -13,6 +13,7 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.matmul import GROUP_M
+from tilegym.ops.cutile.matmul import matmul_kernel
 from tilegym.ops.cutile.matmul import multiply_tiles
 from tilegym.ops.cutile.matmul import tile_of_block
 from tilegym.ops.cutile.matmul import uses_tf32
@@ -113,6 +114,10 @@ def ragged_gemm_kernel(
             ct.scatter(c, (rows[:, None], columns[None, :]), acc.astype(c.dtype), mask=mine[:, None])
 
 
+def _is_captured(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _fake_group(group_a, group_b, trans_a, trans_b):
     return [
         a.new_empty(a.shape[1 if trans_a else 0], b.shape[0 if trans_b else 1])
@@ -139,9 +144,14 @@ def group_gemm_forward(
     else:
         tile_m = 128 if max(x.shape[0] for x in c) > 64 and a[0].element_size() == 2 else 64
         tile_n, tile_k = (128, 64) if a[0].element_size() == 2 else (64, 32)
-    grid = (sum(-(-x.shape[0] // tile_m) * -(-x.shape[1] // tile_n) for x in c),)
-    options = (len(c), tile_m, tile_n, tile_k, GROUP_M, trans_a, trans_b, uses_tf32(a[0].dtype))
-    launch(c[0], grid, group_gemm_kernel, (a, b, c, *options))
+    tiles = [-(-x.shape[0] // tile_m) * -(-x.shape[1] // tile_n) for x in c]
+    sizes, tf32 = (tile_m, tile_n, tile_k, GROUP_M, trans_a, trans_b), uses_tf32(a[0].dtype)
+    if _is_captured(c[0]):
+        # A graph's launches take no lists: each product has its own then, of the same tiles and with the same bits.
+        for x, y, z, count in zip(a, b, c, tiles, strict=True):
+            launch(z, (count,), matmul_kernel, (x, y, 0, z, *sizes, False, tf32, True, False))
+    else:
+        launch(c[0], (sum(tiles),), group_gemm_kernel, (a, b, c, len(c), *sizes, tf32))
     return group_c
 
 
