@@ -41,7 +41,15 @@ def multiply(rows, weight, acc, WEIGHT_LEFT: Bool, TF32: Bool):
     left, right = (weight, rows) if WEIGHT_LEFT else (rows, weight)
     if TF32:
         left, right = left.astype(ct.tfloat32), right.astype(ct.tfloat32)
+    if left.dtype == ct.float32:
+        # Each product and each sum is rounded, one after the other: sums of a few are more exact than one of all.
+        return acc + ct.mma(left, right, ct.zeros(acc.shape, dtype=ct.float32))
     return ct.mma(left, right, acc)
+
+
+def depth(dtype, TILE_K: Int, TF32: Bool):
+    """In a kernel: how many products :func:`multiply` adds up at a time, TILE_K of them unless in fp32."""
+    return min(TILE_K, 8) if dtype == ct.float32 and not TF32 else TILE_K
 
 
 def zeros_for(TILE_M: Int, TILE_N: Int, WEIGHT_LEFT: Bool):
@@ -51,9 +59,10 @@ def zeros_for(TILE_M: Int, TILE_N: Int, WEIGHT_LEFT: Bool):
 def product(x, w, expert, m, n, TILE_M: Int, TILE_N: Int, TILE_K: Int, TRANSPOSED: Bool, WEIGHT_LEFT: Bool, TF32: Bool):
     """In a kernel: tile (m, n) of x times the expert's matrix, in fp32; transposed if WEIGHT_LEFT."""
     acc = zeros_for(TILE_M, TILE_N, WEIGHT_LEFT)
-    for k in range(ct.cdiv(x.shape[1], TILE_K)):
-        rows = load_rows(x, m, k, TILE_M, TILE_K, WEIGHT_LEFT)
-        weight = load_weight(w, expert, n, k, TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT)
+    step = depth(x.dtype, TILE_K, TF32)
+    for k in range(ct.cdiv(x.shape[1], step)):
+        rows = load_rows(x, m, k, TILE_M, step, WEIGHT_LEFT)
+        weight = load_weight(w, expert, n, k, TILE_N, step, TRANSPOSED, WEIGHT_LEFT)
         acc = multiply(rows, weight, acc, WEIGHT_LEFT, TF32)
     return acc
 
@@ -119,11 +128,12 @@ def moe_up_kernel(
         elif GATE == SPLIT:
             gate = zeros_for(TILE_M, TILE_N, WEIGHT_LEFT)
             up = zeros_for(TILE_M, TILE_N, WEIGHT_LEFT)
-            for k in range(ct.cdiv(x.shape[1], TILE_K)):
-                rows = load_rows(x, m, k, TILE_M, TILE_K, WEIGHT_LEFT)
-                weight = load_weight(w_gate, expert, n, k, TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT)
+            step = depth(x.dtype, TILE_K, TF32)
+            for k in range(ct.cdiv(x.shape[1], step)):
+                rows = load_rows(x, m, k, TILE_M, step, WEIGHT_LEFT)
+                weight = load_weight(w_gate, expert, n, k, TILE_N, step, TRANSPOSED, WEIGHT_LEFT)
                 gate = multiply(rows, weight, gate, WEIGHT_LEFT, TF32)
-                weight = load_weight(w_up, expert, n, k, TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT)
+                weight = load_weight(w_up, expert, n, k, TILE_N, step, TRANSPOSED, WEIGHT_LEFT)
                 up = multiply(rows, weight, up, WEIGHT_LEFT, TF32)
         else:
             gate = product(x, w_gate, expert, m, n, TILE_M, TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT, TF32)
