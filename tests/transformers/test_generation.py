@@ -47,6 +47,8 @@ def test_greedy_tokens_of_a_left_padded_batch(family, backend, cache):
 @families
 def test_the_steps_that_a_graph_replays(family):
     model = make_model(family)
+    if not type(model)._can_compile_fullgraph:
+        pytest.skip("this transformers does not let it be captured")
     ids, mask = padded(LENGTHS, "left")
     batches = (ids, mask), (ids[1:2], None)
     expected = [generate(model, *batch) for batch in batches]

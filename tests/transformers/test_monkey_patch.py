@@ -121,7 +121,8 @@ def test_the_report_names_every_module(family):
     }
     with monkey_patch.apply(model, use_cutile=False) as report:
         patched = {(e.compute, e.module) for e in report.patched}
-        for compute in computes(family):
+        captured = "graph" if type(model)._can_compile_fullgraph else None  # OLMoE: only in later transformers
+        for compute in computes(family) - ({"graph"} - {captured}):
             expected = {
                 path or type(model).__name__
                 for path, module in model.named_modules()
@@ -133,7 +134,7 @@ def test_the_report_names_every_module(family):
         steps = {"model.layers.0", "model.layers.1"} if family in ("llama", "mistral", "qwen2", "qwen3") else set()
         entries = report.skipped if family == "llama" else report.patched
         assert {e.module for e in entries if e.compute == "decode_step"} == steps
-        assert {e.compute for e in report.skipped} <= {"decode_step"}
+        assert {e.compute for e in report.skipped} <= {"decode_step"} | ({"graph"} - {captured})
         assert "model.layers.*.self_attn" in str(report)
 
 
