@@ -1,7 +1,11 @@
 """Before and after: throughput, time to first token, coverage, peak memory, where the time goes; each flag alone."""
 
+import contextlib
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,11 +35,25 @@ def _once(model: nn.Module, batches: list[Batch], length: int) -> Callable[[], A
     return lambda: generate.run_once(model, batches, length)
 
 
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keeps what torch's profiler writes of its own start and end, past Python, off the terminal."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def where_time_goes(run: Callable[[], Any], device: torch.device) -> list[list[Any]]:
     """[name, share of the time] of torch's functions, or on a GPU the kernels, that take longest; then of the rest."""
     gpu = device.type == "cuda"
     kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * gpu
-    with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:
+    with _silent(), torch.profiler.profile(activities=kinds, acc_events=True) as profiler:
         run()
         if gpu:
             torch.cuda.synchronize()
