@@ -9,12 +9,14 @@ from common import backends
 from common import dtypes
 from common import gpu
 from common import randn
+from common import recorded_launches
 from common import sanitized
 
 from tilegym.backend import dispatcher
 from tilegym.errors import FallbackWarning
 from tilegym.ops import causal_conv1d_fn
 from tilegym.ops import causal_conv1d_update
+from tilegym.ops.cutile import causal_conv1d
 from tilegym.ops.cutile.causal_conv1d import conv_backward
 from tilegym.ops.cutile.causal_conv1d import conv_forward
 from tilegym.ops.cutile.causal_conv1d import conv_update
@@ -178,6 +180,16 @@ class Test_CausalConv1d(PyTestCase):
         x, w = layout(torch.empty(1, 8192, 64, dtype=torch.bfloat16)), torch.empty(8192, 4, dtype=torch.bfloat16)
         assert_launches_compile(lambda: conv_forward(x, w, None, True))
         assert_launches_compile(lambda: conv_backward(x, x, w, w[:, 0], True))
+
+    @pytest.mark.parametrize("layout", [channels_last, torch.Tensor.contiguous], ids=["channels_last", "contiguous"])
+    def test_entries_too_large_for_one_launch(self, layout, monkeypatch):
+        """As those of more than 2^31 elements are; the strides within them are not too large."""
+        monkeypatch.setattr(causal_conv1d, "INT32_MAX", 12 * 9 - 1)
+        kwargs = {"hidden_states": layout(randn(3, 12, 9)), "weight": randn(12, 4), "bias": randn(12, seed=1)}
+        with recorded_launches(run=True) as launches:
+            causal_conv1d_fn(**{name: t.cpu() for name, t in kwargs.items()}, backend="cutile")
+        assert len(launches) == 3 and all(t.stride(0) < 108 for t in (launches[0][1][0], launches[0][1][3]))
+        self.assertCorrectness(causal_conv1d_fn, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @gpu
     def test_more_than_32_bits_of_elements(self):

@@ -12,6 +12,7 @@ that lie side by side in memory; BIAS, whether there is one; SILU, whether it is
 """
 
 import functools
+from collections.abc import Iterator
 
 import cuda.tile as ct
 import torch
@@ -22,6 +23,7 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.pointwise import over_one_plus_exp
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import next_power_of_2
@@ -163,6 +165,24 @@ def is_channels_last(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and x.shape[2] > 1
 
 
+def entries_per_launch(*tensors: torch.Tensor) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
+    """Which entries of the batch each launch takes, and those of ``tensors`` [B, C, T]: all, if kernels can take them.
+
+    An entry of more than 2^31 elements is further from the next than the kernels' 32-bit strides reach: then one by
+    one, with another stride between those that are not there.
+    """
+    if all(t.stride(0) <= INT32_MAX for t in tensors):
+        yield slice(None), tensors
+        return
+    for i in range(tensors[0].shape[0]):
+        # A slice would keep the stride.
+        entry = [
+            t.as_strided((1, *t.shape[1:]), (t.shape[2], *t.stride()[1:]), t.storage_offset() + i * t.stride(0))
+            for t in tensors
+        ]
+        yield slice(i, i + 1), tuple(entry)
+
+
 def _fake_forward(x, *_):
     return torch.empty_like(x)
 
@@ -174,9 +194,10 @@ def conv_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     batch, channels, tokens = x.shape
     last = is_channels_last(x)
     tile_c, tile_t = conv_tiles(channels, tokens, last)
-    grid = (ct.cdiv(tokens, tile_t) * batch, ct.cdiv(channels, tile_c))
     constants = (tile_c, tile_t, weight.shape[1], last, bias is not None, silu)
-    launch(x, grid, conv_kernel, (x, weight, weight if bias is None else bias, y, *constants))
+    for _, (some_x, some_y) in entries_per_launch(x, y):
+        grid = (ct.cdiv(tokens, tile_t) * some_x.shape[0], ct.cdiv(channels, tile_c))
+        launch(x, grid, conv_kernel, (some_x, weight, weight if bias is None else bias, some_y, *constants))
     return y
 
 
@@ -200,11 +221,14 @@ def conv_backward(
     tile_t = min(tile_t, 8) if last else tile_t  # the tiles of 2 * K - 1 taps stay in registers
     c_tiles, t_tiles = ct.cdiv(channels, tile_c), ct.cdiv(tokens, tile_t)
     splits = max(1, min(t_tiles, 8 * sm_count(x.get_device()) // max(1, batch * c_tiles)))
-    dw = x.new_empty(batch * splits, channels, taps, dtype=torch.float32)
-    db = dw if bias is None else x.new_empty(batch * splits, channels, dtype=torch.float32)
+    dw = x.new_empty(batch, splits, channels, taps, dtype=torch.float32)
+    db = dw if bias is None else x.new_empty(batch, splits, channels, dtype=torch.float32)
     constants = (tile_c, tile_t, taps, last, bias is not None, silu)
-    args = (dy, x, weight, weight if bias is None else bias, dx, dw, db, splits, *constants)
-    launch(x, (batch * splits, c_tiles), conv_backward_kernel, args)
+    for entries, (some_dy, some_x, some_dx) in entries_per_launch(dy, x, dx):
+        sums = dw[entries].flatten(0, 1), db[entries].flatten(0, 1)
+        args = (some_dy, some_x, weight, weight if bias is None else bias, some_dx, *sums, splits, *constants)
+        launch(x, (some_x.shape[0] * splits, c_tiles), conv_backward_kernel, args)
+    dw, db = dw.flatten(0, 1), db.flatten(0, 1)
     return dx, dw.sum(0), (dw.new_empty(0) if bias is None else db.sum(0))
 
 
