@@ -31,6 +31,7 @@ from tilegym.ops.cutile.attention_backward import dkdv_configs
 from tilegym.ops.cutile.attention_backward import dq_configs
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
+from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.pytorch.attention import fmha as reference
 
 QKV = ("q", "k", "v")
@@ -305,6 +306,17 @@ class Test_FMHA_Backward(PyTestCase):
             constants = (config.TILE_M, config.TILE_N, *tail, config.TWO_LOOPS, False, *more)
             arrays = [t.clone() if isinstance(t, torch.Tensor) else t for t in arrays]
             assert_compiles(kernel.replace_hints(**config.hints), (*arrays, 0.1, 1.0, 0, *constants), (arch,))
+
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    def test_every_configuration_compiles_with_padding(self, head_dim):
+        q, k, v, do, dk, dv = (torch.empty(2, h, 50, head_dim, dtype=torch.bfloat16) for h in (4, 2, 2, 4, 2, 2))
+        lse, delta, mask = torch.empty(1, 2, 4, 50), torch.empty(1, 2, 4, 50), torch.empty(2, 1, 1, 50).bool()
+        arrays = (q, k, v, do, lse, delta, mask, 0, dk, dv)
+        for config in dkdv_configs("sm_90", head_dim):
+            tile = (config.TILE_M, config.TILE_N, head_dim, head_dim)
+            constants = (*tile, True, False, False, KEY_MASK, 1, False, False, True, config.TWO_LOOPS, False)
+            kernel = attention_dkdv_kernel.replace_hints(**config.hints)
+            assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants), ("sm_90",))
 
     def test_everything_compiles(self):
         kwargs = {k: v.half().cpu() for k, v in tensors(*SHAPES[1]).items()}
