@@ -188,7 +188,7 @@ def test_code_that_comes_with_the_model(tmp_path):
     assert {"rms_norm", "rope", "attn", "linear"} <= set(outcome.accepted)
     before, after = (outcome.measured[side]["tokens"] for side in ("unpatched", "patched"))
     assert before == after
-    assert repr(model) in (outcome.package / "test_monkey_patch_rope.py").read_text()
+    assert f'"{model}"' in (outcome.package / "test_monkey_patch_rope.py").read_text()
 
 
 def test_a_family_by_hand_is_said_to_be_so(tmp_path):
