@@ -23,9 +23,6 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel
 
 from tilegym.ops.cutile.flash_decode import decode_kernel
-from tilegym.ops.cutile.flash_decode_plan import LAST_BLOCK
-from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
-from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import TILE_S
 from tilegym.ops.cutile.splitk_reduce import merge_kernel
@@ -49,7 +46,6 @@ def decode_group(b: int, hq: int, hkv: int, s: int, d: int) -> str:
             "v": empty_or_random(dev, b, hkv, s, d),
             "o": torch.empty(b, hq, 1, d, device=dev, dtype=BF16),
             "partial": torch.empty(b * hq * 256 * (d + STATE_COLUMNS), device=dev),
-            "arrivals": torch.zeros(b * hkv, device=dev, dtype=torch.int32),
             "kv_len": torch.full((b,), s, device=dev, dtype=torch.int32),
         }
 
@@ -58,8 +54,8 @@ def decode_group(b: int, hq: int, hkv: int, s: int, d: int) -> str:
     return name
 
 
-def decode(group, b, hq, hkv, s, d, tile_n, splits, merge, h, kv_len=True):
-    mode, tile_s = merge
+def decode(group, b, hq, hkv, s, d, tile_n, splits, tile_s, h, kv_len=True):
+    final = splits == 1
 
     def launches(t):
         partial = t["partial"][: b * hq * splits * (d + STATE_COLUMNS)].view(b, hq, splits, d + STATE_COLUMNS)
@@ -68,21 +64,19 @@ def decode(group, b, hq, hkv, s, d, tile_n, splits, merge, h, kv_len=True):
             t["k"],
             t["v"],
             t["o"],
-            0 if mode == ONE_SPLIT else partial,
-            t["arrivals"] if mode == LAST_BLOCK else 0,
+            0 if final else partial,
             0,
             0,
             t["kv_len"] if kv_len else 0,
         )
         numbers = (d**-0.5, 1.0, 0, max(16, p2(hq // hkv)), tile_n, d, d, d)
         flags = (False, False, 0, 1, False, kv_len, False)
-        first = ((b * hkv, splits), decode_kernel, (*arrays, *numbers, *flags, mode, p2(hq // hkv), tile_s, False))
-        if mode != NEXT_LAUNCH:
+        first = ((b * hkv, splits), decode_kernel, (*arrays, *numbers, *flags, final, False))
+        if final:
             return [first]
-        # Fewer splits at a time than it could are merged one by one, as the last block does.
-        return [first, ((b * hq,), merge_kernel, (partial, t["o"], d**-0.5, tile_s, d, d, tile_s != TILE_S, False))]
+        return [first, ((b * hq,), merge_kernel, (partial, t["o"], d**-0.5, tile_s, d, d, False))]
 
-    how = {ONE_SPLIT: "", LAST_BLOCK: f"last block {tile_s}", NEXT_LAUNCH: f"next launch {tile_s}"}[mode]
+    how = "" if final else f"merged {tile_s} at a time"
     label = f"keys{tile_n} splits{splits} {how} {'' if kv_len else ' no kv_len'}"
     VARIANTS.append(Variant(group, label, h, launches))
 
@@ -102,18 +96,12 @@ SHAPES = (
 for shape, chosen in SHAPES:
     g = decode_group(*shape)
     group, width = p2(shape[1] // shape[2]), shape[4]
-    widest = max(1, 2048 // (group * width))
     for splits in chosen:
-        if splits == 1:
-            merges = [(ONE_SPLIT, 1)]
-        else:
-            merges = [(LAST_BLOCK, n) for n in (widest, 2 * widest, 4 * widest) if n <= splits]
-            merges += [(NEXT_LAUNCH, TILE_S), (NEXT_LAUNCH, 8), (NEXT_LAUNCH, 4)]
-        for merge in merges:
+        for tile_s in (1,) if splits == 1 else (TILE_S, 8, 4):
             warps = 8 if group > 64 else None
             for tile_n, h in ((128, hints(warps, 2)), (64, hints(warps, 4)), (64, hints(warps, 2))):
                 if tile_n * width * 2 <= 32768:
-                    decode(g, *shape, tile_n, splits, merge, h)
+                    decode(g, *shape, tile_n, splits, tile_s, h)
 
 if __name__ == "__main__":
     main(__doc__)

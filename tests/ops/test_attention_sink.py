@@ -193,7 +193,7 @@ class Test_AttentionSinkDecode(PyTestCase):
             kwargs = {k: v.cpu() for k, v in tensors(1, queries, 2, 2, 50, 32).items()}
             with recorded_launches() as launches:
                 attention_sink_decode(**kwargs, backend="cutile")
-            assert [k._pyfunc.__name__ for k, _ in launches] == [kernel]
+            assert launches[0][0]._pyfunc.__name__ == kernel
 
     @backends("attention_sink_decode")
     def test_wrong_arguments(self, backend):

@@ -13,7 +13,6 @@ from common import randn
 from common import recorded_launches
 from common import sanitized
 
-from tilegym import interpreter
 from tilegym.backend import dispatcher
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
@@ -23,11 +22,7 @@ from tilegym.ops import splitk_reduce
 from tilegym.ops.cutile import flash_decode_plan
 from tilegym.ops.cutile.flash_decode import decode_forward
 from tilegym.ops.cutile.flash_decode import decode_kernel
-from tilegym.ops.cutile.flash_decode_plan import LAST_BLOCK
-from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
-from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
 from tilegym.ops.cutile.flash_decode_plan import TILE_BYTES
-from tilegym.ops.cutile.flash_decode_plan import choose_merge
 from tilegym.ops.cutile.flash_decode_plan import choose_splits
 from tilegym.ops.cutile.flash_decode_plan import choose_tiles
 from tilegym.ops.cutile.flash_decode_plan import max_splits
@@ -159,64 +154,12 @@ class Test_FlashDecode(PyTestCase):
             grids.append([launches[0][1][4].shape, launches[1][1][0].shape])
         assert grids[0] == grids[1]
 
-    @pytest.mark.parametrize("name", ["scale", "sinks", "all"])
-    def test_two_launches(self, name, monkeypatch):
-        """What one block would take too long to merge gets a launch of its own."""
-        monkeypatch.setattr(flash_decode_plan, "choose_merge", lambda *sizes: choose_merge(*sizes[:-1], False))
-        kwargs = tensors(*SHAPES[0]) | OPTIONS[name]
-        self.assertCorrectness(fmha_decode, reference, kwargs, {"backend": "cutile"})
-
-    @pytest.mark.parametrize("order", ["shuffled", "threads"])
-    def test_result_does_not_depend_on_which_block_is_last(self, order, monkeypatch):
-        kwargs = {k: v.cpu() for k, v in tensors(2, 8, 2, 150, 64, 64).items()}
-        expected = fmha_decode(**kwargs, backend="cutile")
-        launched, run = [], interpreter.launch
-
-        def launch(grid, kernel, args):
-            run(grid, kernel, args, order=order, seed=len(launched))
-            launched.append(args)
-
-        monkeypatch.setattr(interpreter, "launch", launch)
-        for _ in range(3):
-            assert torch.equal(fmha_decode(**kwargs, backend="cutile"), expected)
-        assert len(launched) == 3  # one each
-        assert not any(args[5].any() for args in launched)  # the counters are ready for the next launch
-
-    def test_which_splits_one_block_merges(self):
-        assert choose_merge(4, 128, 1, 256, True)[0] == ONE_SPLIT
-        assert choose_merge(4, 128, 8, 256, True) == (LAST_BLOCK, 4, 8, True)
-        assert choose_merge(4, 128, 16, 256, True)[0] == NEXT_LAUNCH  # too much
-        for key_bytes in (128, 512):
-            assert choose_merge(4, 128, 8, key_bytes, True)[0] == NEXT_LAUNCH
-
-    def test_graphs_merge_in_a_launch_of_its_own(self):
-        for group, splits in ((1, 32), (4, 5), (4, 8), (8, 3)):
-            _, _, tile_s, one_by_one = choose_merge(group, 128, splits, 256, True)
-            assert one_by_one and choose_merge(group, 128, splits, 256, False) == (NEXT_LAUNCH, 1, tile_s, True)
-
-    @pytest.mark.parametrize("shape", [(1, 8, 2, 200, 64, 64), (2, 6, 2, 150, 64, 48), (1, 2, 2, 300, 64, 64)], ids=str)
-    @pytest.mark.parametrize("options", [{}, dict(kv_len=lengths(77)), dict(sinks=True)], ids=["", "lengths", "sinks"])
-    def test_both_ways_to_merge_give_the_same_bits(self, shape, options, monkeypatch):
-        kwargs = {k: v.cpu() for k, v in tensors(*shape).items()}  # rows of 256 bytes
-        if "sinks" in options:
-            options = dict(sinks=randn(shape[1], seed=5).cpu())
-        if "kv_len" in options:
-            options = dict(kv_len=options["kv_len"].cpu().expand(shape[0]))
-        with recorded_launches(run=True) as launches:
-            by_last_block = fmha_decode(**kwargs, **options, kv_len_per_split=40, backend="cutile")
-            monkeypatch.setattr(flash_decode_plan, "_plans", {})
-            monkeypatch.setattr(flash_decode_plan, "choose_merge", lambda *sizes: choose_merge(*sizes[:-1], False))
-            by_launch = fmha_decode(**kwargs, **options, kv_len_per_split=40, backend="cutile")
-        assert [kernel._pyfunc.__name__ for kernel, _ in launches] == ["decode_kernel", "decode_kernel", "merge_kernel"]
-        assert torch.equal(by_last_block, by_launch)
-
     @gpu
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize(
         "sizes", [(8, 32, 8, 8192), (1, 32, 8, 640), (1, 32, 8, 1024), (1, 8, 8, 2048), (2, 16, 2, 513)], ids=str
     )
     def test_graphs_and_eager_calls_give_the_same_bits(self, sizes, dtype):
-        """Again and again: were a part not visible yet to the block that merges, it would be so now and then."""
         kwargs = tensors(*sizes, 128, 128, dtype=dtype)
         fmha_decode(**kwargs, backend="cutile")
         graph = torch.cuda.CUDAGraph()
@@ -281,18 +224,14 @@ class Test_FlashDecode(PyTestCase):
         options = (40, lengths(9, 150), 33, 2.0, randn(8), boolean(2, 1, 1, 150))
         torch.library.opcheck(decode_forward.operator, (q, k, v, 0.25, *options))
 
-    @pytest.mark.parametrize(
-        ("name", "kernels"), [("lengths", 1), ("all", 1), ("lengths", 2)], ids=["lengths", "all", "two launches"]
-    )
-    def test_compiles_for_every_architecture(self, name, kernels, monkeypatch):
-        if kernels == 2:
-            monkeypatch.setattr(flash_decode_plan, "choose_merge", lambda *sizes: choose_merge(*sizes[:-1], False))
+    @pytest.mark.parametrize("name", ["lengths", "all"])
+    def test_compiles_for_every_architecture(self, name):
         options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
         kwargs = {k: v.cpu() for k, v in tensors(2, 8, 2, 150, 128, 128, dtype=torch.bfloat16).items()}
         with recorded_launches() as launches:
             fmha_decode(**kwargs, **options, backend="cutile")
-        assert [kernel._pyfunc.__name__ for kernel, _ in launches] == ["decode_kernel", "merge_kernel"][:kernels]
-        for kernel, args in launches[kernels - 1 :]:
+        assert [kernel._pyfunc.__name__ for kernel, _ in launches] == ["decode_kernel", "merge_kernel"]
+        for kernel, args in launches:
             assert_compiles(kernel, args, ("sm_80", "sm_90", "sm_100", "sm_120") if name == "lengths" else ("sm_90",))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -300,7 +239,7 @@ class Test_FlashDecode(PyTestCase):
     def test_real_tiles_compile(self, dtype, head_dim):
         q, k, v = (torch.empty(2, n, s, head_dim, dtype=dtype) for n, s in ((32, 1), (8, 4096), (8, 4096)))
         partial, out = torch.empty(2, 32, 8, head_dim + STATE_COLUMNS), torch.empty_like(q)
-        arrivals, kv_len = torch.empty(64, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+        kv_len = torch.empty(2, dtype=torch.int32)
         tile_n = TILE_BYTES // (head_dim * dtype.itemsize)
         sizes = (16, tile_n, head_dim, head_dim, head_dim)
         flags = (
@@ -311,10 +250,10 @@ class Test_FlashDecode(PyTestCase):
             False,
             True,
             dtype == torch.float32,
-            *choose_merge(4, head_dim, 8, 256, True)[:3],
+            False,
             True,
         )
-        arrays = (q, k, v, out, partial, arrivals, 0, 0, kv_len)
+        arrays = (q, k, v, out, partial, 0, 0, kv_len)
         assert_compiles(decode_kernel, (*arrays, 0.1, 1.0, 0, *sizes, *flags), ("sm_90",))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -324,7 +263,7 @@ class Test_FlashDecode(PyTestCase):
         with recorded_launches() as launches:
             fmha_decode(q, k, k, kv_len_per_split=128, backend="cutile")
         (kernel, args), _ = launches
-        assert (128, 32 if dtype == torch.float32 else 128) == args[12:14]
+        assert (128, 32 if dtype == torch.float32 else 128) == args[11:13]
         assert_compiles(kernel, args)
 
     @pytest.mark.parametrize("change", ["dtype", "scale", "window", "lengths", "mask", "keys", "sinks"])

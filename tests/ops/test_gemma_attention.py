@@ -173,7 +173,7 @@ class Test_GemmaAttentionDecode(PyTestCase):
             kwargs = {k: v.cpu() for k, v in tensors(1, 4, 2, queries, 50, 32).items()}
             with recorded_launches() as launches:
                 gemma_attention_decode(**kwargs, backend="cutile")
-            assert [k._pyfunc.__name__ for k, _ in launches] == [kernel]
+            assert launches[0][0]._pyfunc.__name__ == kernel
 
     @backends("gemma_attention_decode")
     def test_nan_spreads(self, backend):

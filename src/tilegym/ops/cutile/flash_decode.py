@@ -23,16 +23,11 @@ from tilegym.ops.cutile.attention_common import check_supported
 from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
-from tilegym.ops.cutile.flash_decode_plan import LAST_BLOCK
-from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
-from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
 from tilegym.ops.cutile.flash_decode_plan import plan_of
 from tilegym.ops.cutile.splitk_reduce import merge_kernel
-from tilegym.ops.cutile.splitk_reduce import merge_states
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import begin
-from tilegym.ops.cutile.workspace import workspace
 from tilegym.ops.pytorch.attention import check_arguments
 from tilegym.ops.pytorch.flash_decode import check_query
 
@@ -43,8 +38,7 @@ def decode_kernel(
     k,  # [B, Hkv, Skv, D]
     v,  # [B, Hkv, Skv, Dv]
     out,  # [B, Hq, 1, Dv]
-    partial,  # [B, Hq, splits, Dv + STATE_COLUMNS], as merge_states takes it; 0 if ONE_SPLIT
-    arrivals,  # [B * Hkv or more] zeros, which they are again afterwards, if LAST_BLOCK, else 0
+    partial,  # [B, Hq, splits, Dv + STATE_COLUMNS], as merge_kernel takes it; 0 if FINAL
     mask,  # [B or 1, Hq or 1, 1, Skv] if MASK, else 0
     sinks,  # [Hq] if SINKS, else 0
     kv_len,  # [B] if KV_LEN, else 0
@@ -63,9 +57,7 @@ def decode_kernel(
     SINKS: Bool,
     KV_LEN: Bool,
     EXACT: Bool,
-    MERGE: Int,
-    TILE_H: Int,  # heads and splits that are merged at a time
-    TILE_S: Int,
+    FINAL: Bool,  # one split: its output is the result
     OVERLAP: Bool,
 ):
     begin(OVERLAP)
@@ -121,26 +113,16 @@ def decode_kernel(
         acc = ct.mma(v_tile, p.astype(v_tile.dtype), acc)
 
     out = out.slice(1, head, next_head)
-    if MERGE == ONE_SPLIT:
+    if FINAL:
         acc = ct.transpose(acc / ct.where(col_sum == 0.0, 1.0, col_sum))
         ct.store(out, (batch, 0, 0, 0), acc.reshape((1, TILE_M, 1, TILE_DV)).astype(out.dtype))
     else:
         # Kept as they are until all splits are known, they are merged as exactly as the tiles of one split.
-        # Stores by the tensor memory accelerator would take a path of their own to memory.
         partial = partial.slice(1, head, next_head)
         place, column = (batch, 0, split, 0), (1, TILE_M, 1, 1)
-        tile = ct.transpose(acc).reshape((1, TILE_M, 1, TILE_DV))
-        ct.store(partial.slice(3, 0, DV), place, tile, allow_tma=False)
-        ct.store(partial.slice(3, DV, DV + 1), place, col_max.reshape(column), allow_tma=False)
-        ct.store(partial.slice(3, DV + 1, DV + 2), place, col_sum.reshape(column), allow_tma=False)
-    if MERGE == LAST_BLOCK:
-        # Acquires and releases: see workspace.py.
-        arrived = ct.atomic_add(arrivals, (ct.bid(0),), 1)
-        if arrived.item() == ct.num_blocks(1) - 1:
-            ct.atomic_xchg(arrivals, (ct.bid(0),), 0)
-            merged = merge_states(partial, batch, unit, TILE_H, TILE_S, TILE_DV, DV, True)
-            rows, columns = ct.arange(TILE_H, dtype=ct.int32)[:, None], ct.arange(TILE_DV, dtype=ct.int32)[None, :]
-            ct.scatter(out, (batch, rows, 0, columns), merged.astype(out.dtype))
+        ct.store(partial.slice(3, 0, DV), place, ct.transpose(acc).reshape((1, TILE_M, 1, TILE_DV)))
+        ct.store(partial.slice(3, DV, DV + 1), place, col_max.reshape(column))
+        ct.store(partial.slice(3, DV + 1, DV + 2), place, col_sum.reshape(column))
 
 
 def load_mask(mask, batch, head, next_head, j, HEADS: Int, TILE_N: Int):
@@ -170,19 +152,14 @@ def _forward(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
-    reuse_workspace: bool,
 ) -> torch.Tensor:
-    # Launches cost the host nothing in a graph, and little between the kernels of compiled code.
-    eager = reuse_workspace and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
-    plan = plan_of(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask, eager)
+    plan = plan_of(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
     out = q.new_empty(plan.out_shape)
-    grid, merge = plan.grid, plan.merge
+    grid = plan.grid
     if grid[1] == 0:
         return out.zero_()
-    partial = arrivals = mask = 0
-    if merge == LAST_BLOCK:
-        partial, arrivals = workspace(q, plan.partial_shape, grid[0], reuse_workspace)
-    elif merge == NEXT_LAUNCH:
+    partial = mask = 0
+    if plan.splits > 1:
         partial = q.new_empty(plan.partial_shape, dtype=torch.float32)
     if attention_mask is not None:
         mask = prepare_mask(attention_mask, k.shape[2])[1]
@@ -192,14 +169,13 @@ def _forward(
         with_unit_stride(v),
         out,
         partial,
-        arrivals,
         mask,
         0 if sinks is None else sinks,
         0 if kv_len is None else kv_len,
     )
     kernel, overlap = wide_decode_kernel if plan.wide else decode_kernel, plan.overlap
     launch(out, grid, kernel, arrays + plan.scalars + plan.constants, overlap)
-    if merge == NEXT_LAUNCH:
+    if plan.splits > 1:
         grid = (grid[0] * (q.shape[1] // k.shape[1]),)
         launch(out, grid, merge_kernel, (partial, out, *plan.merge_args), overlap)
     return out
@@ -218,7 +194,7 @@ def decode_forward(
     sinks: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    return _forward(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask, False)
+    return _forward(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
 
 
 @register_impl("fmha_decode", "cutile")
@@ -243,7 +219,7 @@ def fmha_decode(
     ):
         raise UnsupportedError("it has no backward kernel")
     if not torch.compiler.is_compiling():
-        return _forward(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask, True)
+        return _forward(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
     check_query(q, kv_len_per_split)
     check_arguments("fmha_decode", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
     scaling = q.shape[3] ** -0.5 if sm_scale is None else sm_scale

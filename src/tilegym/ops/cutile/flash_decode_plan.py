@@ -1,4 +1,4 @@
-"""How ``fmha_decode`` divides its work: tiles, splits, and who merges them, for each shape of its arguments."""
+"""How ``fmha_decode`` divides its work: tiles, splits, and what merges them, for each shape of its arguments."""
 
 import functools
 from typing import NamedTuple
@@ -14,14 +14,10 @@ from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import TILE_S
 from tilegym.ops.cutile.tiling import INT32_MAX
-from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.attention import check_arguments
 from tilegym.ops.pytorch.flash_decode import check_query
-
-# How the splits become one: there is only one; the block that finishes last merges them; another launch does.
-ONE_SPLIT, LAST_BLOCK, NEXT_LAUNCH = 0, 1, 2
 
 # Measured on an H200, D 128 in bf16, B8 Hq32 Hkv8 T8192: with tiles of 128 keys (32 KB) and two blocks a multiprocessor
 # it takes 85 us (64 keys: 87; one block: 93; cuDNN 80). Wider rows get fewer keys.
@@ -31,12 +27,6 @@ MAX_TILE_M = 64
 MAX_TILE_N = 128
 MAX_SPLITS = 256
 UNSPLIT_KEYS = 512
-MERGE_ELEMENTS = 4096  # of the splits that a block holds at a time while it merges them one by one
-# A single block reads the splits of a kv head at a fraction of the speed of memory. On an H200, D 128 in bf16, Hkv8, it
-# adds 4 us to what another launch takes, with a block for each query head, for the 10 KB of B1 T640 (16.0 and 12.0 us)
-# and 16 KB of B1 T1024, and 10 us for the 32 KB of B1 T8192 (32.7 and 22.7 us); B8 T8192, 8 KB, it makes 2 us faster
-# (80.0 and 82.0 us). A launch takes the host 4 us.
-MAX_MERGE_BYTES = 2**14
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,25 +63,6 @@ def choose_splits(kv_heads: int, keys: int, keys_per_split: int | None, device_i
     return 1 if keys <= UNSPLIT_KEYS else min(-(-keys // MAX_TILE_N), max_splits(kv_heads, device_index))
 
 
-@functools.lru_cache(maxsize=1024)
-def choose_merge(group: int, v_dim: int, splits: int, key_bytes: int, eager: bool) -> tuple[int, int, int, bool]:
-    """MERGE, TILE_H, TILE_S, and whether splits are merged one by one, for the splits of ``group`` query heads.
-
-    The last block merges them in an ``eager`` call, where the host's time for a launch counts, and only where that is
-    about as much as it costs the GPU. Graphs and compiled code then merge in another launch, one by one too, to the
-    same bits. ``key_bytes``, those of a row of a tile of keys, have to be 256: of longer rows the last block took twice
-    the time of another launch. Nor are smaller tiles left to it: on sm_90 some kernels with tiles of 64 keys of 256
-    bytes, by the compiler of CUDA 13.4, merged to wrong sums; none of those with 128 did.
-    """
-    if splits == 1:
-        return ONE_SPLIT, 1, 1, False
-    if key_bytes != TILE_BYTES // MAX_TILE_N or 4 * group * splits * v_dim > MAX_MERGE_BYTES:
-        return NEXT_LAUNCH, 1, TILE_S, False
-    tile_h = next_power_of_2(group)
-    tile_s = max(1, min(MERGE_ELEMENTS // (tile_h * tile_of(v_dim)), TILE_S, next_power_of_2(splits)))
-    return (LAST_BLOCK, tile_h, tile_s, True) if eager else (NEXT_LAUNCH, 1, tile_s, True)
-
-
 class Plan(NamedTuple):
     """What a call needs to know of its arguments besides where they are."""
 
@@ -99,7 +70,7 @@ class Plan(NamedTuple):
     wide: bool  # needs more warps
     scalars: tuple[float, float, int]  # scaling, soft_cap, window
     constants: tuple[int | bool, ...]  # those of decode_kernel
-    merge: int
+    splits: int
     out_shape: tuple[int, ...]
     partial_shape: tuple[int, ...]
     merge_args: tuple  # of merge_kernel behind its arrays
@@ -123,12 +94,8 @@ def plan_of(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
-    eager: bool,
 ) -> Plan:
-    """The plan for these arguments of ``fmha_decode``, or the exception that they deserve.
-
-    ``eager``: the launches are made now, one by one, neither captured into a graph nor among those of compiled code.
-    """
+    """The plan for these arguments of ``fmha_decode``, or the exception that they deserve."""
     key = (
         q.shape,
         k.shape,
@@ -144,7 +111,6 @@ def plan_of(
         None if kv_len is None else (kv_len.shape, kv_len.dtype),
         None if sinks is None else sinks.shape,
         None if attention_mask is None else (attention_mask.shape, attention_mask.dtype),
-        eager,
     )
     plan = _plans.get(key)
     if plan is None:
@@ -155,7 +121,7 @@ def plan_of(
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         sizes = (*q.shape[:2], *k.shape[1:], v.shape[3])
-        extras = (kv_len is not None, sinks is not None, attention_mask, eager)
+        extras = (kv_len is not None, sinks is not None, attention_mask)
         plan = _plans[key] = _make_plan(
             sizes, q.dtype, q.get_device(), scaling, kv_len_per_split, window_size, soft_cap, *extras
         )
@@ -166,14 +132,13 @@ def plan_of(
 
 def _make_plan(
     sizes, dtype, device_index, scaling, kv_len_per_split, window_size, soft_cap, has_kv_len, has_sinks,
-    attention_mask, eager,
+    attention_mask,
 ) -> Plan:  # fmt: skip
     batch, heads, kv_heads, keys, head_dim, v_dim = sizes
     group = heads // kv_heads
     visible = keys if window_size is None else min(keys, window_size)
     splits = choose_splits(batch * kv_heads, visible, kv_len_per_split, device_index)
     tiles = choose_tiles(group, head_dim, v_dim, dtype.itemsize, device_index)
-    merge, tile_h, tile_s, one_by_one = choose_merge(group, v_dim, splits, max(tiles[2:]) * dtype.itemsize, eager)
     overlap = overlaps(device_index)
     mask_kind, mask = prepare_mask(attention_mask, keys)
     constants = (
@@ -186,9 +151,7 @@ def _make_plan(
         has_sinks,
         has_kv_len,
         needs_exact(dtype, mask_kind),
-        merge,
-        tile_h,
-        1 if merge == NEXT_LAUNCH else tile_s,
+        splits == 1,
         overlap,
     )
     unit = 1.0 if soft_cap is not None or mask_kind == ADDITIVE_MASK else float(scaling)
@@ -198,10 +161,10 @@ def _make_plan(
         tiles[0] > MAX_TILE_M,
         (float(scaling), 1.0 if soft_cap is None else float(soft_cap), 0 if window_size is None else window_size),
         constants,
-        merge,
+        splits,
         (batch, heads, 1, v_dim),
         (batch, heads, splits, v_dim + STATE_COLUMNS),
-        (unit, tile_s, tiles[3], v_dim, one_by_one, overlap),
+        (unit, TILE_S, tiles[3], v_dim, overlap),
         overlap,
         longest > INT32_MAX,
     )

@@ -52,41 +52,11 @@ def merge_splits(partial, top, total, batch, state, unit, TILE_H: Int, TILE_S: I
     return acc / ct.where(all_total == 0.0, 1.0, all_total), (all_top, all_total)
 
 
-def merge_one_by_one(partial, top, total, batch, state, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int):
-    """In a kernel: as :func:`merge_splits` with SUMS, to the same bits for every TILE_H.
-
-    In which order a sum along a tile is made depends on the tile's shape; here splits are added up in theirs.
-    """
-    all_top, all_total = state
-    acc = ct.zeros((TILE_H, TILE_D), dtype=ct.float32)
-    heads, columns = ct.arange(TILE_H, dtype=ct.int32)[:, None], ct.arange(TILE_D, dtype=ct.int32)[None, :]
-    for s in range(ct.cdiv(partial.shape[2], TILE_S)):
-        tops, totals, parts = (), (), ()
-        new_top = all_top
-        for i in ct.static_iter(range(TILE_S)):
-            split = s * TILE_S + i
-            tops = (*tops, ct.gather(top, (batch, heads, split, 0), padding_value=-math.inf))
-            totals = (*totals, ct.gather(total, (batch, heads, split, 0)))
-            parts = (*parts, ct.gather(partial, (batch, heads, split, columns)))
-            new_top = ct.maximum(new_top, tops[i])
-        base = ct.where(new_top == -math.inf, 0.0, new_top)
-        shrink = ct.exp((all_top - base) * unit)
-        acc, all_total, all_top = acc * shrink, all_total * shrink, new_top
-        for i in ct.static_iter(range(TILE_S)):
-            weight = ct.exp((tops[i] - base) * unit)
-            acc = acc + weight * parts[i]
-            all_total = all_total + weight * totals[i]
-    return acc / ct.where(all_total == 0.0, 1.0, all_total)
-
-
-def merge_states(partial, batch, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, DV: Int, ONE_BY_ONE: Bool):
+def merge_states(partial, batch, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, DV: Int):
     """In a kernel: all splits of [B, H, splits, DV + STATE_COLUMNS] merged: column DV is top, the next total."""
     nothing = (ct.full((TILE_H, 1), -math.inf, dtype=ct.float32), ct.zeros((TILE_H, 1), dtype=ct.float32))
     parts, top, total = partial.slice(3, 0, DV), partial.slice(3, DV, DV + 1), partial.slice(3, DV + 1, DV + 2)
-    if ONE_BY_ONE:
-        acc = merge_one_by_one(parts, top, total, batch, nothing, unit, TILE_H, TILE_S, TILE_D)
-    else:
-        acc, _ = merge_splits(parts, top, total, batch, nothing, unit, TILE_H, TILE_S, TILE_D, True)
+    acc, _ = merge_splits(parts, top, total, batch, nothing, unit, TILE_H, TILE_S, TILE_D, True)
     return acc
 
 
@@ -112,13 +82,11 @@ def splitk_reduce_kernel(
 
 
 @ct.kernel
-def merge_kernel(
-    partial, out, unit: float, TILE_S: Int, TILE_D: Int, DV: Int, ONE_BY_ONE: Bool, OVERLAP: Bool
-):  # fmt: skip
+def merge_kernel(partial, out, unit: float, TILE_S: Int, TILE_D: Int, DV: Int, OVERLAP: Bool):
     """:func:`merge_states` with one block a row of ``out``, [B, Hq, 1, Dv]."""
     begin(OVERLAP)
     batch, head = ct.bid(0) // partial.shape[1], ct.bid(0) % partial.shape[1]
-    acc = merge_states(partial.slice(1, head, head + 1), batch, unit, 1, TILE_S, TILE_D, DV, ONE_BY_ONE)
+    acc = merge_states(partial.slice(1, head, head + 1), batch, unit, 1, TILE_S, TILE_D, DV)
     ct.store(out, (batch, head, 0, 0), acc.reshape((1, 1, 1, TILE_D)).astype(out.dtype))
 
 
