@@ -1,9 +1,12 @@
 """What finds out which formula a class or function of transformers computes, and refuses what none computes."""
 
+import pickle
+
 import pytest
 import torch
 from tiny_models import make_model
 from tiny_models import observed
+from tiny_models import ops_of
 from tiny_models import tokens
 from torch import nn
 from transformers.models.gemma3 import modeling_gemma3
@@ -14,6 +17,7 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.phi3 import modeling_phi3
 
+from tilegym.transformers import experts
 from tilegym.transformers import layers
 from tilegym.transformers import monkey_patch
 
@@ -46,13 +50,18 @@ def test_norms(cls):
 
 @pytest.mark.parametrize("cls", NORMS, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2])
-def test_a_norm_s_forward_rounds_as_its_class_does(cls, dtypes):
+def test_a_norm_s_forward_rounds_as_its_class_does(cls, dtypes, monkeypatch):
     """Also with weights kept in fp32, as gpt-oss has them."""
+    monkeypatch.setenv("DISABLE_FALLBACK", "1")
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtypes[0])
     norm = cls(64).to(dtypes[1])
     nn.init.normal_(norm.weight, 1.0)
-    got = layers.rms_norm_forward("pytorch", layers.find_rms_norm(cls))(norm, x)
-    assert got.dtype is norm(x).dtype and torch.equal(got, norm(x))
+    with torch.no_grad():
+        expected = norm(x)
+        got, kernel = (layers.rms_norm_forward(b, layers.find_rms_norm(cls))(norm, x) for b in ("pytorch", "cutile"))
+    assert got.dtype is kernel.dtype is expected.dtype and torch.equal(got, expected)
+    # Sums in another order may tip a rounding.
+    torch.testing.assert_close(kernel, expected, rtol=2 * torch.finfo(dtypes[0]).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("module", ROPES, ids=lambda module: module.__name__.rpartition("_")[2])
@@ -155,6 +164,20 @@ def test_nothing_stays_in_the_experts():
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     monkey_patch.apply(model, use_cutile=False).revert()
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4", "gemma3"])
+def test_a_pickled_model_is_a_patched_model_elsewhere(family):
+    """Where no function has been made yet."""
+    model = make_model(family)
+    monkey_patch.apply(model, use_cutile=False)
+    expected, pickled = logits(model), pickle.dumps(model)
+    for make in (layers.rms_norm_forward, layers.gated_mlp_forward, layers.rope_function, experts.routing_forward):
+        make.cache_clear()
+    other = pickle.loads(pickled)
+    assert ops_called(other) == ops_of(family) | {"linear"} and torch.equal(logits(other), expected)
+    monkey_patch.revert(other)
+    assert not ops_called(other)
 
 
 def test_router_logits_are_those_of_the_unpatched_model():

@@ -65,7 +65,8 @@ class _Recipe:
 
 def _portable(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(_portable(item) for item in value)
+        items = [_portable(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if hasattr(value, "recipe"):
         make, args = value.recipe
         return _Recipe(make, _portable(args))
