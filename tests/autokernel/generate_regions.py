@@ -11,22 +11,22 @@ from transformers.activations import ACT2FN
 
 
 class RegionCase(NamedTuple):
-    make: Callable[[], Callable]  # the region: a module, in fp32, or a function
+    make: Callable[[int], Callable]  # the region over so many columns: a module, in fp32, or a function
     inputs: tuple[tuple[int, ...], ...]  # shapes
     gradient: bool = True
     exact: bool = False  # whether each step is rounded correctly, so that the results are equal bit for bit
     scale: float = 1.0
 
 
-def _of(model: str, name: str, *args, **kwargs) -> Callable[[], Callable]:
-    """Makes module ``name`` of ``model``, with weights that differ from each other."""
+def _of(model: str, name: str, widths: int = 1, **kwargs) -> Callable[[int], Callable]:
+    """Makes module ``name`` of ``model``, which takes its width so many times, with weights that differ."""
 
-    def make() -> Callable:
+    def make(columns: int) -> Callable:
         module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
         made = getattr(module, name)
         if not isinstance(made, type):
             return made
-        made = made(*args, **kwargs)
+        made = made(*[columns] * widths, **kwargs)
         for i, parameter in enumerate(made.parameters()):
             parameter.data = 0.5 + randn(*parameter.shape, seed=i).abs().cpu()
         return made
@@ -34,8 +34,8 @@ def _of(model: str, name: str, *args, **kwargs) -> Callable[[], Callable]:
     return make
 
 
-def _activation(name: str) -> Callable[[], Callable]:
-    return lambda: ACT2FN[name]
+def _activation(name: str) -> Callable[[int], Callable]:
+    return lambda columns: ACT2FN[name]
 
 
 def granite_residual(hidden_states, residual):
@@ -124,35 +124,35 @@ def per_head_norm(q, weight):
 N = 77
 X = (2, 9, N)
 CASES = {
-    "granite_residual": RegionCase(lambda: granite_residual, (X, X), exact=True),
-    "nemotron_gate": RegionCase(lambda: nemotron_gate, (X, X), exact=True),
-    "gemma2_softcap": RegionCase(lambda: gemma2_softcap, (X,), scale=30.0),
-    "qwen3_next_output_gate": RegionCase(lambda: qwen3_next_output_gate, (X, X)),
-    "qwen2_moe_shared_expert": RegionCase(lambda: qwen2_moe_shared_expert, (X, X, (2, 9, 1))),
-    "gpt_oss_gate": RegionCase(lambda: gpt_oss_gate, ((2, 9, 2 * N),), scale=4.0),
-    "phi3_gate": RegionCase(lambda: phi3_gate, ((2, 9, 2 * N),)),
-    "modernbert_gate": RegionCase(lambda: modernbert_gate, ((2, 9, 2 * N),)),
+    "granite_residual": RegionCase(lambda columns: granite_residual, (X, X), exact=True),
+    "nemotron_gate": RegionCase(lambda columns: nemotron_gate, (X, X), exact=True),
+    "gemma2_softcap": RegionCase(lambda columns: gemma2_softcap, (X,), scale=30.0),
+    "qwen3_next_output_gate": RegionCase(lambda columns: qwen3_next_output_gate, (X, X)),
+    "qwen2_moe_shared_expert": RegionCase(lambda columns: qwen2_moe_shared_expert, (X, X, (2, 9, 1))),
+    "gpt_oss_gate": RegionCase(lambda columns: gpt_oss_gate, ((2, 9, 2 * N),), scale=4.0),
+    "phi3_gate": RegionCase(lambda columns: phi3_gate, ((2, 9, 2 * N),)),
+    "modernbert_gate": RegionCase(lambda columns: modernbert_gate, ((2, 9, 2 * N),)),
     "eager_attention_probabilities": RegionCase(
-        lambda: eager_attention_probabilities, ((2, 3, 5, N), (2, 1, 5, N)), gradient=("attn_weights",)
+        lambda columns: eager_attention_probabilities, ((2, 3, 5, N), (2, 1, 5, N)), gradient=("attn_weights",)
     ),
-    "mixtral_router": RegionCase(lambda: mixtral_router, ((9, 8),)),
-    "layer_norm_gelu": RegionCase(lambda: layer_norm_gelu, (X, (N,), (N,))),
-    "add_rms_norm": RegionCase(lambda: add_rms_norm, (X, X, (N,))),
-    "glm4_post_norm": RegionCase(lambda: glm4_post_norm, (X, X, (N,))),
-    "norm_statistics": RegionCase(lambda: norm_statistics, (X,)),
-    "per_head_norm": RegionCase(lambda: per_head_norm, ((2, 9, 3, 33), (33,))),
-    "qwen3_next_rms_norm_gated": RegionCase(_of("qwen3_next", "Qwen3NextRMSNormGated", N), (X, X)),
+    "mixtral_router": RegionCase(lambda columns: mixtral_router, ((9, 8),)),
+    "layer_norm_gelu": RegionCase(lambda columns: layer_norm_gelu, (X, (N,), (N,))),
+    "add_rms_norm": RegionCase(lambda columns: add_rms_norm, (X, X, (N,))),
+    "glm4_post_norm": RegionCase(lambda columns: glm4_post_norm, (X, X, (N,))),
+    "norm_statistics": RegionCase(lambda columns: norm_statistics, (X,)),
+    "per_head_norm": RegionCase(lambda columns: per_head_norm, ((2, 9, 3, 33), (33,))),
+    "qwen3_next_rms_norm_gated": RegionCase(_of("qwen3_next", "Qwen3NextRMSNormGated"), (X, X)),
     "qwen3_next_l2norm": RegionCase(_of("qwen3_next", "l2norm"), (X,)),
-    "gemma_rms_norm": RegionCase(_of("gemma", "GemmaRMSNorm", N), (X,)),
-    "gemma4_rms_norm": RegionCase(_of("gemma4", "Gemma4RMSNorm", N, with_scale=False), (X,)),
-    "cohere_layer_norm": RegionCase(_of("cohere", "CohereLayerNorm", N), (X,)),
-    "olmo_layer_norm": RegionCase(_of("olmo", "OlmoLayerNorm", N), (X,)),
-    "olmo2_rms_norm": RegionCase(_of("olmo2", "Olmo2RMSNorm", N), (X,)),
-    "llama_rms_norm": RegionCase(_of("llama", "LlamaRMSNorm", N), (X,)),
-    "llama4_l2_norm": RegionCase(_of("llama4", "Llama4TextL2Norm"), (X,)),
-    "nemotron_layer_norm": RegionCase(_of("nemotron", "NemotronLayerNorm1P", N), (X,)),
-    "t5_layer_norm": RegionCase(_of("t5", "T5LayerNorm", N), (X,)),
-    "mamba2_rms_norm_gated": RegionCase(_of("mamba2", "MambaRMSNormGated", N, N), (X, X)),
+    "gemma_rms_norm": RegionCase(_of("gemma", "GemmaRMSNorm"), (X,)),
+    "gemma4_rms_norm": RegionCase(_of("gemma4", "Gemma4RMSNorm", with_scale=False), (X,)),
+    "cohere_layer_norm": RegionCase(_of("cohere", "CohereLayerNorm"), (X,)),
+    "olmo_layer_norm": RegionCase(_of("olmo", "OlmoLayerNorm"), (X,)),
+    "olmo2_rms_norm": RegionCase(_of("olmo2", "Olmo2RMSNorm"), (X,)),
+    "llama_rms_norm": RegionCase(_of("llama", "LlamaRMSNorm"), (X,)),
+    "llama4_l2_norm": RegionCase(_of("llama4", "Llama4TextL2Norm", 0), (X,)),
+    "nemotron_layer_norm": RegionCase(_of("nemotron", "NemotronLayerNorm1P"), (X,)),
+    "t5_layer_norm": RegionCase(_of("t5", "T5LayerNorm"), (X,)),
+    "mamba2_rms_norm_gated": RegionCase(_of("mamba2", "MambaRMSNormGated", 2), (X, X)),
     "starcoder2_gelu": RegionCase(_activation("gelu_pytorch_tanh"), (X,)),
     "quick_gelu": RegionCase(_activation("quick_gelu"), (X,)),
     "new_gelu": RegionCase(_activation("gelu_new"), (X,)),

@@ -1,24 +1,39 @@
 """Generated kernels compute what their regions compute, forward and backward, as exactly as PyTorch."""
 
 import functools
+import inspect
+import linecache
+import shutil
+import subprocess
 import sys
+import sysconfig
 import types
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from common import PyTestCase
+from common import assert_launches_compile
 from common import dtypes
 from common import randn
 from generate_regions import CASES
+from generate_regions import PRODUCTS
+from generate_regions import N
 
 from tilegym.autokernel.generate import GeneratedKernel
+from tilegym.autokernel.generate import Unsupported
 from tilegym.autokernel.generate import generate
+from tilegym.autokernel.generate import plan
+from tilegym.autokernel.generate import variants
+from tilegym.autokernel.generate.api import write
+from tilegym.errors import UnsupportedError
+
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def loaded(kernel: GeneratedKernel):
     """The entry point of a generated file."""
-    import linecache
-
     name = f"generated_{kernel.entry_point}_{abs(hash(kernel.source))}"
     module = types.ModuleType(name)
     module.__file__ = f"<{name}>"
@@ -32,7 +47,7 @@ def loaded(kernel: GeneratedKernel):
 def case(name: str):
     """The kernel of a region, its entry point, and the region as a function of all of its inputs, by name."""
     chosen = CASES[name]
-    region = chosen.make()
+    region = chosen.make(N)
     inputs = [randn(*shape, dtype=torch.bfloat16) for shape in chosen.inputs]
     if isinstance(region, torch.nn.Module):
         region = region.to(torch.bfloat16)
@@ -63,6 +78,26 @@ def reference(name: str):
     return run
 
 
+def product_arguments(name: str, m: int, k: int, n: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Inputs of a region with matrix products, with M rows, K columns, and N in the results."""
+    function, shapes = PRODUCTS[name]
+    sizes = {"M": m, "K": k, "N": n}
+    tensors = [randn(*(sizes[c] for c in shape), seed=i) for i, shape in enumerate(shapes)]
+    tensors = [t * k**-0.5 if s == "NK" else t for t, s in zip(tensors, shapes, strict=True)]
+    return dict(zip(inspect.signature(function).parameters, (t.to(dtype) for t in tensors), strict=True))
+
+
+@functools.cache
+def product(name: str):
+    kernel = generate(PRODUCTS[name][0], list(product_arguments(name, 5, 40, 72, torch.bfloat16).values()))
+    return kernel, loaded(kernel)
+
+
+def rewritten(kernel: GeneratedKernel) -> GeneratedKernel:
+    """The kernel of the same region, planned anew."""
+    return write(kernel.region, kernel.tuning, kernel.trains)
+
+
 class Test_Generate(PyTestCase):
     @dtypes(torch.float32, torch.bfloat16)
     @pytest.mark.parametrize("name", CASES)
@@ -77,3 +112,160 @@ class Test_Generate(PyTestCase):
         for dtype in (torch.bfloat16, torch.float16):
             given = arguments(name, dtype)
             torch.testing.assert_close(entry(**given), reference(name)(**given), rtol=0, atol=0)
+
+    @pytest.mark.parametrize("rows", [1, 19])
+    @dtypes(torch.float32, torch.bfloat16)
+    @pytest.mark.parametrize("name", PRODUCTS)
+    def test_matrix_products(self, name, dtype, rows):
+        _, entry = product(name)
+        given = product_arguments(name, rows, 150, 77, dtype)
+        self.assertCorrectness(entry, PRODUCTS[name][0], given)
+
+    @pytest.mark.parametrize("name", ["layer_norm_gelu", "eager_attention_probabilities", "norm_statistics"])
+    def test_rows_longer_than_a_block_holds(self, name, monkeypatch):
+        cached = case(name)[0]
+        monkeypatch.setattr(plan, "MAX_CACHED", 64)
+        monkeypatch.setattr(plan, "MAX_CACHED_BACKWARD", 64)
+        kernel = rewritten(cached)
+        entry = loaded(kernel)
+        assert "for i in range(tiles):" in kernel.source or name == "norm_statistics"
+        for dtype in (torch.float32, torch.bfloat16):
+            self.assertCorrectness(entry, reference(name), arguments(name, dtype), gradient=CASES[name].gradient)
+
+    def test_longer_rows_than_the_kernels_are_for_are_refused(self):
+        _, entry, _ = case("qwen3_next_l2norm")
+        with pytest.raises(UnsupportedError, match="longer"):
+            entry(torch.zeros(1, 20000))
+
+    @pytest.mark.parametrize("name", ["granite_residual", "glm4_post_norm"])
+    def test_strides_and_no_rows(self, name):
+        _, entry, _ = case(name)
+        given = arguments(name, torch.bfloat16)
+        strided = {n: t.transpose(0, 1) if t.dim() == 3 else t for n, t in given.items()}
+        self.assertCorrectness(entry, reference(name), strided, gradient=True)
+        sliced = {n: torch.cat([t, t], -1)[..., : t.shape[-1]] if t.dim() == 3 else t for n, t in given.items()}
+        self.assertCorrectness(entry, reference(name), sliced, gradient=True)
+        empty = {n: t[:0] if t.dim() == 3 else t for n, t in given.items()}
+        leaves = {n: t.clone().requires_grad_() for n, t in empty.items()}
+        entry(**leaves).sum().backward()
+        assert all(t.grad.shape == t.shape and not t.grad.any() for t in leaves.values())
+
+    @pytest.mark.parametrize("shape", [(1, 1, 77), (5, 77), (2, 3, 4, 77)], ids=str)
+    def test_other_ranks_and_sizes_than_the_examples(self, shape):
+        _, entry, _ = case("glm4_post_norm")
+        given = {"hidden_states": randn(*shape), "residual": randn(*shape, seed=1), "weight": randn(shape[-1], seed=2)}
+        self.assertCorrectness(entry, reference("glm4_post_norm"), given, gradient=True)
+
+    def test_rows_without_a_finite_value(self):
+        _, entry, _ = case("eager_attention_probabilities")
+        given = arguments("eager_attention_probabilities", torch.float32)
+        given["attention_mask"][0, 0, 0] = -torch.inf
+        given["attn_weights"][1, 0, 1, 3] = torch.nan
+        given["attn_weights"][1, 0, 2, 3] = torch.inf
+        self.assertCorrectness(entry, reference("eager_attention_probabilities"), given)
+
+    def test_compiled_equals_eager(self):
+        _, entry, _ = case("qwen3_next_rms_norm_gated")
+        self.assertCompiledEqualsEager(entry, *arguments("qwen3_next_rms_norm_gated", torch.bfloat16).values())
+
+    def test_gradients_do_not_depend_on_the_run(self):
+        _, entry, _ = case("qwen3_next_rms_norm_gated")
+        runs = []
+        for _ in range(2):
+            leaves = [t.requires_grad_() for t in arguments("qwen3_next_rms_norm_gated", torch.bfloat16).values()]
+            entry(*leaves).float().square().sum().backward()
+            runs.append([t.grad for t in leaves])
+        for first, second in zip(*runs, strict=True):
+            torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next_rms_norm_gated", "eager_attention_probabilities"])
+def test_kernels_compile_for_every_architecture(name):
+    _, entry, _ = case(name)
+
+    def call():
+        leaves = [t.requires_grad_(i == 0) for i, t in enumerate(arguments(name, torch.bfloat16).values())]
+        entry(*leaves).sum().backward()
+
+    assert_launches_compile(call)
+
+
+def test_matrix_products_compile_for_every_architecture():
+    _, entry = product("rms_norm_linear")
+    assert_launches_compile(
+        lambda: [
+            entry(*product_arguments("rms_norm_linear", rows, 150, 77, torch.bfloat16).values()) for rows in (1, 19)
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["granite_residual", "qwen3_next_rms_norm_gated", "gated_mlp_half"])
+def test_source_is_what_is_kept(name):
+    kernel = product(name)[0] if name in PRODUCTS else case(name)[0]
+    assert kernel.source == (GOLDEN / f"{name}.py").read_text(encoding="utf-8")
+
+
+def test_sources_are_formatted(tmp_path):
+    if shutil.which("ruff", path=sysconfig.get_path("scripts")) is None:
+        pytest.skip("ruff is not installed")
+    kernels = {name: case(name)[0] for name in CASES} | {name: product(name)[0] for name in PRODUCTS}
+    for name, kernel in kernels.items():
+        (tmp_path / f"{name}.py").write_text(kernel.source, encoding="utf-8")
+    config = str(GOLDEN.parents[2] / "pyproject.toml")
+    for command in (("check",), ("format", "--check")):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--config", config, str(tmp_path)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["granite_residual", "qwen3_next_l2norm"])
+def test_variants_differ_and_compute_the_same(name):
+    kernel, entry, _ = case(name)
+    made = variants(kernel)
+    assert made and len({v.source for v in made} | {kernel.source}) == len(made) + 1
+    given = arguments(name, torch.bfloat16)
+    for variant in made:
+        torch.testing.assert_close(loaded(variant)(**given), entry(**given), rtol=0, atol=0)
+
+
+def test_variants_of_matrix_products_differ():
+    assert len(variants(product("linear_gelu")[0])) >= 6
+
+
+def test_numbers_are_those_of_the_examples():
+    def scale(x, factor):
+        return x * factor
+
+    kernel = generate(scale, [randn(3, 5), 0.5])
+    entry = loaded(kernel)
+    torch.testing.assert_close(entry(torch.ones(2, 5), 0.5), torch.full((2, 5), 0.5))
+    with pytest.raises(UnsupportedError, match="number"):
+        entry(torch.ones(2, 5), 0.25)
+
+
+@pytest.mark.parametrize("size", [(2, 9, 64), (2, 9, 65)], ids=str)
+def test_arguments_that_are_not_the_regions_are_refused(size):
+    _, entry, _ = case("glm4_post_norm")
+    with pytest.raises(UnsupportedError, match="shapes"):
+        entry(randn(2, 9, 64), randn(*size), randn(63))
+    with pytest.raises(UnsupportedError, match="dtype"):
+        entry(randn(2, 9, 64), randn(2, 9, 64).bfloat16(), randn(64))
+
+
+UNSUPPORTED = {
+    "a sum over rows": (lambda x: x - x.mean(0, keepdim=True), [(4, 8)]),
+    "a scan": (lambda x: x.cumsum(-1), [(4, 8)]),
+    "rows and columns exchanged": (lambda x: x.reshape(8, 4).relu().reshape(4, 8) * 2.0, [(4, 8)]),
+    "the number of rows as a number": (lambda x: x / x.shape[0], [(4, 8)]),
+    "two matrix products in a row": (lambda x, a, b: F.linear(F.linear(x, a), b), [(4, 8), (8, 8), (8, 8)]),
+    "a reduction behind a matrix product": (lambda x, a: F.softmax(F.linear(x, a), -1), [(4, 8), (6, 8)]),
+    "a random number": (lambda x: x * torch.rand_like(x), [(4, 8)]),
+}
+
+
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_what_is_not_served_is_said(what):
+    region, shapes = UNSUPPORTED[what]
+    with pytest.raises(Unsupported):
+        generate(region, [randn(*s) for s in shapes], "region")

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from tilegym.autokernel.generate.errors import Unsupported
 from tilegym.autokernel.generate.graph import Region
 from tilegym.autokernel.generate.module import ModuleWriter
 from tilegym.autokernel.generate.module import identifier
@@ -56,14 +55,14 @@ def generate(
     """
     own = region if hasattr(region, "__name__") else type(region)
     read = trace(region, inputs, identifier(name or own.__name__))
-    return _write(read, Tuning(), trains)
+    return write(read, Tuning(), trains)
 
 
 def variants(kernel: GeneratedKernel) -> list[GeneratedKernel]:
     """The same kernels with other tiles and hints, those that differ the least from what was chosen first."""
     made = {kernel.source: kernel}
     for changes in ALTERNATIVES:
-        other = _write(kernel.region, dataclasses.replace(kernel.tuning, **changes), kernel.trains)
+        other = write(kernel.region, dataclasses.replace(kernel.tuning, **changes), kernel.trains)
         made.setdefault(other.source, other)
     return list(made.values())[1:]
 
@@ -88,7 +87,8 @@ ALTERNATIVES: tuple[dict[str, int], ...] = (
 )
 
 
-def _write(region: Region, tuning: Tuning, trains: bool) -> GeneratedKernel:
+def write(region: Region, tuning: Tuning, trains: bool) -> GeneratedKernel:
+    """Writes the file of a region that was read, with ``tuning``."""
     writer = ModuleWriter(region, tuning, trains)
     kinds = ", ".join(writer.names)
     backward = "with its backward pass" if writer.gradient is not None else f"forward only: {writer.why_not}"

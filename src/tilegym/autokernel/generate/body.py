@@ -167,6 +167,34 @@ class Body:
             if value.op != "detach" and not self.scope[value][0].isidentifier():
                 self.keep(value)
 
+    def reduce_in_loop(self, values: list[Value], width: str, head: str, start: list[str]) -> None:
+        """Computes reductions of rows that are read a tile of ``width`` columns at a time.
+
+        Args:
+            head: of the loop over tiles.
+            start: the first statements in the loop.
+        """
+        totals = {v: self.new_name({"sum": "sums", "max": "tops", "min": "bottoms"}[v.op]) for v in values}
+        for value, total in totals.items():
+            self.line(f"{total} = ct.full((1, {width}), {NEUTRAL[value.op]}, ct.float32)")
+        outer, taken = dict(self.scope), set(self.taken)
+        self.line(head)
+        self.indent += 4
+        for text in start:
+            self.line(text)
+        self.emit(v.args[0] for v in values)
+        for value, total in totals.items():
+            operand = self.operand(value)
+            if value.op == "sum":
+                self.line(f"{total} = {total} + {operand}")
+            else:
+                self.call(f"{total} = ct.{value.op}imum", total, operand, "propagate_nan=True")
+        self.indent -= 4
+        self.scope, self.taken = outer, taken
+        for value, total in totals.items():
+            self.scope[value] = self.reduction(value.op, total), ATOM
+            self.keep(value)
+
     def read(self, value: Value) -> str:
         """Reads an input, and returns the name for what was read."""
         suffix = "tile" if value.is_tile else "row" if value.cols else "column"

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 import torch
 
-from tilegym.autokernel.generate.body import NEUTRAL
 from tilegym.autokernel.generate.body import Body
 from tilegym.autokernel.generate.body import call
 from tilegym.autokernel.generate.graph import REDUCTIONS
@@ -173,7 +172,10 @@ class KernelWriter:
         order = topological(self.stored(o) for o in outputs)
         stage = stages(order)
         for step in range(1, max(stage.values()) + 1):
-            self._reduce_wide([v for v in order if v.op in REDUCTIONS and stage[v] == step])
+            values = [v for v in order if v.op in REDUCTIONS and stage[v] == step]
+            body.emit_before_loop(frontier(topological(v.args[0] for v in values), lambda v: v.cols))
+            start = [f"cols = {self.span('tile', 'TILE_N')}"]
+            body.reduce_in_loop(values, "TILE_N", "for tile in range(tiles):", start)
         tiles = [o for o in outputs if o.value.cols]
         statistics = [o for o in outputs if not o.value.cols]
         body.emit_before_loop(frontier(order, lambda v: v.cols))
@@ -185,27 +187,3 @@ class KernelWriter:
             body.line(f"cols = {self.span('tiles - 1 - i', 'TILE_N')}  # what was read last is in the cache still")
             self._emit_and_store(tiles)
             body.indent = 4
-
-    def _reduce_wide(self, reductions: list[Value]) -> None:
-        body = self.body
-        body.emit_before_loop(frontier(topological(v.args[0] for v in reductions), lambda v: v.cols))
-        totals = {}
-        for value in reductions:
-            totals[value] = body.new_name({"sum": "sums", "max": "tops", "min": "bottoms"}[value.op])
-            body.line(f"{totals[value]} = ct.full((1, TILE_N), {NEUTRAL[value.op]}, ct.float32)")
-        outer, taken = dict(body.scope), set(body.taken)
-        body.line("for tile in range(tiles):")
-        body.indent = 8
-        body.line(f"cols = {self.span('tile', 'TILE_N')}")
-        body.emit(v.args[0] for v in reductions)
-        for value, total in totals.items():
-            operand = body.operand(value)
-            if value.op == "sum":
-                body.line(f"{total} = {total} + {operand}")
-            else:
-                body.line(f"{total} = ct.{value.op}imum({total}, {operand}, propagate_nan=True)")
-        body.indent = 4
-        body.scope, body.taken = outer, taken
-        for value, total in totals.items():
-            body.scope[value] = body.reduction(value.op, total), ATOM
-            body.keep(value)

@@ -234,7 +234,7 @@ class ModuleWriter:
         return "\n".join([*lines, ""])
 
     def _summary(self) -> str:
-        return "The region's outputs, in order." if len(self.region.outputs) > 1 else "The region's output."
+        return f"Computes {' and '.join(f'``{o.name}``' for o in self.region.outputs)} as at the top of this file."
 
     # The file.
 

@@ -1,14 +1,13 @@
 """Writes the file of a region with matrix products of one left operand, and what comes before and behind them.
 
-One row: a single kernel in which each block computes what comes before for itself, as ``fused_gemv.py`` does. More rows:
-a kernel for what comes before, and a GEMM that ends in what comes behind, both as the ops have them.
+One row: a single kernel in which each block computes what comes before for itself, as ``fused_gemv.py`` does. More
+rows: a kernel for what comes before, and a GEMM that ends in what comes behind, both as the ops have them.
 """
 
 import dataclasses
 
 import torch
 
-from tilegym.autokernel.generate.body import NEUTRAL
 from tilegym.autokernel.generate.body import Body
 from tilegym.autokernel.generate.body import call
 from tilegym.autokernel.generate.body import suggest
@@ -18,7 +17,6 @@ from tilegym.autokernel.generate.graph import Output
 from tilegym.autokernel.generate.graph import Region
 from tilegym.autokernel.generate.graph import Value
 from tilegym.autokernel.generate.graph import topological
-from tilegym.autokernel.generate.kernels import ROW_NORMS
 from tilegym.autokernel.generate.kernels import TILING
 from tilegym.autokernel.generate.kernels import KernelWriter
 from tilegym.autokernel.generate.kernels import frontier
@@ -35,6 +33,7 @@ from tilegym.autokernel.generate.plan import stages
 
 MATMUL = "tilegym.ops.cutile.matmul"
 LINEAR = "tilegym.ops.cutile.linear"
+LOOP = "for k in range(ct.cdiv(K, TILE_K)):"
 
 
 class ProductKernel:
@@ -126,12 +125,16 @@ class GemvKernel(ProductKernel):
             body.inside = "span(k, TILE_K)[None, :] < K"
         stage = stages(order)
         for step in range(1, stage[left] + 1):
-            self._reduce([v for v in order if v.op in REDUCTIONS and stage[v] == step])
+            values = [v for v in order if v.op in REDUCTIONS and stage[v] == step]
+            body.emit_before_loop(frontier(topological(v.args[0] for v in values), lambda v: v.cols))
+            body.reduce_in_loop(values, "TILE_K", LOOP, [])
         body.emit_before_loop(frontier([*order, Value("end", (left,), True, True)], lambda v: v.cols))
         sums = {p.value: body.new_name(f"{p.value.hint}_sums") for p in region.linears}
         for name in sums.values():
             body.line(f"{name} = ct.zeros((TILE_N, TILE_K), ct.float32)")
-        outer = self._loop()
+        outer = dict(body.scope)
+        body.line(LOOP)
+        body.indent = 8
         body.emit([left])
         if not body.text(left).isidentifier():
             body.keep(left)
@@ -145,29 +148,6 @@ class GemvKernel(ProductKernel):
         # An input may be needed again, now over the columns of the results.
         body.scope = {v: t for v, t in body.scope.items() if v.op != "input" or not v.cols or v in sums}
         self.finish("(0, n)")
-
-    def _loop(self) -> dict[Value, tuple[str, int]]:
-        outer = dict(self.body.scope)
-        self.body.line("for k in range(ct.cdiv(K, TILE_K)):")
-        self.body.indent = 8
-        return outer
-
-    def _reduce(self, values: list[Value]) -> None:
-        body = self.body
-        body.emit_before_loop(frontier(topological(v.args[0] for v in values), lambda v: v.cols))
-        totals = {v: body.new_name({"sum": "sums", "max": "tops", "min": "bottoms"}[v.op]) for v in values}
-        for value, total in totals.items():
-            body.line(f"{total} = ct.full((1, TILE_K), {NEUTRAL[value.op]}, ct.float32)")
-        taken, outer = set(body.taken), self._loop()
-        body.emit(v.args[0] for v in values)
-        for value, total in totals.items():
-            operand = body.operand(value)
-            added = f"{total} + {operand}" if value.op == "sum" else f"ct.{value.op}imum({total}, {operand})"
-            body.line(f"{total} = {added}")
-        body.indent, body.scope, body.taken = 4, outer, taken
-        for value, total in totals.items():
-            body.scope[value] = body.reduction(value.op, total), ATOM
-            body.keep(value)
 
     def load(self, value: Value) -> str:
         place, size = ("k", "TILE_K") if self.before else ("n", "TILE_N")
