@@ -15,7 +15,6 @@ from tiny_models import make_model
 from tiny_models import observed
 from tiny_models import ops_by_compute
 from tiny_models import ops_of
-from tiny_models import padded
 from tiny_models import tokens
 from torch import nn
 
@@ -429,26 +428,3 @@ def test_other_heads_of_a_family():
             with tt.apply(model, use_cutile=False) as report:
                 assert len([e for e in report.patched if e.compute != "linear"]) == 10
                 assert_close(model(tokens(1, 7).cpu())[0], expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "glm4", "olmoe"])
-def test_torch_compile(family):
-    model = make_model(family)
-    ids, mask = padded([11, 7], "left")
-    with torch.no_grad():
-        expected = model(ids).logits, model(ids, attention_mask=mask).logits
-    with monkey_patch.apply(model, use_cutile=False):
-        torch.compiler.reset()
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        with torch.no_grad(), observed() as calls:
-            assert_close(compiled(ids).logits, expected[0])
-            assert_close(compiled(ids, attention_mask=mask).logits[1, 4:], expected[1][1, 4:])
-        assert calls
-    with torch.no_grad(), observed() as calls:
-        after = compiled(ids).logits
-        # Reverting reaches compiled code too. On a GPU it was seen to differ from eager's in the last bits.
-        assert_close(after, expected[0]) if after.is_cuda else torch.testing.assert_close(
-            after, expected[0], rtol=0, atol=0
-        )
-    assert not calls
-    torch.compiler.reset()
