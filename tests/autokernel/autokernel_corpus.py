@@ -77,7 +77,7 @@ CORPUS = {
     "does_not_compile": Canned(_changed(("ct.rsqrt(", "ct.no_such_function(")), "G1", "crash"),
     "slow": Canned(
         _changed(
-            ("    rstd =", "    for i in range(120):\n        value = ct.maximum(value, value)\n    rstd ="),
+            ("    rstd =", "    for i in range(250):\n        value = ct.maximum(value, value)\n    rstd ="),
         ),
         "G7",
         "discard",
@@ -105,7 +105,9 @@ CORPUS = {
         "incorrect",
     ),
     "mutates_inputs": Canned(
-        _changed((_STORE, _STORE + "    ct.scatter(x, (row, cols), value * 2)\n")), "G6", "incorrect"
+        _changed((_STORE, _STORE + "    ct.scatter(x, (row, cols), ct.astype(value * 2, x.dtype))\n")),
+        "G6",
+        "incorrect",
     ),
     "caches_outputs": Canned(
         _changed(
@@ -118,7 +120,7 @@ CORPUS = {
             ),
             ("    return y\n", "    CACHE[key] = y\n    return y\n"),
         ),
-        "G3 G6",
+        "G3 G4 G6",
         "incorrect",
     ),
     "same_output_buffer": Canned(
@@ -126,9 +128,10 @@ CORPUS = {
             ("def run(", "CACHE = {}\n\n\ndef run("),
             (
                 "    y = hidden_states.new_empty(hidden_states.shape)\n",
-                "    if hidden_states.shape not in CACHE:\n"
-                "        CACHE[hidden_states.shape] = hidden_states.new_empty(hidden_states.shape)\n"
-                "    y = CACHE[hidden_states.shape]\n",
+                "    key = hidden_states.shape, hidden_states.dtype\n"
+                "    if key not in CACHE:\n"
+                "        CACHE[key] = hidden_states.new_empty(hidden_states.shape)\n"
+                "    y = CACHE[key]\n",
             ),
         ),
         "G6",
@@ -140,7 +143,7 @@ CORPUS = {
             (_CALL, "    weight = CACHE.setdefault(norm_weight.data_ptr(), norm_weight.clone())\n" + _CALL),
             ("norm_gate, norm_weight, out, n, 32", "norm_gate, weight, out, n, 32"),
         ),
-        "G3 G6",
+        "G3 G4 G6",
         "incorrect",
     ),
     "methods_of_torch": Canned(

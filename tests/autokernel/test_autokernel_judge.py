@@ -63,7 +63,7 @@ def test_corpus(name, region, host, tmp_path):
     limits = Limits(memory=1 << 30, seconds=3.0) if name == "hanging" else host.limits
     host.limits, former = limits, host.limits
     try:
-        verdict = KernelJudge(host, timing.Rules(slowdown=150.0)).judge(task, proposed, tmp_path, recording, seed=7)
+        verdict = KernelJudge(host, timing.Rules(slowdown=120.0)).judge(task, proposed, tmp_path, recording, seed=7)
     finally:
         host.limits = former
     assert verdict.status == canned.status, verdict.log

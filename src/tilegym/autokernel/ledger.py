@@ -5,7 +5,6 @@ Every method is one transaction, on disk when it returns, so that a run can be k
 
 import json
 import sqlite3
-from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
@@ -208,8 +207,3 @@ def _experiment(row: sqlite3.Row) -> Experiment:
     values["verdict"] = Verdict.from_json(values["verdict"]) if values["verdict"] else None
     values["model"] = json.loads(values["model"]) if values["model"] else {}
     return Experiment(**values)
-
-
-def plain(value: Any) -> Any:
-    """A dataclass as plain data."""
-    return asdict(value)

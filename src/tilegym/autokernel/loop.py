@@ -141,21 +141,24 @@ class Loop:
         self.repository.start_branch()
         if self.ledger.fact("baseline") is not None:
             return
-        self.checkpoint("survey")
-        self.tell("profiling the unpatched model")
-        device = torch.device(self.settings.device)
-        folder = Path(self.settings.folder)
-        rows, whole = self.survey(
-            self.settings.model, device, self.settings.architectures, folder, self.folder / "recordings"
-        )
-        self.checkpoint("baseline")
-        self.tell("measuring the unpatched model")
-        try:
-            baseline = self.model_judge.baseline() | whole
-        except (WorkerFailed, Failed) as error:
-            raise AutokernelError(f"the unpatched model cannot be run in a worker: {error}") from error
+        if self.ledger.fact("survey") is None:
+            self.checkpoint("survey")
+            self.tell("profiling the unpatched model")
+            device, folder = torch.device(self.settings.device), Path(self.settings.folder)
+            rows, whole = self.survey(
+                self.settings.model, device, self.settings.architectures, folder, self.folder / "recordings"
+            )
+            self.ledger.note("survey", [[asdict(row) for row in rows], whole])
+        if self.ledger.fact("measured") is None:
+            self.checkpoint("baseline")
+            self.tell("measuring the unpatched model")
+            try:
+                self.ledger.note("measured", self.model_judge.baseline())
+            except (WorkerFailed, Failed) as error:
+                raise AutokernelError(f"the unpatched model cannot be run in a worker: {error}") from error
         self.checkpoint("begin")
-        self.ledger.begin(baseline, rows)
+        rows, whole = self.ledger.fact("survey")
+        self.ledger.begin(self.ledger.fact("measured") | whole, [RegionRow(**row) for row in rows])
         report.write(self.folder, self.ledger)
 
     def _stop(self, spent: float) -> str | None:
@@ -255,8 +258,9 @@ class Loop:
 
     def _judge(self, experiments: list[Experiment]) -> None:
         jobs = []
-        for experiment in experiments:
+        if experiments:
             self.checkpoint("judge")
+        for experiment in experiments:
             path = recording_path(self.folder / "recordings", experiment.region)
             recording = path.read_bytes(), path.with_suffix(".json").read_bytes()
             task = self.task_of(experiment).to_json()
