@@ -27,6 +27,9 @@ def constants(finding: Finding, module: nn.Module) -> dict[str, int]:
     if finding.kind in ("attention", "gated_delta_rule"):
         sizes = {"Hq": "heads", "Hkv": "kv_heads", "D": "head_dim", "Dv": "value_dim"}
         found |= {axis: said[name] for axis, name in sizes.items() if said.get(name)}
+    elif finding.kind == "rope":
+        held = said["rotated"] // (2 if said["angles"] in ("half", "complex") else 1)
+        found |= {"D": round(said["rotated"] / said["factor"]), "C": held}
     elif said.get("size"):
         found["N"] = said["size"]
     return {axis: int(size) for axis, size in found.items() if axis in _axes(formula)}

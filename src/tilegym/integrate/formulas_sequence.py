@@ -72,7 +72,11 @@ def rope(
     }
     width = "C" if heads_dim is not None else "D"
     inputs |= {name: (shared, "S", width) if heads_dim is not None else tokens for name in given}
-    return Formula("rope", inputs, {f"{name}_rotated": inputs[name] for name in names}, "\n".join(lines))
+    constraints = ()
+    if angles == "full":  # transformers makes both halves equal
+        constraints = tuple(f"{name}[..., {half} : {rotated}] == {name}[..., :{half}]" for name in given)
+    outputs = {f"{name}_rotated": inputs[name] for name in names}
+    return Formula("rope", inputs, outputs, "\n".join(lines), constraints=constraints)
 
 
 def attention(
