@@ -269,3 +269,27 @@ def test_what_is_not_served_is_said(what):
     region, shapes = UNSUPPORTED[what]
     with pytest.raises(Unsupported):
         generate(region, [randn(*s) for s in shapes], "region")
+
+
+def test_one_tensor_may_be_the_example_of_two_inputs():
+    x = randn(3, 9)
+    given = {"hidden_states": randn(5, 9), "residual": randn(5, 9, seed=1)}
+    kernel = generate(CASES["granite_residual"].make(N), [x, x])
+    PyTestCase().assertCorrectness(loaded(kernel), CASES["granite_residual"].make(N), given, gradient=True)
+
+
+def test_exported_programs_are_read():
+    x = randn(3, 9, dtype=torch.bfloat16)
+
+    class Region(torch.nn.Module):
+        def forward(self, x, y):
+            return x + torch.tanh(y)
+
+    program = torch.export.export(Region(), (x, x.clone()))
+    kernel = generate(program, [x, x], "add_tanh")
+    assert kernel.entry_point == "add_tanh" and torch.bfloat16 in kernel.dtypes
+    PyTestCase().assertCorrectness(
+        loaded(kernel),
+        Region(),
+        {"x": randn(5, 9, dtype=torch.bfloat16), "y": randn(5, 9, dtype=torch.bfloat16, seed=1)},
+    )

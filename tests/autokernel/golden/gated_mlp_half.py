@@ -1,7 +1,8 @@
 """``gated_mlp_half``, with PyTorch's rounding at every step. Without it:
 
-gate_proj_acc = linear(x, gate_proj_weight)
-y = silu(gate_proj_acc) * linear(x, up_proj_weight)
+gate = linear(x, gate_proj_weight)
+up = linear(x, up_proj_weight)
+y = silu(gate) * up
 """
 
 import functools
@@ -38,32 +39,32 @@ def gated_mlp_half_gemv_kernel(x, gate_proj_weight, up_proj_weight, y, K: Int, T
     """One row; a block computes TILE_N elements of the result."""
     n = ct.bid(0)
     begin(OVERLAP)
-    gate_proj_acc_sums = ct.zeros((TILE_N, TILE_K), ct.float32)
-    up_proj_acc_sums = ct.zeros((TILE_N, TILE_K), ct.float32)
+    gate_sums = ct.zeros((TILE_N, TILE_K), ct.float32)
+    up_sums = ct.zeros((TILE_N, TILE_K), ct.float32)
     for k in range(ct.cdiv(K, TILE_K)):
         x_tile = weight_tile(x, 0, k, 1, TILE_K)
-        gate_proj_acc_sums = gate_proj_acc_sums + weight_tile(gate_proj_weight, n, k, TILE_N, TILE_K) * x_tile
-        up_proj_acc_sums = up_proj_acc_sums + weight_tile(up_proj_weight, n, k, TILE_N, TILE_K) * x_tile
-    gate_proj_acc = ct.sum(gate_proj_acc_sums, axis=1).reshape((1, TILE_N))
-    up_proj_acc = ct.sum(up_proj_acc_sums, axis=1).reshape((1, TILE_N))
-    gate_proj_acc2 = rounded(gate_proj_acc, y.dtype)
-    silu = rounded(over_one_plus_exp(gate_proj_acc2, gate_proj_acc2, y.dtype), y.dtype)
-    ct.store(y, (0, n), (silu * rounded(up_proj_acc, y.dtype)).astype(y.dtype))
+        gate_sums = gate_sums + weight_tile(gate_proj_weight, n, k, TILE_N, TILE_K) * x_tile
+        up_sums = up_sums + weight_tile(up_proj_weight, n, k, TILE_N, TILE_K) * x_tile
+    gate = ct.sum(gate_sums, axis=1).reshape((1, TILE_N))
+    up = ct.sum(up_sums, axis=1).reshape((1, TILE_N))
+    gate2 = rounded(gate, y.dtype)
+    up2 = rounded(up, y.dtype)
+    ct.store(y, (0, n), (rounded(over_one_plus_exp(gate2, gate2, y.dtype), y.dtype) * up2).astype(y.dtype))
 
 
 @ct.kernel
 def gated_mlp_half_gemm_kernel(x, gate_proj_weight, up_proj_weight, y, TILE_M: Int, TILE_N: Int, TILE_K: Int):
     """One block a tile of the result; ``matmul.py`` says in which order."""
     m, n = tile_of_block(ct.bid(0), ct.cdiv(x.shape[0], TILE_M), ct.cdiv(gate_proj_weight.shape[0], TILE_N), GROUP_M)
-    gate_proj_acc = ct.zeros((TILE_M, TILE_N), ct.float32)
-    up_proj_acc = ct.zeros((TILE_M, TILE_N), ct.float32)
+    gate = ct.zeros((TILE_M, TILE_N), ct.float32)
+    up = ct.zeros((TILE_M, TILE_N), ct.float32)
     for k in range(ct.cdiv(x.shape[1], TILE_K)):
         x_tile = load_tile(x, m, k, TILE_M, TILE_K, False, True)
-        gate_proj_acc = ct.mma(x_tile, load_tile(gate_proj_weight, k, n, TILE_K, TILE_N, True, True), gate_proj_acc)
-        up_proj_acc = ct.mma(x_tile, load_tile(up_proj_weight, k, n, TILE_K, TILE_N, True, True), up_proj_acc)
-    gate_proj_acc2 = rounded(gate_proj_acc, y.dtype)
-    silu = rounded(over_one_plus_exp(gate_proj_acc2, gate_proj_acc2, y.dtype), y.dtype)
-    ct.store(y, (m, n), (silu * rounded(up_proj_acc, y.dtype)).astype(y.dtype))
+        gate = ct.mma(x_tile, load_tile(gate_proj_weight, k, n, TILE_K, TILE_N, True, True), gate)
+        up = ct.mma(x_tile, load_tile(up_proj_weight, k, n, TILE_K, TILE_N, True, True), up)
+    gate2 = rounded(gate, y.dtype)
+    up2 = rounded(up, y.dtype)
+    ct.store(y, (m, n), (rounded(over_one_plus_exp(gate2, gate2, y.dtype), y.dtype) * up2).astype(y.dtype))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -30,8 +30,7 @@ def granite_residual_kernel(hidden_states, residual, y, TILE_M: Int, TILE_N: Int
     place = indices(y, TILE_M, TILE_N)
     residual_tile = ct.gather(residual, place).astype(ct.float32)
     hidden_states_tile = ct.gather(hidden_states, place).astype(ct.float32)
-    total = residual_tile + rounded(hidden_states_tile * 0.22, hidden_states.dtype)
-    ct.scatter(y, place, total.astype(y.dtype))
+    ct.scatter(y, place, (residual_tile + rounded(hidden_states_tile * 0.22, hidden_states.dtype)).astype(y.dtype))
 
 
 def _granite_residual_outputs(hidden_states, residual):

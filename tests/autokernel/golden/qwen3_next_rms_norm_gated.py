@@ -1,10 +1,7 @@
 """``qwen3_next_rms_norm_gated``, with PyTorch's rounding at every step. Without it:
 
 variance = sum(hidden_states * hidden_states) / N
-hidden_states2 = hidden_states * rsqrt(variance + 1e-06)
-hidden_states3 = weight * hidden_states2
-hidden_states4 = hidden_states3 * silu(gate)
-y = hidden_states4
+y = weight * (hidden_states * rsqrt(variance + 1e-06)) * silu(gate)
 """
 
 import functools
@@ -47,12 +44,10 @@ def qwen3_next_rms_norm_gated_kernel(hidden_states, gate, weight, y, N: Int, TIL
     weight_row = ct.gather(weight, cols)[None, :].astype(ct.float32)
     hidden_states_tile = load(hidden_states, rows, cols).astype(ct.float32)
     gate_tile = load(gate, rows, cols).astype(ct.float32)
-    sum_of_square = ct.sum(hidden_states_tile * hidden_states_tile, axis=1, keepdims=True)
-    variance = sum_of_square / N
-    hidden_states2 = hidden_states_tile * ct.rsqrt(variance + 1e-06)
-    hidden_states3 = rounded(weight_row * rounded(hidden_states2, hidden_states.dtype), hidden_states.dtype)
-    hidden_states4 = hidden_states3 * over_one_plus_exp(gate_tile, gate_tile, ct.float32)
-    store(y, rows, cols, hidden_states4)
+    variance = ct.sum(hidden_states_tile * hidden_states_tile, axis=1, keepdims=True) / N
+    scaled = weight_row * rounded(hidden_states_tile * ct.rsqrt(variance + 1e-06), hidden_states.dtype)
+    silu = over_one_plus_exp(gate_tile, gate_tile, hidden_states.dtype)
+    store(y, rows, cols, rounded(scaled, hidden_states.dtype) * silu)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -95,23 +90,19 @@ def qwen3_next_rms_norm_gated_backward_kernel(
         dy_tile = load(dy, rows, cols).astype(ct.float32)
         gate_tile = load(gate, rows, cols).astype(ct.float32)
         hidden_states_tile = load(hidden_states, rows, cols).astype(ct.float32)
-        d_hidden_states2 = dy_tile * over_one_plus_exp(gate_tile, gate_tile, dy.dtype)
-        d_hidden_states3 = d_hidden_states2 * weight_row
-        sum_of_square = ct.sum(hidden_states_tile * hidden_states_tile, axis=1, keepdims=True)
-        variance = sum_of_square / N
+        d_scaled = dy_tile * over_one_plus_exp(gate_tile, gate_tile, dy.dtype)
+        d_normed = d_scaled * weight_row
+        variance = ct.sum(hidden_states_tile * hidden_states_tile, axis=1, keepdims=True) / N
         rstd = ct.rsqrt(variance + 1e-06)
-        d_rstd = ct.sum(d_hidden_states3 * hidden_states_tile, axis=1, keepdims=True)
+        d_rstd = ct.sum(d_normed * hidden_states_tile, axis=1, keepdims=True)
         d_total = d_rstd * -0.5 * (rstd * (rstd * rstd))
         d_sum_of_square = d_total / N
-        total = d_hidden_states3 * rstd + d_sum_of_square * (hidden_states_tile * 2.0)
-        hidden_states2 = hidden_states_tile * rstd
-        hidden_states3 = rounded(hidden_states2, dy.dtype)
-        hidden_states4 = rounded(weight_row * hidden_states3, dy.dtype)
-        d_silu = dy_tile * hidden_states4
+        normed = rounded(hidden_states_tile * rstd, dy.dtype)
+        d_silu = dy_tile * rounded(weight_row * normed, dy.dtype)
         sigmoid = over_one_plus_exp(1.0, gate_tile, dy.dtype)
-        store(d_hidden_states, rows, cols, total)
+        store(d_hidden_states, rows, cols, d_normed * rstd + d_sum_of_square * (hidden_states_tile * 2.0))
         store(d_gate, rows, cols, d_silu * (sigmoid * (1.0 + gate_tile * (1.0 - sigmoid))))
-        d_weight_sum = d_weight_sum + ct.where(rows[:, None] < row_count(dy), d_hidden_states2 * hidden_states3, 0.0)
+        d_weight_sum = d_weight_sum + ct.where(rows[:, None] < row_count(dy), d_scaled * normed, 0.0)
     ct.scatter(d_weight, (ct.bid(0), cols), ct.sum(d_weight_sum, axis=0).astype(d_weight.dtype))
 
 
@@ -120,7 +111,7 @@ def backward_plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], i
     """(kernel, grid, TILE_M, TILE_N) for [m, n] on CUDA device ``device`` (-1: CPU)."""
     m = m if n else 0  # without columns there is nothing to launch
     tile_n = next_power_of_2(n)
-    warps, occupancy = (8 if tile_n >= 4096 else 4), max(1, min(4, 16384 // tile_n))
+    warps, occupancy = (8 if tile_n >= 4096 else 4), max(1, min(4, 8192 // tile_n))
     blocks = occupancy * sm_count(device)
     tile_m = max(1, min(1024 // tile_n, next_power_of_2(m // blocks)))
     kernel = hinted(qwen3_next_rms_norm_gated_backward_kernel, num_worker_warps=warps, occupancy=occupancy)

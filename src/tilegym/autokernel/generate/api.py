@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
 from tilegym.autokernel.generate.graph import Region
 from tilegym.autokernel.generate.module import ModuleWriter
@@ -40,12 +41,16 @@ class GeneratedKernel:
 
 
 def generate(
-    region: Callable | torch.nn.Module, inputs: Sequence[Any], name: str | None = None, trains: bool = True
+    region: Callable | torch.nn.Module | ExportedProgram,
+    inputs: Sequence[Any],
+    name: str | None = None,
+    trains: bool = True,
 ) -> GeneratedKernel:
     """Writes cuTile kernels for a region.
 
     Args:
-        region: a function or a module. A module's parameters and buffers become inputs, behind its own.
+        region: a function, a module, or what torch.export made of one, in which case its dtypes and what it says of
+            sizes hold. A module's parameters and buffers become inputs, behind its own.
         inputs: examples of its inputs: tensors, and numbers, for which the kernels are written.
         name: of the entry point; that of the region if None.
         trains: whether a backward pass is wanted, where there can be one.
@@ -53,6 +58,8 @@ def generate(
     Raises:
         Unsupported: the region is none that kernels are generated for.
     """
+    if isinstance(region, ExportedProgram):
+        region, name = region.module(check_guards=False), name or "region"
     own = region if hasattr(region, "__name__") else type(region)
     read = trace(region, inputs, identifier(name or own.__name__))
     return write(read, Tuning(), trains)

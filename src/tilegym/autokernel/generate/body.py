@@ -17,7 +17,7 @@ from tilegym.autokernel.generate.operations import UNARY
 from tilegym.autokernel.generate.operations import evaluate
 
 LINE = 120
-LONG = 64  # an expression of more characters gets a name
+LONG = 80  # an expression of more characters gets a name
 NEUTRAL = {"sum": "0.0", "max": "-math.inf", "min": "math.inf"}
 # Names that the file of a kernel uses for other things.
 RESERVED = frozenset(

@@ -166,7 +166,10 @@ class Importer:
             if node.op == "call_function" and is_tensor(node):
                 last[node.meta.get("stack_trace") or node.name] = node
         named = {node: assigned_names(last_line(node)) for node in last.values()}
-        return {node: names[0] for node, names in named.items() if len(names) == 1 and names[0]}
+        # What is assigned to an argument's name again is called by what it is.
+        return {
+            node: names[0] for node, names in named.items() if len(names) == 1 and names[0] not in (None, *self.names)
+        }
 
     def _new_name(self, name: str) -> str:
         taken = {*self.names, *self.inputs}
@@ -300,7 +303,7 @@ class Importer:
         if value in self.inputs.values() or not value.rows:
             raise Unsupported("it returns an input, or something that has no rows")
         name = self.hints.get(node) or ("y" if len(self.results) == 1 else f"y{i}")
-        name = f"new_{name}" if name in self.inputs or name in self.names else name
+        name = self._new_name(name)
         shape = sizes(node)
         for like in self.inputs.values():
             if like.is_tile and like.steps is None and like.shape[:-1] in (shape[:-1], shape):

@@ -55,7 +55,7 @@ class KernelWriter:
         arrays = [n for n, v in kernel.inputs.items() if v.dtype == dtype]
         arrays += [o.name for o in kernel.outputs if o.dtype == dtype]
         working = f"{arrays[0]}.dtype" if dtype != torch.float32 and arrays else None
-        rough = backward and working is not None
+        rough = working is not None and (backward or all(o.dtype == dtype for o in kernel.outputs))
         self.body = Body(self.parameters, self.load, working, rough)
         self.body.stored_narrow = {self.stored(o) for o in kernel.outputs if o.dtype == dtype}
         getattr(self, f"_{kernel.kind}")()

@@ -53,7 +53,7 @@ PLANS = {
         "kernel, grid, TILE_M, TILE_N",
         """    m = m if n else 0  # without columns there is nothing to launch
     tile_n = next_power_of_2(n)
-    warps, occupancy = (8 if tile_n >= {eight_warps} else 4), max(1, min(4, {registers} // tile_n))
+    warps, occupancy = (8 if tile_n >= {eight_warps} else 4), max(1, min(4, {held} // tile_n))
     blocks = occupancy * sm_count(device)
     tile_m = max(1, min({short} // tile_n, next_power_of_2(m // blocks)))
     kernel = hinted({kernel}, num_worker_warps=warps, occupancy=occupancy)
@@ -86,6 +86,7 @@ def plan_source(kernel: Kernel, name: str, tuning: Tuning, imports: Imports) -> 
         elements=tuning.elements // 2,
         eight_warps=tuning.eight_warps if kernel.kind == "rows" else tuning.eight_warps // 2,
         registers=tuning.registers,
+        held=tuning.registers // 2,  # the gradients of weights are held besides
         wide=tuning.wide,
         wide_warps=tuning.wide_warps,
         wide_occupancy=tuning.wide_occupancy,

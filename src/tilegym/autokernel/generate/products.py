@@ -47,7 +47,8 @@ class ProductKernel:
         self.constants = constants
         self.imports: set[tuple[str, str]] = {(TILING, "Int")}
         dtype = None if region.dtype == torch.float32 else f"{self.outputs[0]}.dtype"
-        self.body = Body(self.parameters, self.load, dtype, False)
+        rough = dtype is not None and all(o.dtype == region.dtype for o in region.outputs)
+        self.body = Body(self.parameters, self.load, dtype, rough)
         self.body.taken |= {"m", "n", "k"}
         self.body.stored_narrow = {self.stored(o) for o in region.outputs}
 

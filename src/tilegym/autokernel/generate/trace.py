@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import re
+import types
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -25,6 +26,11 @@ class _Call(torch.nn.Module):
 
     def __init__(self, function: Callable):
         super().__init__()
+        if isinstance(function, types.FunctionType):
+            # The tracer notes source lines, which names are taken from, for functions of this name.
+            code, defaults = function.__code__.replace(co_name="forward"), function.__kwdefaults__
+            function = types.FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
+            function.__kwdefaults__ = defaults
         self.function = function
 
     def forward(self, *args: Any) -> Any:
@@ -85,7 +91,9 @@ def _working_dtype(inputs: Sequence[Any]) -> torch.dtype:
 
 
 def _cast(inputs: Sequence[Any], old: torch.dtype, new: torch.dtype) -> list[Any]:
-    return [x.to(new) if isinstance(x, torch.Tensor) and x.dtype == old else x for x in inputs]
+    # Each a tensor of its own: torch.export takes two arguments for one if the same tensor is the example of both.
+    tensors = (x.detach() if isinstance(x, torch.Tensor) else x for x in inputs)
+    return [x.to(new) if isinstance(x, torch.Tensor) and x.dtype == old else x for x in tensors]
 
 
 def _read(function: Callable, names: list[str], inputs: Sequence[Any], dtype: torch.dtype, name: str) -> Region:
