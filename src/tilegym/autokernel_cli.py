@@ -43,12 +43,14 @@ def autokernel(
     experiments: int = typer.Option(50, min=1, help="The budget: how many experiments."),
     minutes: float = typer.Option(240.0, min=0.0, help="The budget: how many minutes."),
     width: int = typer.Option(4, min=1, help="How many regions a round tries, however many devices there are."),
-    proposers: str = typer.Option("reuse,generate,tune", help="Who proposes, in order; 'agent' needs --agent."),
+    proposers: str = typer.Option(
+        "reuse,generate,tune", help=f"Who proposes, in order; 'agent' needs --agent. {_SANDBOX}"
+    ),
     agent: Path | None = typer.Option(None, help="A JSON file that says how the agent is called; see the docs."),
     input_length: int = typer.Option(64, min=1, help="Tokens of the prompts."),
     output_length: int = typer.Option(64, min=2, help="Tokens to generate."),
     seconds: float = typer.Option(120.0, min=1.0, help="The limit of one request to a kernel's worker."),
-    memory: float = typer.Option(4.0, min=0.1, help="GiB that a kernel's worker may use."),
+    memory: float | None = typer.Option(None, help="GiB that a kernel's worker may use. Default: 4, on a GPU 32."),
 ) -> None:
     """Finds what a model still computes in PyTorch, has kernels proposed for it, judges them, keeps what is better."""
     from tilegym.autokernel.devices import LocalDevices
@@ -78,7 +80,7 @@ def autokernel(
         model = f"{Path(path).resolve()}::{function}"
     spec = ModelSpec(model, precision, random_weights, num_layers)
     chosen = ModelSettings(spec, input_length, output_length)
-    limits = Limits(int(memory * 2**30), seconds)
+    limits = Limits(int((memory or (32.0 if on_gpu else 4.0)) * 2**30), seconds)
     rules = Rules() if on_gpu else Rules(slowdown=1000.0)
     model_rules = ModelRules() if on_gpu else ModelRules(rounds=2, throughput=False)
     model_limits = Limits(1 << 40, max(1800.0, seconds))
@@ -103,9 +105,6 @@ def autokernel(
     kept = loop.ledger.kept()
     typer.echo(f"{stop}: {len(kept)} kernels kept on {repo.branch}, displaced coverage {loop.coverage():.1%}")
     typer.echo(f"see {out / 'results.md'} and {out / 'results.html'}")
-
-
-autokernel.__doc__ = f"{autokernel.__doc__}\n\n    {_SANDBOX}"
 
 
 def _check_compiler() -> None:

@@ -54,6 +54,7 @@ def host():
         yield host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORPUS)
 def test_corpus(name, region, host, tmp_path):
     task, recording = region

@@ -154,7 +154,7 @@ class KernelJudge:
         with self.host.working() as other:
             _answer(other.ask("reference", definition_reference=trial.task.definition.reference))
             measured = timing.measure(trial.worker, other, trial.recorded, self.kind)
-        ops = timing.count_ops(trial.run, trial.recorded[0][0].cast(torch.device("cpu")))
+        ops = timing.count_ops(trial.run, trial.recorded[0][0].cast(torch.device("meta")))
         verdict.timing = measured.summary() | {"bound": trial.task.bound_seconds, "ops": ops}
         failed = timing.judge(measured, trial.task.bound_seconds, ops, self.rules)
         if failed is not None:

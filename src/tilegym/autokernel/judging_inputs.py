@@ -113,9 +113,11 @@ def sweep(definition: Definition, numbers: dict[str, Any], device: str, generato
 
 
 def _elements(definition: Definition, sizes: dict[str, int]) -> int:
-    sizes, total = definition.const_axes | sizes, 0
+    """How many elements the tensors with a variable axis have; those of the weights are what they are."""
+    variable, sizes, total = set(sizes), definition.const_axes | sizes, 0
     for spec in (*definition.inputs.values(), *definition.outputs.values()):
-        total += torch.Size([sizes[a] for a in spec.shape or ()]).numel()
+        if variable & set(spec.shape or ()):
+            total += torch.Size([sizes[a] for a in spec.shape]).numel()
     return total
 
 

@@ -61,7 +61,10 @@ class ModelSpec:
             return model, None
         config = models.load_config(self.model_id, self.random_weights)
         if self.num_layers is not None:
-            config.get_text_config(decoder=True).num_hidden_layers = self.num_layers
+            text = config.get_text_config(decoder=True)
+            text.num_hidden_layers = self.num_layers
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[: self.num_layers]
         if self.attention:
             config._attn_implementation = self.attention
         loaded = models.load(self.model_id, dtype, device, self.random_weights, config, self.seed)

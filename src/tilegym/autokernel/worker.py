@@ -1,7 +1,8 @@
 """The worker's side: ``python -m tilegym.autokernel.worker FD DEVICE`` forks a confined child for every request.
 
 The first process imports what all children need, runs no candidate, and forks; so that a child is there in
-milliseconds. Each child talks to the judge over a socket of its own: a line of JSON in, a line of JSON out.
+milliseconds (on a GPU in seconds: there it starts anew). Each child talks to the judge over a socket of its own: a line
+of JSON in, a line of JSON out.
 """
 
 import json
@@ -42,6 +43,11 @@ def serve(control: socket.socket, device: str) -> None:
         pid = os.fork()
         if pid == 0:
             control.close()
+            if device != "cpu":
+                # Whatever has touched the driver in this process would be broken in a copy of it.
+                os.set_inheritable(descriptors[0], True)
+                arguments = ["child", str(descriptors[0]), device, json.dumps(request)]
+                os.execv(sys.executable, [sys.executable, "-m", "tilegym.autokernel.worker", *arguments])
             _child(socket.socket(fileno=descriptors[0]), device, request)
         os.close(descriptors[0])
         children.add(pid)
@@ -112,6 +118,8 @@ def main() -> None:
     """Entry point."""
     torch.set_num_threads(1)
     assert cuda.tile and tilegym.ops  # imported for the children
+    if sys.argv[1] == "child":
+        _child(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], json.loads(sys.argv[4]))
     serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
 
 

@@ -1,6 +1,7 @@
 """The judge's side of the workers: starts them, asks them, and ends them when they take too long or too much."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -117,6 +118,13 @@ def _alive(pid: int) -> bool:
         return False
 
 
+def _quick_folder() -> str | None:
+    """Where tensors are handed over: in memory if there is room, else where temporary files go."""
+    memory = "/dev/shm"
+    roomy = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 32 << 30
+    return memory if roomy else None
+
+
 class WorkerHost:
     """Makes workers on one device. A context manager.
 
@@ -127,8 +135,9 @@ class WorkerHost:
 
     def __init__(self, device: str = "cpu", limits: Limits | None = None) -> None:
         self.device, self.limits = device, limits or Limits()
-        self.folder = Path(tempfile.mkdtemp(prefix="tilegym-autokernel-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="tilegym-autokernel-", dir=_quick_folder()))
         self.resident = 0
+        self._needs_network = False
         self._process: subprocess.Popen | None = None
         self._control: socket.socket | None = None
 
@@ -170,8 +179,23 @@ class WorkerHost:
         return json.loads(answer)
 
     def worker(self, kind: str = "kernel", limits: Limits | None = None) -> Worker:
-        """A new worker. ``kind``: "kernel", or "model", which may use the whole GPU."""
+        """A new worker. ``kind``: "kernel", or "model", which may use the whole GPU.
+
+        Where a GPU cannot be used without the network's namespace, workers keep it, and say so.
+        """
         limits = limits or self.limits
+        if self.device == "cpu" or limits.network:
+            return self._worker(kind, limits)
+        try:
+            return self._worker(kind, dataclasses.replace(limits, network=self._needs_network))
+        except WorkerFailed:
+            if self._needs_network:
+                raise
+            found = self._worker(kind, dataclasses.replace(limits, network=True))
+            self._needs_network = True
+            return found
+
+    def _worker(self, kind: str, limits: Limits) -> Worker:
         ours, theirs = socket.socketpair()
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=self.folder))
         request = {"folder": str(folder), "kind": kind, "limits": asdict(limits)}

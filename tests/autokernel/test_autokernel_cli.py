@@ -1,0 +1,64 @@
+"""The command line: what it refuses, and that a run of it works and goes on."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tilegym import cli
+
+MODEL = f"{Path(__file__).with_name('autokernel_models.py')}::gated_norm"
+
+
+def call(*arguments):
+    return CliRunner().invoke(cli.build_app("autokernel"), ["autokernel", *map(str, arguments)])
+
+
+@pytest.fixture
+def repository(tmp_path):
+    root = tmp_path / "repository"
+    root.mkdir()
+    for command in (["init"], ["commit", "--allow-empty", "-m", "Begin"]):
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *command]
+        subprocess.run(git, cwd=root, check=True, capture_output=True)
+    return root
+
+
+def test_help_says_what_the_sandbox_does_not_stop():
+    text = " ".join(call("--help").output.replace("│", " ").split())
+    assert "no boundary against hostile code" in text and "--ray" in text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--device", "GPU-none"], "is not here"),
+        (["--precision", "int3"], "int3"),
+        (["--device", "cpu", "--proposers", "nobody"], "nobody"),
+        (["--device", "cpu", "--proposers", "agent"], "--agent"),
+    ],
+)
+def test_wrong_arguments(repository, tmp_path, arguments, message):
+    result = call(MODEL, "--repository", repository, "--out", tmp_path / "out", *arguments)
+    assert result.exit_code and message in str(result.exception)
+
+
+def test_a_dirty_repository_is_refused(repository, tmp_path):
+    (repository / "new.py").write_text("x = 1\n")
+    result = call(MODEL, "--repository", repository, "--out", tmp_path / "out", "--device", "cpu")
+    assert "uncommitted changes" in str(result.exception)
+    assert (repository / "new.py").read_text() == "x = 1\n"
+
+
+@pytest.mark.slow
+def test_a_run(repository, tmp_path):
+    options = ["--precision", "float32", "--device", "cpu", "--arch", "sm_90", "--input-length", 4]
+    options += ["--output-length", 2, "--repository", repository, "--out", tmp_path / "out"]
+    options += ["--run", "one", "--width", 1]
+    for budget in (1, 2):
+        result = call(MODEL, *options, "--proposers", "generate", "--experiments", budget)
+        assert result.exit_code == 0, result.output + str(result.exception)
+        assert f"budget of {budget} experiments is spent" in result.output
+    assert (tmp_path / "out/results.md").read_text().count("| keep |") >= 1
+    assert not list((tmp_path / "out").glob("worktrees/*"))
