@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -24,9 +23,9 @@ from tilegym.cli import build_app
 ROOT = Path(__file__).parents[1]
 SKILL = ROOT / "skills/monkey-patch-kernels-to-transformers"
 GUIDE = ROOT / "docs/docker-gpu-guide.md"
-DOCKER = ROOT / "modeling/transformers"
 PAGES = [SKILL / "SKILL.md", *sorted((SKILL / "references").glob("*.md")), GUIDE]
 INTEGRATION, AUTOKERNEL = (SKILL / "references" / name for name in ("integration.md", "auto-kernelize.md"))
+TINY = "examples/models/tiny-llama"
 NEMOTRON = {
     "model_type": "nemotron",
     "architectures": ["NemotronForCausalLM"],
@@ -51,8 +50,9 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def spans(page: Path) -> list[str]:
-    """What stands in backquotes outside of blocks."""
+    """What stands in backquotes outside of blocks, each on one line."""
     text = re.sub(r"^( *)```\w*\n.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not [line for line in text.splitlines() if line.count("`") % 2]
     return re.findall(r"`([^`\n]+)`", text)
 
 
@@ -210,7 +210,7 @@ def sample(name: str, nemotron: Path, monkeypatch) -> object:
     from tilegym.inventory import Definition
     from tilegym.inventory import Solution
 
-    tiny = "--model_id examples/models/tiny-llama --compare --report_kernel_coverage --output_length 2 --num_runs 1"
+    tiny = f"--model_id {TINY} --compare --report_kernel_coverage --output_length 2 --num_runs 1"
     monkeypatch.chdir(ROOT)
     return {
         "`tilegym doctor --json`": lambda: json_of("doctor"),
@@ -311,7 +311,7 @@ def test_the_snippets_for_drafts_and_measurement_run(nemotron, capsys):
     draft, _, _, whole = blocks(INTEGRATION, "python")
     exec(compile(draft.replace("MODEL", str(nemotron.parent)), "draft", "exec"), {})
     assert '"name": "nemotron_mlp_relu2' in capsys.readouterr().out
-    loaded = models.load(str(ROOT / "examples/models/tiny-llama"), torch.float32, torch.device("cpu"), False)
+    loaded = models.load(str(ROOT / TINY), torch.float32, torch.device("cpu"), False)
     batches = prompts.make_batches(["The capital of France is"], loaded.tokenizer, loaded.model.config, None, None)
     names = {"model": loaded.model, "batches": batches}
     for word, shorter in (("32, 5", "2, 1"), ("32", "2"), ("apply(model)", "apply(model, False)")):
@@ -340,6 +340,16 @@ def test_what_is_said_of_the_loop():
         assert module in text
 
 
+def test_the_snippet_that_installs_a_kernel_runs():
+    from tilegym.bench import models
+
+    (text,) = blocks(AUTOKERNEL, "python")
+    text = text.replace("SOLUTION", "linear_cutile").replace("REGION", "torch.nn.Linear@0")
+    names = {"model": models.load(str(ROOT / TINY), torch.float32, torch.device("cpu"), False).model}
+    exec(compile(text, "install", "exec"), names)
+    assert {entry.compute for entry in names["patches"].patched} == {"torch.nn.Linear@0"}
+
+
 def test_the_agents_config_is_one(tmp_path):
     from tilegym.autokernel.proposers import AgentConfig
 
@@ -347,48 +357,3 @@ def test_the_agents_config_is_one(tmp_path):
     (tmp_path / "agent.json").write_text(example)
     config = AgentConfig.from_file(tmp_path / "agent.json")
     assert (ROOT / config.skill) == AUTOKERNEL and set(json.loads(example)) == {f.name for f in fields(AgentConfig)}
-
-
-def instructions() -> list[list[str]]:
-    text = (DOCKER / "Dockerfile").read_text().replace("\\\n", " ")
-    return [shlex.split(line, comments=True) for line in text.splitlines() if line and not line.startswith("#")]
-
-
-def test_dockerfile():
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    copied = [word for words in instructions() if words[0] == "COPY" for word in words[1:-1]]
-    assert copied and {"src", "pyproject.toml", "README.md", "LICENSE"} <= set(copied)
-    for name in copied:
-        assert (ROOT / name).exists(), name
-        assert not tracked or any(path == name or path.startswith(f"{name}/") for path in tracked), name
-    runs = [words[1:] for words in instructions() if words[0] == "RUN"]
-    assert ["tilegym", "doctor"] in [words[:2] for words in runs]
-    extras = re.findall(r"\.\[(\w+)\]", " ".join(w for words in runs for w in words))
-    assert extras and all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
-    (base,) = [w.partition("=")[2] for words in instructions() for w in words if w.startswith("BASE_IMAGE=")]
-    assert re.fullmatch(r"(nvidia/cuda|pytorch/pytorch):[\w.-]+", base)
-    assert ["FROM", "${BASE_IMAGE}"] in instructions()
-
-
-def test_build_script_builds_from_the_root_of_the_checkout(tmp_path):
-    script = DOCKER / "build_docker.sh"
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    docker = tmp_path / "docker"
-    docker.write_text('#!/bin/sh\npwd\nfor word in "$@"; do echo "$word"; done\n')
-    docker.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "IMAGE": "name"}
-    command = [str(script), "--build-arg", "TORCH=torch==2.11.*"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    where, *words = done.stdout.splitlines()
-    assert Path(where) == ROOT and words[0] == "build" and words[-1] == "."
-    assert words[words.index("--tag") + 1] == "name" and "TORCH=torch==2.11.*" in words
-    assert ROOT / words[words.index("--file") + 1] == DOCKER / "Dockerfile"
-
-
-def test_the_guide_runs_on_one_gpu_by_uuid():
-    text = GUIDE.read_text()
-    assert "--gpus all" not in text and text.count("docker run") == text.count('--gpus "device=$GPU"') == 1
-    mounts = set(re.findall(r":(/[\w/]+)\"", text))
-    made = " ".join(word for words in instructions() for word in words)
-    assert mounts == {"/cache", "/cache/huggingface", "/workspace", "/opt/tilegym"}
-    assert all(f"{mount.removesuffix('/huggingface')}" in made for mount in mounts)
