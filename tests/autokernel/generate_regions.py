@@ -158,7 +158,7 @@ CASES = {
     "new_gelu": RegionCase(_activation("gelu_new"), (X,)),
     "relu_squared": RegionCase(_activation("relu2"), (X,), exact=True),
     "mish": RegionCase(_activation("mish"), (X,)),
-    "apertus_xielu": RegionCase(_activation("xielu"), (X,), gradient=("input",)),
+    "apertus_xielu": RegionCase(_activation("xielu"), (X,), gradient=("x",)),
 }
 
 

@@ -27,6 +27,7 @@ from tilegym.autokernel.generate import generate
 from tilegym.autokernel.generate import plan
 from tilegym.autokernel.generate import variants
 from tilegym.autokernel.generate.api import write
+from tilegym.autokernel.static_checks import check_source
 from tilegym.errors import UnsupportedError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -168,6 +169,12 @@ class Test_Generate(PyTestCase):
         _, entry, _ = case("qwen3_next_rms_norm_gated")
         self.assertCompiledEqualsEager(entry, *arguments("qwen3_next_rms_norm_gated", torch.bfloat16).values())
 
+    def test_second_derivatives_are_refused(self):
+        _, entry, _ = case("qwen3_next_l2norm")
+        x = randn(3, 9).requires_grad_()
+        with pytest.raises(UnsupportedError, match="second"):
+            torch.autograd.grad(entry(x).sum(), x, create_graph=True)
+
     def test_gradients_do_not_depend_on_the_run(self):
         _, entry, _ = case("qwen3_next_rms_norm_gated")
         runs = []
@@ -205,12 +212,13 @@ def test_source_is_what_is_kept(name):
     assert kernel.source == (GOLDEN / f"{name}.py").read_text(encoding="utf-8")
 
 
-def test_sources_are_formatted(tmp_path):
+def test_sources_are_formatted_and_allowed(tmp_path):
     if shutil.which("ruff", path=sysconfig.get_path("scripts")) is None:
         pytest.skip("ruff is not installed")
     kernels = {name: case(name)[0] for name in CASES} | {name: product(name)[0] for name in PRODUCTS}
     for name, kernel in kernels.items():
         (tmp_path / f"{name}.py").write_text(kernel.source, encoding="utf-8")
+        assert check_source(kernel.source) == []
     config = str(GOLDEN.parents[2] / "pyproject.toml")
     for command in (("check",), ("format", "--check")):
         done = subprocess.run(

@@ -73,8 +73,9 @@ class GraniteResidual(torch.autograd.Function):
         return granite_residual_forward(hidden_states, residual)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise UnsupportedError("there is no second derivative")
         d_hidden_states = granite_residual_backward(dy)
         return d_hidden_states, dy
 

@@ -1,6 +1,7 @@
 """Reads the aten graph of torch.export into the intermediate representation."""
 
 import ast
+import builtins
 import math
 import operator
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ def assigned_names(line: str) -> list[str | None]:
         return []
     target = statement.targets[0]
     elements = target.elts if isinstance(target, ast.Tuple) else [target]
-    return [e.id if isinstance(e, ast.Name) else None for e in elements]
+    names = [e.id if isinstance(e, ast.Name) else None for e in elements]
+    return [None if n is None or hasattr(builtins, n) else n for n in names]
 
 
 def is_tensor(node: Any) -> bool:

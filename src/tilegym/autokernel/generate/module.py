@@ -160,7 +160,8 @@ class ModuleWriter:
         if saved:
             lines.append(f"        ctx.save_for_backward({', '.join(saved)})")
         lines += [f"        return {region.name}_forward({', '.join(names)})", "", "    @staticmethod"]
-        lines += ["    @torch.autograd.function.once_differentiable", f"    def backward(ctx, {', '.join(upstream)}):"]
+        lines += [f"    def backward(ctx, {', '.join(upstream)}):", "        if torch.is_grad_enabled():"]
+        lines += ['            raise UnsupportedError("there is no second derivative")']
         if self.computed:
             args = [n for n in gradient.inputs if n not in saved]
             passes = [*args, *(["*ctx.saved_tensors"] if saved else [])]

@@ -1,5 +1,6 @@
 """Traces a region with torch.export and reads its graph into the intermediate representation."""
 
+import builtins
 import contextlib
 import inspect
 import re
@@ -46,6 +47,7 @@ def as_function(region: Callable | torch.nn.Module, inputs: Sequence[Any]) -> tu
     names = list(inspect.signature(target).bind(*inputs).arguments)
     if len(names) != len(inputs):  # *args
         names = [f"x{i}" for i in range(len(inputs))]
+    names = [n if not hasattr(builtins, n) else "x" if "x" not in names else f"{n}_" for n in names]
     if not isinstance(region, torch.nn.Module):
         return region, names, list(inputs)
     state = dict(region.named_parameters()) | dict(region.named_buffers())
