@@ -148,6 +148,8 @@ class Loop:
             rows, whole = self.survey(
                 self.settings.model, device, self.settings.architectures, folder, self.folder / "recordings"
             )
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # the workers need what the model had
             self.ledger.note("survey", [[asdict(row) for row in rows], whole])
         if self.ledger.fact("measured") is None:
             self.checkpoint("baseline")

@@ -253,7 +253,7 @@ def work(definition: Definition, recording: Recording) -> Work:
 
 
 def check_draft(definition: Definition, recording: Recording) -> None:
-    """Raises InventoryError unless the reference gives the recorded outputs again, bit for bit, on the CPU."""
+    """Raises InventoryError unless the reference, on the CPU, gives the recorded outputs again, within rounding."""
     run = reference.load(definition.reference, definition.name)
     for signature, inputs in recording.inputs.items():
         with torch.no_grad():
