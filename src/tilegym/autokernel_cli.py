@@ -78,6 +78,8 @@ def autokernel(
     if "::" in model:
         path, _, function = model.partition("::")
         model = f"{Path(path).resolve()}::{function}"
+    elif (local := Path(model).expanduser()).exists():
+        model = str(local.resolve())  # workers run in folders of their own
     spec = ModelSpec(model, precision, random_weights, num_layers)
     chosen = ModelSettings(spec, input_length, output_length)
     limits = Limits(int((memory or (32.0 if on_gpu else 4.0)) * 2**30), seconds)

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tilegym import cli
+from tilegym.autokernel.loop import Loop
 
 MODEL = f"{Path(__file__).with_name('autokernel_models.py')}::gated_norm"
 
@@ -49,6 +50,16 @@ def test_a_dirty_repository_is_refused(repository, tmp_path):
     result = call(MODEL, "--repository", repository, "--out", tmp_path / "out", "--device", "cpu")
     assert "uncommitted changes" in str(result.exception)
     assert (repository / "new.py").read_text() == "x = 1\n"
+
+
+def test_a_folder_is_found_from_where_the_command_runs(repository, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Loop, "run", lambda self: seen.append(self.settings.model.spec.model_id) or "done")
+    monkeypatch.setattr(Loop, "coverage", lambda self: 0.0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    result = call("model", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu")
+    assert result.exit_code == 0 and seen == [str(tmp_path / "model")], result.output
 
 
 @pytest.mark.slow
