@@ -140,9 +140,9 @@ def result_rows(output: Output) -> str:
 
 
 def launch_lines(
-    kernel: Kernel, plan: str, working: torch.dtype, known: set[str], imports: Imports, last: bool = True
+    kernel: Kernel, plan: str, working: torch.dtype, known: set[str], imports: Imports, n: str = "n"
 ) -> list[str]:
-    """The statements that plan and launch one kernel; ``known``: arrays that are [M, ...] already."""
+    """The statements that plan and launch one kernel; ``known``: arrays that are [M, ...] already; ``n``: columns."""
     imports.add((LAUNCH, "launch"))
     outputs = list(kernel.outputs)
     if kernel.kind == "flat":
@@ -170,12 +170,12 @@ def launch_lines(
     chosen = {"tiles": "grid, tile_m, tile_n", "wide": "kernel, grid, tile_n"}.get(
         kernel.kind, "kernel, grid, tile_m, tile_n"
     )
-    lines.append(f"    {chosen} = {plan}(m, n, {like}.get_device())")
+    lines.append(f"    {chosen} = {plan}(m, {n}, {like}.get_device())")
     for o in sums:
         imports.add((ROW_NORMS, "sums_of_blocks"))
         dtype = dtype_text(o.dtype, working, kernel.inputs)
         lines.append(f"    {o.name}_parts, {o.name} = sums_of_blocks({like}, grid[0], n, True, {dtype})")
-    constants = {"wide": "n, tile_n"}.get(kernel.kind, "n, tile_m, tile_n")
+    constants = {"wide": f"{n}, tile_n"}.get(kernel.kind, f"{n}, tile_m, tile_n")
     function = kernel.name if kernel.kind == "tiles" else "kernel"
     line = f"    launch({like}, grid, {function}, ({', '.join(arrays)}, {constants}))"
     if len(line) > 120:

@@ -240,7 +240,7 @@ class ProductWriter:
             return [], []
         if region.left.dtype != region.dtype and region.dtype != torch.float32:
             raise Unsupported("a left operand that is not in the working dtype")
-        output = Output(left, region.left, region.dtype, self.before[self.x], self.before[self.x].shape)
+        output = Output(left, region.left, region.dtype, self.before[self.x])
         inner = Region(
             f"{region.name}_prologue", self.before, [output], list(self.before), region.builder, region.dtype
         )
@@ -252,10 +252,9 @@ class ProductWriter:
         self.helpers |= writer.helpers
         plan = plan_source(kernel, "prologue_plan", self.tuning, self.imports)
         self.names.append(kernel.name)
-        lines = launch_lines(kernel, "prologue_plan" if plan else "plan", region.dtype, {"rows"}, self.imports)
-        replaced = [line.replace("plan(m, n,", "plan(m, k,").replace(", n, tile", ", k, tile") for line in lines]
-        replaced = [line.replace(f"{left}.view(m, n)", left) for line in replaced]
-        return [writer.source, *([plan] if plan else [])], [f"    {left} = rows.new_empty(m, k)", *replaced]
+        name = "prologue_plan" if plan else "plan"
+        lines = launch_lines(kernel, name, region.dtype, {"rows"}, self.imports, "k")
+        return [writer.source, *([plan] if plan else [])], [f"    {left} = rows.new_empty(m, k)", *lines]
 
     def _launch(self, left: str, prologue: list[str]) -> list[str]:
         region, x = self.region, self.x
