@@ -21,12 +21,6 @@ from tilegym.autokernel.generate import generate
 from tilegym.autokernel.generate import variants
 from tilegym.bench.spec import Benchmark
 
-sys.path[:0] = [
-    str(Path(__file__).parents[1]),
-    str(Path(__file__).parents[1] / "autokernel"),
-    str(Path(__file__).parent),
-]
-
 # Regions are no ops of the library, whose benchmarks these would be.
 BENCHMARKS: list[Benchmark] = []
 DTYPE = torch.bfloat16
@@ -105,6 +99,8 @@ def measure(
 
 
 def main(names: list[str], all_variants: bool) -> None:
+    here = Path(__file__).resolve().parent
+    sys.path[:0] = [str(here.parent), str(here.parent / "autokernel"), str(here)]
     from generate_regions import CASES
     from generate_regions import PRODUCTS
 
