@@ -132,12 +132,12 @@ class Session:
     def step(self, model: nn.Module, tokens: Tensor, padded: bool) -> Tensor:
         """The logits [B, V] behind ``tokens`` [B]; they are overwritten by the next step."""
         self.tokens.copy_(tokens.view(-1, 1))
-        if self.tokens.device.type != "cuda" or self.graphs.get(padded) is _NO_GRAPH:
-            return self._run(model, padded)
-        if padded not in self.graphs:
+        if self.tokens.device.type == "cuda" and padded not in self.graphs:
             self._capture(model, padded)
-            return self.step(model, tokens, padded)
-        self.graphs[padded].replay()
+        graph = self.graphs.get(padded, _NO_GRAPH)
+        if graph is _NO_GRAPH:
+            return self._run(model, padded)
+        graph.replay()
         return self.logits[padded]
 
     def _run(self, model: nn.Module, padded: bool) -> Tensor:

@@ -152,9 +152,15 @@ def conv_update_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def conv_tiles(channels: int, tokens: int, channels_last: bool) -> tuple[int, int]:
-    """(TILE_C, TILE_T): 2048 elements, of which those in a row fill 16-byte accesses of a warp."""
+def conv_tiles(batch: int, channels: int, tokens: int, channels_last: bool, device: int) -> tuple[int, int]:
+    """(TILE_C, TILE_T): 2048 elements, of which those in a row fill 16-byte accesses of a warp.
+
+    Longer rows where enough blocks remain: on an H200 1 x 8192 x 512 takes 10.8 us with tiles of 512 x 16, 13.3 with
+    128 x 16.
+    """
     if channels_last:
+        if batch * ct.cdiv(channels, 512) * ct.cdiv(tokens, 16) >= 2 * sm_count(device) > 2:
+            return 512, 16
         tile_c = min(128, next_power_of_2(channels))
         return tile_c, min(2048 // tile_c, next_power_of_2(tokens))
     tile_t = min(256, next_power_of_2(tokens))
@@ -193,7 +199,7 @@ def conv_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     y = torch.empty_like(x)
     batch, channels, tokens = x.shape
     last = is_channels_last(x)
-    tile_c, tile_t = conv_tiles(channels, tokens, last)
+    tile_c, tile_t = conv_tiles(batch, channels, tokens, last, x.get_device())
     constants = (tile_c, tile_t, weight.shape[1], last, bias is not None, silu)
     for _, (some_x, some_y) in entries_per_launch(x, y):
         grid = (ct.cdiv(tokens, tile_t) * some_x.shape[0], ct.cdiv(channels, tile_c))
@@ -217,8 +223,9 @@ def conv_backward(
     dx = torch.empty_like(x)
     batch, channels, tokens = x.shape
     taps, last = weight.shape[1], is_channels_last(x)
-    tile_c, tile_t = conv_tiles(channels, tokens, last)
-    tile_t = min(tile_t, 8) if last else tile_t  # the tiles of 2 * K - 1 taps stay in registers
+    tile_c, tile_t = conv_tiles(batch, channels, tokens, last, x.get_device())
+    if last:
+        tile_c, tile_t = min(tile_c, 128), min(tile_t, 8)  # the tiles of 2 * K - 1 taps stay in registers
     c_tiles, t_tiles = ct.cdiv(channels, tile_c), ct.cdiv(tokens, tile_t)
     splits = max(1, min(t_tiles, 8 * sm_count(x.get_device()) // max(1, batch * c_tiles)))
     dw = x.new_empty(batch, splits, channels, taps, dtype=torch.float32)
