@@ -13,10 +13,11 @@ from tilegym.errors import TileGymError
 def write_docs(
     results: Path = typer.Argument(..., help="The folder that tilegym bench --output named."),
     target: Path = typer.Option(None, help="The page to write. Default: docs/benchmarks.md of this checkout."),
+    earlier: Path = typer.Option(None, help="The folder of another run, for the ops that this one has not measured."),
 ) -> None:
     """Write docs/benchmarks.md from measured results."""
     try:
-        print(f"written: {write(results, target or default_target())}")
+        print(f"written: {write(results, target or default_target(), earlier)}")
     except TileGymError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error

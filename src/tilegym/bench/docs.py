@@ -55,6 +55,13 @@ METHOD = """\
 """
 
 
+HOST = """\
+## Host time of one call
+
+Microseconds of the CPU, over many calls without waiting for the GPU, on tiny tensors, without autograd.
+"""
+
+
 def default_target() -> Path:
     """``docs/benchmarks.md`` of the checkout that this package is installed from.
 
@@ -67,15 +74,17 @@ def default_target() -> Path:
     return folder / "benchmarks.md"
 
 
-def write(results: Path, target: Path) -> Path:
+def write(results: Path, target: Path, earlier: Path | None = None) -> Path:
     """Writes ``target`` from ``results.json`` and every ``infer*.json`` in the folder ``results``.
+
+    ``earlier``, the folder of another run, fills in the ops that this one has not measured, said to be of that run.
 
     Raises:
         BenchmarkError: a file is missing or cannot be read.
     """
     run = Run.read(results)
     inferences = [_read_json(path) for path in sorted(results.glob(INFER_FILES))]
-    target.write_text(page(run, inferences), encoding="utf-8")
+    target.write_text(page(run, inferences, Run.read(earlier) if earlier else None), encoding="utf-8")
     return target
 
 
@@ -86,27 +95,36 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise BenchmarkError(f"{path} cannot be read ({error}): write it with tilegym infer --summary_file") from error
 
 
-def page(run: Run, inferences: list[dict[str, Any]]) -> str:
+def _op_sections(results: list[Result]) -> list[str]:
+    sections, grouped = [], cases(results)
+    for op in dict.fromkeys(op for op, _, _ in grouped):
+        for mode in dict.fromkeys(mode for name, mode, _ in grouped if name == op):
+            rows = {shape: row for (name, m, shape), row in grouped.items() if (name, m) == (op, mode)}
+            sections.append(f"### {op}, {mode}\n\n{_op_table(rows)}")
+    return sections
+
+
+def page(run: Run, inferences: list[dict[str, Any]], earlier: Run | None = None) -> str:
     """The whole page."""
     options = " --quick" if run.settings.get("quick") else ""
     parts = [PREAMBLE.format(options=options), _machine(run), METHOD]
     if not run.complete:
         parts.append("**This run was interrupted: what it had not reached is missing below.**\n")
     if run.results:
-        parts.append("## Ops\n")
-        grouped = cases(run.results)
-        for op in dict.fromkeys(op for op, _, _ in grouped):
-            for mode in dict.fromkeys(mode for name, mode, _ in grouped if name == op):
-                rows = {shape: row for (name, m, shape), row in grouped.items() if (name, m) == (op, mode)}
-                parts.append(f"### {op}, {mode}\n\n{_op_table(rows)}")
+        parts += ["## Ops\n", *_op_sections(run.results)]
     if run.host:
-        parts.append(
-            "## Host time of one call\n\nMicroseconds of the CPU, over many calls without waiting for the GPU, on tiny "
-            f"tensors, without autograd.\n\n{_host_table(run.host)}"
-        )
+        parts.append(f"{HOST}\n{_host_table(run.host)}")
     if inferences:
         parts.append("## Whole models\n")
         parts += [_inference(summary) for summary in inferences]
+    if earlier:
+        measured = {result.op for result in run.results}
+        parts.append(
+            f"## Ops of an earlier run\n\nWhat the run above has not measured.\n\n{_machine(earlier, level=3)}"
+        )
+        parts += _op_sections([result for result in earlier.results if result.op not in measured])
+        if earlier.host and not run.host:
+            parts.append(f"#{HOST}\n{_host_table(earlier.host)}")
     return "\n".join(parts)
 
 
@@ -116,7 +134,7 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 
-def _machine(run: Run) -> str:
+def _machine(run: Run, level: int = 2) -> str:
     machine = run.machine
     known = {
         "Date": machine["date"],
@@ -144,7 +162,7 @@ def _machine(run: Run) -> str:
     rows = [(name, str(value)) for name, value in known.items() if value is not None]
     if machine.get("gpu") is None:
         rows.insert(1, ("GPU", "none: these figures say nothing about the kernels"))
-    return "## The machine, and its ceilings in this run\n\n" + _table(("", ""), rows)
+    return "#" * level + " The machine, and its ceilings in this run\n\n" + _table(("", ""), rows)
 
 
 def _others(rows: dict[str, dict[str, Result]]) -> list[str]:
