@@ -51,17 +51,17 @@ def update_inputs(make, batch, channels):
 
 
 def update(x, state, weight):
-    return ops.causal_conv1d_update(x, state, weight, None, "silu")
+    return ops.causal_conv1d_update(x, state, weight, None, "silu"), state
 
 
 def update_formula(x, state, weight):
-    return pytorch.causal_conv1d_update(x, state, weight, None, "silu")
+    return pytorch.causal_conv1d_update(x, state, weight, None, "silu"), state
 
 
 def dao_update(x, state, weight):
     from causal_conv1d import causal_conv1d_update
 
-    return causal_conv1d_update(x, state, weight, None, "silu")
+    return causal_conv1d_update(x, state, weight, None, "silu"), state
 
 
 def update_work(itemsize, batch, channels):

@@ -31,11 +31,11 @@ def step_inputs(make, batch, tokens, key_heads, heads):
 
 
 def step(q, k, v, g, beta, state):
-    return ops.recurrent_gated_delta_rule(q, k, v, g, beta, state, True, True)[0]
+    return ops.recurrent_gated_delta_rule(q, k, v, g, beta, state, True, True)
 
 
 def step_formula(q, k, v, g, beta, state):
-    return pytorch.recurrent_gated_delta_rule(q, k, v, g, beta, state, True, True)[0]
+    return pytorch.recurrent_gated_delta_rule(q, k, v, g, beta, state, True, True)
 
 
 def fla_step(q, k, v, g, beta, state):
@@ -43,7 +43,7 @@ def fla_step(q, k, v, g, beta, state):
 
     return fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
-    )[0]
+    )
 
 
 def chunked(q, k, v, g, beta):
