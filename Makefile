@@ -5,7 +5,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 MODEL := examples/models/tiny-llama
-OUT := out/tiny-llama
+OUT := out/tiny_llama
 # One process a core up to four: beyond that, processes that share one GPU get in each other's way.
 JOBS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$(( n > 4 ? 4 : n )))
 

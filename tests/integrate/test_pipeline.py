@@ -200,7 +200,7 @@ def test_a_family_by_hand_is_said_to_be_so(tmp_path):
 
 def test_patches_of_a_new_family_go_into_a_checkout():
     plan = type("P", (), {"by_hand": False, "family": "stablelm"})
-    inside = pipeline.package_folder(plan, Options("x"), Path("tilegym-stablelm"))
+    inside = pipeline.package_folder(plan, Options("x"), Path("tilegym_stablelm"))
     if (Path(pipeline.tilegym.__file__).parents[2] / ".git").exists():
         assert inside == Path(pipeline.tilegym.__file__).parent / "transformers" / "stablelm"
     assert pipeline.package_folder(plan, Options("x", output=Path("o")), Path("o")) == Path("o")

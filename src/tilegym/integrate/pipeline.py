@@ -96,7 +96,7 @@ def integrate(options: Options, tell: Callable[[str], None] = lambda line: None)
     outcome = Outcome(options, plan, device, backend, [notice] if notice else [])
     if options.plan_only or (plan.by_hand and not options.force):
         return outcome
-    outcome.folder = options.output or Path(f"tilegym-{plan.family}")
+    outcome.folder = options.output or Path(f"tilegym_{plan.family}")
     outcome.package = package_folder(plan, options, outcome.folder)
     state = State(outcome.folder, _fingerprint(options, config, device), options.restart)
     outcome.continued = state.continues
