@@ -10,6 +10,7 @@ from tiny_models import make_model
 from tiny_models import observed
 from tiny_models import padded
 from tiny_models import tokens
+from transformers import GenerationConfig
 from transformers import LogitsProcessor
 from transformers import LogitsProcessorList
 from transformers import StoppingCriteria
@@ -97,6 +98,9 @@ def test_processors_and_criteria_of_the_caller():
         assert torch.equal(generate(model, ids, **options), expected)
 
 
+ONE_SEQUENCE = {"streamer", "prompt_lookup_num_tokens", "generation_config"}
+
+
 class Silent(TextStreamer):
     def __init__(self):
         self.seen = 0
@@ -116,11 +120,13 @@ class Silent(TextStreamer):
         {"cache_implementation": "static", "disable_compile": True},
         {"use_cache": False},
         {"streamer": Silent()},
+        {"prompt_lookup_num_tokens": 2},
+        {"generation_config": GenerationConfig(prompt_lookup_num_tokens=2)},
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_everything_else_is_left_to_transformers(options, steps):
-    model, ids = make_model("llama"), tokens(2, 7) if "streamer" not in options else tokens(1, 7)
+    model, ids = make_model("llama"), tokens(1 if options.keys() & ONE_SEQUENCE else 2, 7)
     expected = generate(model, ids, **options)
     with monkey_patch.apply(model, use_cutile=False):
         got = generate(model, ids, **options)

@@ -33,6 +33,16 @@ _LAYERS = ("full_attention", "sliding_attention")
 _RECURRENT = "linear_attention"  # layers with states of fixed size, which they change in place
 # Arguments of generate that only its own loops know, and arguments of forward that the session sees to.
 _SPECIAL = {"custom_generate", "streamer", "tokenizer", "assistant_model", "synced_gpus", "past_key_values"}
+# Settings that choose a loop with arguments of its own.
+_MODES = (
+    "assistant_early_exit",
+    "constraints",
+    "dola_layers",
+    "force_words_ids",
+    "num_beam_groups",
+    "penalty_alpha",
+    "prompt_lookup_num_tokens",
+)
 _ARGUMENTS = {"attention_mask", "past_key_values", "use_cache", "position_ids", "logits_to_keep", "cache_position"}
 
 
@@ -235,7 +245,13 @@ def suits(model: nn.Module) -> str:
 
 def generate(model: nn.Module, *args, **kwargs) -> Any:
     """Stands in for ``generate``; what is no plain greedy search or sampling goes through as it is."""
-    if len(args) < 2 and not _SPECIAL & {name for name, value in kwargs.items() if value is not None}:
+    configs = kwargs.get("generation_config"), model.generation_config
+    special = _SPECIAL & {name for name, value in kwargs.items() if value is not None}
+    for name in _MODES:
+        values = kwargs.get(name), *(getattr(config, name, None) for config in configs)
+        if any(value not in (None, 1) for value in values):
+            special.add(name)
+    if len(args) < 2 and not special:
         kwargs["custom_generate"] = sample
     return type(model).generate(model, *args, **kwargs)
 
