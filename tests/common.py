@@ -192,10 +192,10 @@ class PyTestCase:
             torch.testing.assert_close(compiled, eager, **tolerance)
 
     def assertLargeInput(self, function: Callable, *shape: int) -> None:
-        """The last rows of an input of more than 2^31 elements come out as they do alone."""
+        """The last rows of an input of more than 2^31 elements come out as they do with few before them."""
         x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         assert x.numel() > 2**31
-        torch.testing.assert_close(function(x)[-2:], function(x[-2:]))
+        torch.testing.assert_close(function(x)[-2:], function(x[-16:])[-2:])
 
     def assertCaptures(self, function: Callable, *inputs: torch.Tensor) -> None:
         """A CUDA graph of ``function``, replayed after the inputs changed, gives what an eager call gives."""

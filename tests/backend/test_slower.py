@@ -4,19 +4,26 @@ import dataclasses
 import importlib.util
 import json
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from bench.benchmark_fakes import FakeTimer
+from bench.benchmark_fakes import session
 
 from tilegym import ops
 from tilegym.backend import observe_calls
 from tilegym.backend import slower
 from tilegym.backend import use_backend
+from tilegym.bench import slower_table
+from tilegym.bench.report import HostResult
 from tilegym.bench.report import Result
 from tilegym.bench.report import Run
+from tilegym.bench.runner import measure_shape
+from tilegym.bench.spec import PYTORCH
+from tilegym.bench.spec import BenchmarkError
 from tilegym.bench.spec import default_folder
 from tilegym.bench.spec import load_benchmarks
+from tilegym.bench.spec import shape as shape_of
 
 GPU = "Test GPU 9000"
 
@@ -109,60 +116,176 @@ def test_shipped_files_are_read():
         assert set(table["slower"]) <= {name for name in dir(ops) if hasattr(getattr(ops, name), "op")}
 
 
-def _script():
-    path = default_folder() / "write_slower.py"
-    spec = importlib.util.spec_from_file_location("write_slower", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def signature(op):
+    return getattr(ops, op).op.signature
 
 
-def _run(backend, rows, **machine):
-    """rows: (op, dims, mode, microseconds)."""
-    results = [
-        Result(
-            op=op, shape=str(dims), model="", dims=dims, mode=mode, provider="tilegym", status="ok", backend=backend,
-            seconds=us, low=us * 0.99, high=us * 1.01,
-        )
-        for op, dims, mode, us in rows
-    ]  # fmt: skip
-    return Run({"gpu": GPU, "torch": "2.11"} | machine, {"dtype": "bf16"}, results=results)
-
-
-def test_the_file_is_written_from_two_runs(tmp_path):
-    script = _script()
-    benchmarks = load_benchmarks(default_folder())
-    one, two = {"tokens": 1, "hidden": 4096}, {"tokens": 512, "hidden": 4096}
-    cutile = _run("cutile", [("rms_norm", one, "forward", 6.0), ("rms_norm", two, "forward", 6.0),
-                             ("layer_norm", one, "forward", 6.0), ("layer_norm", one, "both", 20.0),
-                             ("softmax", {"tokens": 8, "columns": 64}, "forward", 6.0)])  # fmt: skip
-    pytorch = _run("pytorch", [("rms_norm", one, "forward", 5.0), ("rms_norm", two, "forward", 5.9),
-                               ("layer_norm", one, "forward", 7.0), ("layer_norm", one, "both", 15.0)])  # fmt: skip
-    assert script.slower_calls(cutile, pytorch, benchmarks) == {
-        "layer_norm": ["gradients bfloat16[1,4096] bfloat16[4096] bfloat16[4096]"],
-        "rms_norm": ["bfloat16[1,4096] bfloat16[4096]"],
-    }
-    for name, run in (("cutile", cutile), ("pytorch", pytorch)):
-        run.write(tmp_path / name)
-    script.write_slower(tmp_path / "cutile", tmp_path / "pytorch", tmp_path)
-    table = json.loads(slower.file_of(GPU, tmp_path).read_text())
-    assert table["gpu"] == GPU
-    assert sorted(table["slower"]) == ["layer_norm", "rms_norm"]
-
-
-def test_runs_of_different_machines_are_refused():
-    script = _script()
-    run = _run("cutile", [])
-    with pytest.raises(script.BenchmarkError, match="gpu differs"):
-        script.slower_calls(run, _run("pytorch", [], gpu="Another"), {})
-    with pytest.raises(script.BenchmarkError, match="dtypes"):
-        script.slower_calls(run, dataclasses.replace(_run("pytorch", []), settings={"dtype": "fp16"}), {})
-
-
-def test_the_table_names_calls_as_users_make_them(table):
-    """The benchmark's call and a model's are described alike: by their tensors and flags alone."""
-    x, w = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
-    described = _script().described_call(
-        load_benchmarks(Path(default_folder()))["rms_norm"], {"tokens": 1, "hidden": 4096}, torch.bfloat16, False
+def test_calls_are_described_by_what_decides_their_speed():
+    x, w = torch.empty(3, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+    described = slower.describe(signature("rms_norm"), (x, (4096,), w, 1e-6), {})
+    assert described == "bfloat16[4,4096] bfloat16[4096]"
+    assert (
+        slower.describe(signature("rms_norm"), (x,), {"eps": 1e-5, "weight": w, "normalized_shape": [4096]})
+        == described
     )
-    assert described == slower.describe((x, (4096,), w, 1e-6), {})
+    q = torch.empty(1, 8, 64, 64)
+    plain = slower.describe(signature("fmha"), (q, q, q), {})
+    assert slower.describe(signature("fmha"), (q, q, q), {"is_causal": True, "window_size": None}) == plain
+    assert slower.describe(signature("fmha"), (q, q, q), {"is_causal": False}) == f"{plain} is_causal=False"
+    assert slower.describe(signature("fmha"), (q, q, q), {"window_size": 7}) == f"{plain} window_size"
+    assert (
+        slower.describe(signature("fmha"), (q, q, q), {"scaling": 0.1}) == plain == " ".join(["float32[8,64,64]"] * 3)
+    )
+    assert slower.describe(signature("rms_norm"), (x[None], (4096,), w, 1e-6), {}) == described
+
+
+def test_lists_of_tensors_are_described():
+    a, b = [torch.empty(8, 16) for _ in range(2)], [torch.empty(16, 32).requires_grad_() for _ in range(2)]
+    described = slower.describe(signature("group_gemm"), (a, b), {})
+    assert described == "gradients [float32[8,16] float32[8,16]] [float32[16,32] float32[16,32]]"
+    assert slower._key(a, True) != slower._key(b, True) and slower._key(a, True) == slower._key(list(a), True)
+
+
+def test_options_are_told_apart(table, monkeypatch):
+    call = slower.describe(signature("fmha"), (torch.empty(1, 2, 16, 16),) * 3, {"window_size": 4})
+    slower.file_of(GPU, slower.FOLDER).write_text(json.dumps({"gpu": GPU, "slower": {"fmha": [call]}}))
+    slower._entries.cache_clear()
+    monkeypatch.setattr(ops.fmha.op, "is_slower", slower.Lookup("fmha"))
+    q = torch.randn(1, 2, 16, 16)
+    assert served(lambda: ops.fmha(q, q, q, window_size=4)) == ["pytorch"]
+    assert served(lambda: ops.fmha(q, q, q)) == ["cutile"]
+    assert served(lambda: ops.fmha(q, q, q, soft_cap=4.0)) == ["cutile"]
+
+
+def test_the_list_can_be_ignored(table):
+    x = torch.randn(4, 16)
+    with slower.ignored():
+        assert served(lambda: ops.softmax(x)) == ["cutile"]
+    assert served(lambda: ops.softmax(x)) == ["pytorch"]
+
+
+def test_a_call_that_the_op_does_not_take_fails_as_ever(table):
+    with pytest.raises(TypeError, match="no_such_option"):
+        ops.softmax(torch.randn(4, 16), no_such_option=1)
+
+
+BENCHMARKS = load_benchmarks(default_folder())
+ONE, TWO = {"tokens": 1, "hidden": 4096}, {"tokens": 512, "hidden": 4096}
+
+
+def _rows(op, dims, mode, kernels, pytorch, provider="tilegym", memory=(1000, 1000)):
+    """The rows of one case; microseconds."""
+    named = ((provider, "cutile", kernels, memory[0]), (PYTORCH, "pytorch", pytorch, memory[1]))
+    return [
+        Result(
+            op=op, shape=str(dims), model="", dims=dims, mode=mode, provider=name, status="ok", backend=backend,
+            seconds=us, low=us * 0.99, high=us * 1.01, peak_bytes=peak,
+        )
+        for name, backend, us, peak in named
+    ]  # fmt: skip
+
+
+def _run(*rows, host=(), **machine):
+    known = {"gpu": GPU, "torch": "2.11", "date": "2026-01-01"} | machine
+    return Run(known, {"dtype": "bf16"}, results=[row for case in rows for row in case], host=list(host))
+
+
+def _listed(*rows, **options):
+    return slower_table.slower_calls([_run(*rows, **options)], BENCHMARKS)
+
+
+def test_the_table_has_what_pytorch_serves_faster_beyond_the_noise():
+    assert _listed(
+        _rows("rms_norm", ONE, "forward", 6.0, 5.0),
+        _rows("rms_norm", TWO, "forward", 6.0, 5.8),
+        _rows("layer_norm", ONE, "forward", 6.0, 7.0),
+        _rows("layer_norm", ONE, "both", 20.0, 15.0),
+        _rows("softmax", {"tokens": 8, "columns": 64}, "forward", 6.0, 8.0),
+    ) == {
+        "layer_norm": ["gradients bfloat16[4096] bfloat16[4096] bfloat16[4096]"],
+        "rms_norm": ["bfloat16[4096] bfloat16[4096]"],
+    }
+
+
+def test_forward_and_backward_stand_for_both():
+    passes = (_rows("rms_norm", ONE, "forward", 5.0, 6.0), _rows("rms_norm", ONE, "backward", 9.0, 5.0))
+    assert _listed(*passes) == {"rms_norm": ["gradients bfloat16[4096] bfloat16[4096]"]}
+    assert _listed(passes[1], _rows("relu", {"tokens": 1, "intermediate": 4}, "forward", 1.0, 2.0)) == {}
+
+
+def test_shapes_that_the_table_cannot_tell_apart_must_agree():
+    near = {"tokens": 1, "hidden": 4000}
+    assert _listed(_rows("rms_norm", ONE, "forward", 6.0, 5.0), _rows("rms_norm", near, "forward", 6.0, 7.0)) == {}
+
+
+def test_time_of_the_host_counts():
+    def host(kernels, pytorch):
+        rows = (("tilegym", "cutile", kernels), (PYTORCH, "pytorch", pytorch))
+        return [HostResult("rms_norm", {}, name, "ok", "", backend, us, us, us) for name, backend, us in rows]
+
+    case = _rows("rms_norm", ONE, "forward", 6.0, 5.0)
+    assert _listed(case, host=host(9.0, 20.0)) == {}
+    assert "rms_norm" in _listed(case, host=host(9.0, 8.0))
+    apart = [_run(case), _run(host=host(9.0, 20.0), date="2026-01-02")]
+    assert slower_table.slower_calls(apart, BENCHMARKS) == {}
+
+
+def test_more_memory_is_not_better():
+    case = _rows("rms_norm", ONE, "forward", 6.0, 5.0, memory=(1000, 1 << 30))
+    assert _listed(case) == {}
+
+
+def test_what_the_present_table_passes_by_is_judged_again():
+    """TileGym's own row is PyTorch's then; the kernels have a row of their own."""
+    assert _listed(_rows("rms_norm", ONE, "forward", 6.0, 5.0, provider=slower_table.CUTILE))
+    assert _listed(_rows("rms_norm", ONE, "forward", 5.0, 6.0, provider=slower_table.CUTILE)) == {}
+
+
+def test_of_several_runs_the_latest_counts():
+    older = _run(_rows("rms_norm", ONE, "forward", 6.0, 5.0), _rows("rms_norm", TWO, "forward", 6.0, 5.0))
+    newer = _run(_rows("rms_norm", ONE, "forward", 4.0, 5.0), date="2026-01-02")
+    for runs in ([older, newer], [newer, older]):
+        assert slower_table.slower_calls(runs, BENCHMARKS) == {"rms_norm": ["bfloat16[512,4096] bfloat16[4096]"]}
+
+
+def test_runs_that_do_not_tell_are_refused():
+    run = _run(_rows("rms_norm", ONE, "forward", 6.0, 5.0))
+    with pytest.raises(BenchmarkError, match="gpu differs"):
+        slower_table.slower_calls([run, _run(gpu="Another")], BENCHMARKS)
+    with pytest.raises(BenchmarkError, match="measured on both backends"):
+        slower_table.slower_calls([_run()], BENCHMARKS)
+
+
+def test_the_file_is_written_and_read(tmp_path):
+    spec = importlib.util.spec_from_file_location("write_slower", default_folder() / "write_slower.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    _run(_rows("rms_norm", ONE, "forward", 6.0, 5.0)).write(tmp_path / "run")
+    script.write_slower([tmp_path / "run"], tmp_path)
+    table = json.loads(slower.file_of(GPU, tmp_path).read_text())
+    assert table["gpu"] == GPU and table["slower"] == {"rms_norm": ["bfloat16[4096] bfloat16[4096]"]}
+
+
+@pytest.mark.parametrize("op", BENCHMARKS)
+def test_every_benchmark_s_call_has_a_description(op):
+    benchmark = BENCHMARKS[op]
+    for shape in benchmark.small:
+        described = slower_table.described_call(benchmark, shape.dims, torch.bfloat16, bool(benchmark.differentiable))
+        assert "bfloat16[" in described and described.startswith("gradients") == bool(benchmark.differentiable)
+
+
+def test_the_benchmark_measures_both_backends_and_says_where_the_table_sends_a_call(table):
+    """On the CPU: the kernels run in the interpreter. The sizes of softmax that are listed, and others."""
+    softmax = BENCHMARKS["softmax"]
+    for columns, listed in ((16, True), (40, False)):
+        shape = shape_of(tokens=4, columns=columns)
+        small = dataclasses.replace(softmax, quick=(shape,))
+        options = {"backend": "cutile", "only": ("tilegym", slower_table.CUTILE, PYTORCH)}
+        rows = {r.provider: r for r in measure_shape(small, shape, ("forward",), session(FakeTimer(), **options))}
+        assert [row.status for row in rows.values()] == ["ok"] * (3 if listed else 2)
+        assert rows["tilegym"].backend == ("pytorch" if listed else "cutile")
+        assert ("measured to be the faster one here" in rows["tilegym"].note) == listed
+        assert (slower_table.CUTILE in rows) == listed
+        if listed:
+            assert (rows[slower_table.CUTILE].backend, rows[slower_table.CUTILE].note) == ("cutile", "")
+        assert rows[PYTORCH].backend == "pytorch"

@@ -25,6 +25,7 @@ from tilegym.ops.cutile.attention import _suits
 from tilegym.ops.cutile.attention import attention_forward
 from tilegym.ops.cutile.attention import attention_kernel
 from tilegym.ops.cutile.attention_common import check_supported
+from tilegym.ops.cutile.attention_tiles import interleave_of
 from tilegym.ops.pytorch.attention import fmha as reference
 
 # B, Hq, Hkv, Sq, Skv, D, Dv: grouped heads, more keys than queries and fewer, no power of two anywhere.
@@ -336,7 +337,8 @@ class Test_FMHA(PyTestCase):
         k, v, out = (torch.empty(1, n, 512, head_dim, dtype=torch.bfloat16) for n in (2, 2, 8))
         config = _configs(arch, head_dim)[0]
         tile = (config.TILE_M, config.TILE_N, head_dim, head_dim)
-        flags = (True, False, False, 0, 1, False, False, False, True, config.TWO_LOOPS, False, False)
+        interleave = interleave_of(config, True)
+        flags = (True, False, False, 0, 1, False, False, False, True, config.TWO_LOOPS, False, False, interleave)
         kernel = attention_kernel.replace_hints(**config.hints)
         assert_compiles(kernel, (q, k, v, out, 0, 0, 0, 0, 0.1, 1.0, 0, *tile, *flags), (arch,))
 
@@ -371,5 +373,4 @@ class Test_Configs:
     def test_something_suits_every_length(self, arch, tile_d):
         for queries in (1, 16, 100, 8192):
             q = torch.empty(1, 1, queries, 0)
-            for is_causal in (True, False):
-                assert any(_suits(q, q, is_causal, config) for config in _configs(arch, tile_d))
+            assert any(_suits(q, config) for config in _configs(arch, tile_d))

@@ -32,6 +32,7 @@ from tilegym.ops.cutile.attention_backward import dq_configs
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
 from tilegym.ops.cutile.attention_common import KEY_MASK
+from tilegym.ops.cutile.attention_tiles import interleave_of
 from tilegym.ops.pytorch.attention import fmha as reference
 
 QKV = ("q", "k", "v")
@@ -61,6 +62,11 @@ def gradients(kwargs, names=QKV, function=fmha, **more):
 def with_sinks_of(dtype, options):
     """Sinks in the dtype of the model."""
     return options | {"sinks": options["sinks"].to(dtype)} if "sinks" in options else options
+
+
+def named(kernel, args):
+    """The arguments of a launch by the names of the kernel's parameters."""
+    return dict(zip(kernel._pyfunc.__code__.co_varnames, args, strict=False))
 
 
 class Test_FMHA_Backward(PyTestCase):
@@ -138,7 +144,11 @@ class Test_FMHA_Backward(PyTestCase):
     @pytest.mark.parametrize("name", ["full", "padding mask", "all"])
     def test_three_runs_are_equal(self, name):
         kwargs = tensors(*(GPU_SHAPES[0] if HAS_GPU and name == "full" else SHAPES[1]), dtype=torch.bfloat16)
-        first, *others = [gradients(kwargs | OPTIONS[name], backend="cutile") for _ in range(3)]
+        torch.use_deterministic_algorithms(True)
+        try:
+            first, *others = [gradients(kwargs | OPTIONS[name], backend="cutile") for _ in range(3)]
+        finally:
+            torch.use_deterministic_algorithms(False)
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
@@ -243,16 +253,15 @@ class Test_FMHA_Backward(PyTestCase):
         with recorded_launches(run=True) as launches:
             expected = gradients(kwargs, backend="cutile")
         _, (dq_kernel, dq_args), (dkdv_kernel, dkdv_args) = launches
-        names = [*attention_dq_kernel._pyfunc.__code__.co_varnames]
-        one, tile_m = names.index("TWO_LOOPS"), names.index("TILE_M")
-        assert dq_args[one] and dkdv_args[one]
-        arrays = dq_args[8], dkdv_args[8], dkdv_args[9]
+        dq_named, dkdv_named = named(dq_kernel, dq_args), named(dkdv_kernel, dkdv_args)
+        assert dq_named["TWO_LOOPS"] and dkdv_named["TWO_LOOPS"]
+        arrays = dq_named["dq"], dkdv_named["dk"], dkdv_named["dv"]
         for t in arrays:
             t.fill_(math.nan)
-        grids = (8 * -(-17 // dq_args[tile_m]),), (4 * -(-50 // dkdv_args[tile_m + 1]),)
-        for grid, kernel, args in zip(grids, (dq_kernel, dkdv_kernel), (dq_args, dkdv_args), strict=True):
+        grids = (8 * -(-17 // dq_named["TILE_M"]),), (4 * -(-50 // dkdv_named["TILE_N"]),)
+        for grid, kernel, args in zip(grids, (dq_kernel, dkdv_kernel), (dq_named, dkdv_named), strict=True):
             with interpreter.sanitize():
-                interpreter.launch(grid, kernel, (*args[:one], False, *args[one + 1 :]))
+                interpreter.launch(grid, kernel, (*(args | {"TWO_LOOPS": False}).values(),))
         for got, want in zip(arrays, expected, strict=True):
             torch.testing.assert_close(got, want)
 
@@ -300,10 +309,18 @@ class Test_FMHA_Backward(PyTestCase):
         tail = (head_dim, head_dim, True, False, False, 0, 1, False, False, True)
         for kernel, arrays, configs, more in (
             (attention_dq_kernel, (q, k, v, q, q, lse, 0, 0, q, lse), dq_configs, (False,)),
-            (attention_dkdv_kernel, (q, k, v, q, lse, lse, 0, 0, k, v), dkdv_configs, ()),
+            (attention_dkdv_kernel, (q, k, v, q, lse, lse, 0, 0, k, v, 0), dkdv_configs, (False,)),
         ):
             config = configs(arch, head_dim)[0]
-            constants = (config.TILE_M, config.TILE_N, *tail, config.TWO_LOOPS, False, *more)
+            constants = (
+                config.TILE_M,
+                config.TILE_N,
+                *tail,
+                config.TWO_LOOPS,
+                False,
+                interleave_of(config, True),
+                *more,
+            )
             arrays = [t.clone() if isinstance(t, torch.Tensor) else t for t in arrays]
             assert_compiles(kernel.replace_hints(**config.hints), (*arrays, 0.1, 1.0, 0, *constants), (arch,))
 
@@ -311,12 +328,12 @@ class Test_FMHA_Backward(PyTestCase):
     def test_every_configuration_compiles_with_padding(self, head_dim):
         q, k, v, do, dk, dv = (torch.empty(2, h, 50, head_dim, dtype=torch.bfloat16) for h in (4, 2, 2, 4, 2, 2))
         lse, delta, mask = torch.empty(1, 2, 4, 50), torch.empty(1, 2, 4, 50), torch.empty(2, 1, 1, 50).bool()
-        arrays = (q, k, v, do, lse, delta, mask, 0, dk, dv)
+        arrays = (q, k, v, do, lse, delta, mask, 0, dk, dv, 0)
         for config in dkdv_configs("sm_90", head_dim):
             tile = (config.TILE_M, config.TILE_N, head_dim, head_dim)
-            constants = (*tile, True, False, False, KEY_MASK, 1, False, False, True, config.TWO_LOOPS, False)
+            constants = (*tile, True, False, False, KEY_MASK, 1, False, False, True, config.TWO_LOOPS)
             kernel = attention_dkdv_kernel.replace_hints(**config.hints)
-            assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants), ("sm_90",))
+            assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants, False, 1, False), ("sm_90",))
 
     def test_everything_compiles(self):
         kwargs = {k: v.half().cpu() for k, v in tensors(*SHAPES[1]).items()}

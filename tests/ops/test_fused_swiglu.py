@@ -74,6 +74,7 @@ class Test_FusedSwiGLU(PyTestCase):
         assert [name for name, _ in mlp.named_parameters()] == NAMES
         assert list(mlp.state_dict()) == NAMES
         other = make()
+        other(randn(1, 24))  # on a GPU: after the move there took the weights apart
         other.load_state_dict({name: torch.full_like(value, 0.1) for name, value in mlp.state_dict().items()})
         assert shares_storage(other)
         assert torch.equal(other.up_proj.weight, torch.full_like(other.up_proj.weight, 0.1))

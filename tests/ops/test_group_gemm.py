@@ -1,5 +1,6 @@
 from unittest import mock
 
+import cuda.tile as ct
 import pytest
 import torch
 from common import HAS_GPU
@@ -139,6 +140,32 @@ class Test_RaggedGroupGEMM(PyTestCase):
     def test_one_group_and_no_rows(self, rows):
         kwargs = arguments([0, rows], torch.float32, rows=rows, bias=True)
         self.assertCorrectness(ragged_group_gemm, ragged_reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_rows_of_no_group_are_zero(self):
+        kwargs = arguments([7, 20, 20, 40], torch.float32, bias=True)
+        c = ragged_group_gemm(**kwargs, backend="cutile")
+        assert not c[:7].any() and not c[40:].any() and c[7:40].any(dim=1).all()
+
+    @pytest.mark.parametrize("transpose_b", [False, True], ids=["", "transpose_b"])
+    def test_older_compilers(self, transpose_b, monkeypatch):
+        """They know no tiles that begin at any row."""
+        monkeypatch.setattr(cutile, "_older_compiler", True)
+        kwargs = arguments([2, 18, 30, 30, 37], torch.bfloat16, transpose_b, bias=True)
+        self.assertCorrectness(ragged_group_gemm, ragged_reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_an_older_compiler_is_found_out_once(self, monkeypatch):
+        tried = []
+
+        def refuse(like, grid, kernel, args):
+            tried.append(args[-1])
+            if args[-1]:
+                raise ct.TileUnsupportedFeatureError("traversal_steps")
+
+        monkeypatch.setattr(cutile, "_older_compiler", False)
+        monkeypatch.setattr(cutile, "launch", refuse)
+        for _ in range(2):
+            cutile._launch_ragged((1,), cutile.ragged_gemm_kernel, (torch.empty(1),))
+        assert tried == [True, False, False]
 
     def test_nan_stays_in_its_group(self):
         kwargs = arguments([0, 7, 33, 48], torch.float32)

@@ -114,7 +114,8 @@ class Test_Matmul(PyTestCase):
     def test_nan_and_infinity_stay_in_their_rows(self):
         kwargs = operands(40, 33, 50, dtype=torch.bfloat16)
         kwargs["a"][3, 7], kwargs["a"][5, 1] = float("nan"), float("inf")
-        self.assertCorrectness(matmul, reference, kwargs, {"backend": "cutile"})
+        with torch.backends.mkldnn.flags(enabled=False):  # whose products on some CPUs spread NaN to the rows beside
+            self.assertCorrectness(matmul, reference, kwargs, {"backend": "cutile"})
 
     @pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSES)
     def test_second_derivative(self, trans_a, trans_b):

@@ -1,15 +1,18 @@
 """Calls that PyTorch serves faster than the cuTile kernels do, as measured, and which go to PyTorch therefore.
 
-``cutile/slower/<gpu>.json`` lists them by op: gradients, dtype and sizes of the tensor arguments, each size rounded to
-a power of two. ``tests/benchmark/write_slower.py`` writes it from the results of two runs of ``tilegym bench``. Only
-calls that leave the choice of the backend to TileGym are looked up: not those with ``backend=``, nor those that
-torch.compile traces, whose sizes may vary. Ops without an entry are not touched.
+``cutile/slower/<gpu>.json`` lists them by op: whether gradients are wanted, the tensor arguments with their sizes
+rounded to powers of two, and the options given. ``tests/benchmark/write_slower.py`` writes it from the results of
+``tilegym bench``. Only calls that leave the choice of the backend to TileGym are looked up: not those with
+``backend=``, nor those that torch.compile traces, whose sizes may vary. Ops without an entry are not touched.
 """
 
+import contextlib
 import functools
+import inspect
 import json
 import re
 from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,24 @@ import torch
 from tilegym import env
 
 FOLDER = Path(__file__).parent / "cutile" / "slower"
+SCALES = ("scaling", "sm_scale")
+_ignored = False
 
 
 def file_of(gpu: str, folder: Path = FOLDER) -> Path:
     """The file for a GPU of this name."""
     return folder / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
+
+
+@contextlib.contextmanager
+def ignored() -> Iterator[None]:
+    """Within the block no call goes to PyTorch for being listed; for measurements, in all threads."""
+    global _ignored
+    before, _ignored = _ignored, True
+    try:
+        yield
+    finally:
+        _ignored = before
 
 
 @functools.cache
@@ -35,23 +51,46 @@ def _entries() -> dict[str, dict[str, frozenset[str]]]:
     return found
 
 
-def describe(args: tuple, kwargs: dict[str, Any]) -> str:
-    """A call as the files name it, ``gradients bfloat16[8192,4096] bfloat16[4096] True``: flags count, not numbers."""
-    from tilegym.backend.cutile.tuning_key import bucket  # here: it imports cuda.tile
+def describe(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> str:
+    """A call of an op of this signature as the files name it: ``gradients bfloat16[8192,4096] approximate=tanh``.
 
-    values = (*args, *kwargs.values())
-    parts = ["gradients"] if _wants_gradients(values) else []
-    for value in values:
+    Leading dimensions of 1 do not count: models have batches of one, benchmarks none. Flags and names count unless they
+    are the default; a number only by being given where the default is None, and a scale not at all.
+    """
+    bound = signature.bind(*args, **kwargs).arguments
+    parts = ["gradients"] if _wants_gradients(bound.values()) else []
+    for name, value in bound.items():
+        default = signature.parameters[name].default
         if isinstance(value, torch.Tensor):
-            sizes = ",".join(str(bucket(size)) for size in value.shape)
-            parts.append(f"{str(value.dtype).removeprefix('torch.')}[{sizes}]")
+            parts.append(_described(value))
+        elif isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
+            parts.append(f"[{' '.join(map(_described, value))}]")
         elif isinstance(value, bool | str):
-            parts.append(str(value))
+            parts += [f"{name}={value}"] if value != default else []
+        elif value is not None and default is None and name not in SCALES:
+            parts.append(name)
     return " ".join(parts)
 
 
-def _wants_gradients(values: tuple) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+def _described(tensor: torch.Tensor) -> str:
+    from tilegym.backend.cutile.tuning_key import bucket  # here: it imports cuda.tile
+
+    sizes = list(tensor.shape)
+    while len(sizes) > 1 and sizes[0] == 1:
+        del sizes[0]
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(str(bucket(size)) for size in sizes)}]"
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _wants_gradients(values: Any) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(values))
 
 
 class Lookup:
@@ -62,10 +101,10 @@ class Lookup:
         self._known: dict[tuple, bool] = {}
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _ignored:
             return False
         gradients = torch.is_grad_enabled()
-        key = (gradients, *[_key(v, gradients) for v in args], *[_key(v, gradients) for v in kwargs.values()])
+        key = (gradients, *[_key(v, gradients) for v in args], *[(k, _key(v, gradients)) for k, v in kwargs.items()])
         known = self._known.get(key)
         if known is None:
             # Sizes that vary from call to call must not fill the memory.
@@ -75,21 +114,32 @@ class Lookup:
         return known
 
     def _listed(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        from tilegym.backend import dispatcher  # here: it imports this module
+
         gpu = _gpu_of((*args, *kwargs.values()))
         calls = _entries().get(gpu, {}).get(self.op, ()) if gpu is not None else ()
-        return bool(calls) and describe(args, kwargs) in calls
+        if not calls:
+            return False
+        try:
+            return describe(dispatcher._op(self.op).signature, args, kwargs) in calls
+        except TypeError:  # arguments that the op does not take: the call itself says so
+            return False
 
 
 def _gpu_of(values: tuple) -> str | None:
     """The name of the GPU that the first tensor is on."""
-    device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
+    device = next((tensor.device for tensor in _tensors(values)), None)
     return torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else None
 
 
 def _key(value: Any, gradients: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.get_device(), gradients and value.requires_grad
-    return value if isinstance(value, bool | str) else None
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple([_key(v, gradients) for v in value])
+    return type(value)
 
 
 def lookup_of(op: str) -> Callable[[tuple, dict[str, Any]], bool] | None:

@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 @dispatch("group_gemm")
 def group_gemm(group_A: list[Tensor], group_B: list[Tensor], transpose_b: bool = False) -> list[Tensor]:
-    """A list of independent matrix products, ``C[i] = A[i] @ B[i]``, or ``A[i] @ B[i].T``, in one launch.
+    """A list of independent matrix products, ``C[i] = A[i] @ B[i]``, or ``A[i] @ B[i].T``, small ones in one launch.
 
     Args:
         group_A: [M_i, K_i] each, one dtype: fp32, fp16 or bf16. M_i may be 0.

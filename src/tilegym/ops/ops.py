@@ -309,8 +309,9 @@ def fmha(
         kv_len: [B] int32 on q's device, the number of keys that are valid in each row (a static cache is longer).
 
     Returns:
-        [B, Hq, Sq, Dv] in q's dtype; a query that sees no key gives zeros. Differentiable in q, k, v and sinks, always
-        deterministic (no atomics); a gradient for attention_mask is PyTorch's.
+        [B, Hq, Sq, Dv] in q's dtype; a query that sees no key gives zeros. Differentiable in q, k, v and sinks; a
+        gradient for attention_mask is PyTorch's. From 1024 queries on the gradient of q may be summed by atomics, in
+        another order each time: not with ``torch.use_deterministic_algorithms(True)``.
     """
 
 

@@ -32,9 +32,11 @@ from tilegym.ops.cutile.attention_plan import plan_key
 from tilegym.ops.cutile.attention_plan import remember
 from tilegym.ops.cutile.attention_scores import store_lse
 from tilegym.ops.cutile.attention_scores import take_scores
+from tilegym.ops.cutile.attention_tiles import for_each_tile
+from tilegym.ops.cutile.attention_tiles import interleave_of
+from tilegym.ops.cutile.attention_tiles import interleaved_block
 from tilegym.ops.cutile.attention_tiles import key_tiles
 from tilegym.ops.cutile.attention_tiles import mask_of_rows
-from tilegym.ops.cutile.attention_tiles import partial_tile
 from tilegym.ops.cutile.attention_tiles import valid_keys
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
@@ -107,19 +109,18 @@ def attention_kernel(
     TWO_LOOPS: Bool,  # one over the tiles that are seen as a whole, one over the others; else one with a branch
     TF32: Bool,
     LSE: Bool,
+    INTERLEAVE: Int,  # heads
 ):
     # Neighbouring blocks share a head, whose keys stay in the L2 cache. The last queries see the most keys: they go
     # first, so that no long block is left over at the end.
     q_tiles = ct.cdiv(q.shape[2], TILE_M)
-    i = q_tiles - 1 - ct.bid(0) % q_tiles
-    batch, head = ct.bid(0) // q_tiles // q.shape[1], ct.bid(0) // q_tiles % q.shape[1]
+    n, batch, head = interleaved_block(ct.bid(0), q_tiles, q, INTERLEAVE)
+    i = q_tiles - 1 - n
     kv_head = head // (q.shape[1] // k.shape[1])
     keys = valid_keys(k, kv_len, batch, KV_LEN)
     start = keys - q.shape[2] + i * TILE_M
     positions = start + ct.arange(TILE_M, dtype=ct.int32)[:, None]  # of the queries among the keys
-    first, full_first, full_last, last = key_tiles(
-        mask, batch, head, start, keys, window, TILE_M, TILE_N, CAUSAL, WINDOW, MASK
-    )
+    tiles = key_tiles(mask, batch, head, start, keys, window, TILE_M, TILE_N, CAUSAL, WINDOW, MASK)
 
     q_tile = ct.load(q, (batch, head, i, 0), (1, 1, TILE_M, TILE_D), padding_mode=ct.PaddingMode.ZERO)
     q_tile = q_tile.reshape((TILE_M, TILE_D))
@@ -130,27 +131,17 @@ def attention_kernel(
     if SINKS:
         # A sink is one more key, with a score of its own and the value zero.
         sink = ct.load(sinks, (head,), (1,)).astype(ct.float32).item()
-        row_max = ct.full((TILE_M, 1), sink if SOFT_CAP or MASK == ADDITIVE_MASK else sink / scaling, dtype=ct.float32)
+        sink = sink if SOFT_CAP or MASK == ADDITIVE_MASK else sink / scaling
+        row_max = ct.full((TILE_M, 1), sink, dtype=ct.float32)
         row_sum = ct.ones((TILE_M, 1), dtype=ct.float32)
     state = (row_max, row_sum, ct.zeros((TILE_M, TILE_DV), dtype=ct.float32))
-
     place, limits = (batch, head, kv_head, i), (positions, keys, window)
-    options = (TILE_N, TILE_D, TILE_DV, CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT, TF32)
-    if not BOUNDED:
-        for j in range(first, last):
-            state = attend(q_tile, k, v, mask, place, j, False, limits, state, scaling, soft_cap, *options)
-    elif TWO_LOOPS:
-        for j in range(full_first, full_last):
-            state = attend(q_tile, k, v, mask, place, j, False, limits, state, scaling, soft_cap, *options)
-        for n in range(full_first - first + last - full_last):
-            j = partial_tile(n, first, full_first, full_last)
-            state = attend(q_tile, k, v, mask, place, j, True, limits, state, scaling, soft_cap, *options)
-    else:
-        for j in range(first, last):
-            partial = j < full_first or j >= full_last
-            state = attend(q_tile, k, v, mask, place, j, partial, limits, state, scaling, soft_cap, *options)
+    options = (TILE_D, TILE_DV, CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT, TF32)
 
-    row_max, row_sum, acc = state
+    def step(state, j, partial):
+        return attend(q_tile, k, v, mask, place, j, partial, limits, state, scaling, soft_cap, TILE_N, *options)
+
+    row_max, row_sum, acc = for_each_tile(step, state, tiles, BOUNDED, TWO_LOOPS)
     if LSE:
         store_lse(lse, batch, head, i, row_max, row_sum, 1.0 if SOFT_CAP else scaling, TILE_M, EXACT)
     acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
@@ -160,9 +151,9 @@ def attention_kernel(
 def _configs(arch: str, tile_d: int) -> list[Config]:
     """Tiles, loops and hints for head dimensions padded to ``tile_d``, the best for most sizes first.
 
-    Those for sm_90 were measured on an H200 at 4096 tokens, causal and full (cuDNN in the same run): D 64 433 and 481
-    TFLOP/s (438, 486), D 128 571 and 616 (603, 668), D 256 567 and 681 (603, 717). With 4 warps a 128 x 128 tile
-    reaches a third of that: its accumulators spill.
+    Those for sm_90 were measured on an H200 at 4096 tokens, causal and full (cuDNN in the same run): D 64 444 and 481
+    TFLOP/s (433, 486), D 128 569 and 616 (609, 668), D 256 630 and 681 (678, 717). With 4 warps a 128 x 128 tile
+    reaches a third of that: its accumulators spill. Heads in turns gain 4 % in causal passes of D 64 and 128.
     """
     if arch == "cpu":
         return [Config(TILE_M=32, TILE_N=16, TWO_LOOPS=True)]
@@ -174,13 +165,12 @@ def _configs(arch: str, tile_d: int) -> list[Config]:
             ]
         if tile_d > 64:
             return [
-                Config(TILE_M=128, TILE_N=256, TWO_LOOPS=False, num_worker_warps=8),
-                Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, occupancy=2),
+                Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2),
                 Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
             ]
         return [
-            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, occupancy=4),
-            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, occupancy=2),
+            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=32, occupancy=4),
+            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2),
         ]
     if arch.startswith("sm_10") and tile_d <= 128:
         return [
@@ -207,13 +197,12 @@ def _configs_fp32(arch: str, tile_d: int) -> list[Config]:
     return [*tall, Config(TILE_M=32, TILE_N=32, TWO_LOOPS=False)]
 
 
-def _suits(q: torch.Tensor, k: torch.Tensor, CAUSAL: bool, cfg: Config) -> bool:
-    """Few queries do not need tall tiles; wide ones pay where half of the scores are never computed.
+def _suits(q: torch.Tensor, cfg: Config) -> bool:
+    """Few queries do not need tall tiles.
 
     Sizes are rounded as for the keys of the tuning results, so that one token more does not tune again.
     """
-    wide = cfg.TILE_N > 128 and not (CAUSAL and bucket(k.shape[2]) >= 2048)
-    return cfg.TILE_M <= max(64, bucket(q.shape[2])) and not wide
+    return cfg.TILE_M <= max(64, bucket(q.shape[2]))
 
 
 @functools.cache
@@ -277,6 +266,7 @@ def _launch_forward(
             cfg.TWO_LOOPS or has_kv_len,
             tf32,
             with_lse,
+            interleave_of(cfg, is_causal),
         )
 
     tuner = _autotuner(max(tile_d, tile_dv), dtype == torch.float32)

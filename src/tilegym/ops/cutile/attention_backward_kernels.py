@@ -7,6 +7,9 @@ With P the probabilities, dP = dO v^T and delta = rowsum(dO * O):
 A block of the first kernel takes TILE_M queries of one head and walks along the keys; it has dq and delta. A block of
 the second takes TILE_N keys of one kv head and walks along the queries of all heads of its group; it has dk and dv.
 Nobody else adds to what a block writes: no atomics, and the same bits in every run.
+
+The second kernel can do the whole: FUSED, it adds what its keys give to dq in fp32, atomically, where the first kernel
+would compute scores and dP again; then prepare_fused_kernel comes before it and finish_fused_kernel behind it.
 """
 
 import math
@@ -18,6 +21,8 @@ from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.attention_common import LOG2E
 from tilegym.ops.cutile.attention_common import cap_scores
+from tilegym.ops.cutile.attention_tiles import for_each_tile
+from tilegym.ops.cutile.attention_tiles import interleaved_block
 from tilegym.ops.cutile.attention_tiles import key_tiles
 from tilegym.ops.cutile.attention_tiles import load_mask_tile
 from tilegym.ops.cutile.attention_tiles import partial_tile
@@ -144,19 +149,18 @@ def attention_dq_kernel(
     BOUNDED: Bool,
     TWO_LOOPS: Bool,
     TF32: Bool,
+    INTERLEAVE: Int,
     SINKS: Bool,  # whether the sinks have gradients
 ):
     """dq, and delta for the second kernel. The constants are those of attention_kernel."""
     q_tiles = ct.cdiv(q.shape[2], TILE_M)
-    i = q_tiles - 1 - ct.bid(0) % q_tiles
-    batch, head = ct.bid(0) // q_tiles // q.shape[1], ct.bid(0) // q_tiles % q.shape[1]
+    n, batch, head = interleaved_block(ct.bid(0), q_tiles, q, INTERLEAVE)
+    i = q_tiles - 1 - n
     kv_head = head // (q.shape[1] // k.shape[1])
     keys = valid_keys(k, kv_len, batch, KV_LEN)
     start = keys - q.shape[2] + i * TILE_M
     positions = start + ct.arange(TILE_M, dtype=ct.int32)[:, None]
-    first, full_first, full_last, last = key_tiles(
-        mask, batch, head, start, keys, window, TILE_M, TILE_N, CAUSAL, WINDOW, MASK
-    )
+    tiles = key_tiles(mask, batch, head, start, keys, window, TILE_M, TILE_N, CAUSAL, WINDOW, MASK)
 
     do_tile = load_rows(do, batch, head, i, TILE_M, TILE_DV, False)
     out_tile = load_rows(out, batch, head, i, TILE_M, TILE_DV, False)
@@ -173,36 +177,67 @@ def attention_dq_kernel(
     limits = (keys, window)
     options = (CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT)
     tail = (limits, statistics, scaling, soft_cap, TILE_N, TILE_D, TILE_DV, KV_LEN, TF32, SINKS, options)
-    if not BOUNDED:
-        for j in range(first, last):
-            place = (batch, head, i, j)
-            state = add_to_dq(state, q_tile, do_tile, k, v, mask, place, kv_head, positions, False, *tail)
-    elif TWO_LOOPS:
-        for j in range(full_first, full_last):
-            place = (batch, head, i, j)
-            state = add_to_dq(state, q_tile, do_tile, k, v, mask, place, kv_head, positions, False, *tail)
-        for n in range(full_first - first + last - full_last):
-            place = (batch, head, i, partial_tile(n, first, full_first, full_last))
-            state = add_to_dq(state, q_tile, do_tile, k, v, mask, place, kv_head, positions, True, *tail)
-    else:
-        for j in range(first, last):
-            place = (batch, head, i, j)
-            partial = j < full_first or j >= full_last
-            state = add_to_dq(state, q_tile, do_tile, k, v, mask, place, kv_head, positions, partial, *tail)
-    acc, exact_delta = state
+
+    def step(state, j, partial):
+        place = (batch, head, i, j)
+        return add_to_dq(state, q_tile, do_tile, k, v, mask, place, kv_head, positions, partial, *tail)
+
+    acc, exact_delta = for_each_tile(step, state, tiles, BOUNDED, TWO_LOOPS)
     if SINKS:
         # Not by way of the rounded output: all queries' errors would add up in the gradient of a sink.
         ct.store(delta, (1, batch, head, i), exact_delta.reshape((1, 1, 1, TILE_M)))
     ct.store(dq, (batch, head, i, 0), (acc * scaling).reshape((1, 1, TILE_M, TILE_D)).astype(dq.dtype))
 
 
+@ct.kernel
+def prepare_fused_kernel(
+    out,  # [B, Hq, Sq, Dv]
+    do,  # [B, Hq, Sq, Dv]
+    delta,  # [1, B, Hq, Sq]
+    dq,  # [B, Hq, Sq, D], fp32
+    TILE_M: Int,
+    TILE_D: Int,
+    TILE_DV: Int,
+):
+    """delta, and zeros for the fused kernel to add to."""
+    i, batch, head = interleaved_block(ct.bid(0), ct.cdiv(do.shape[2], TILE_M), do, 1)
+    # One pass over memory: many small blocks keep more in flight than the tensor memory accelerator for few.
+    index, shape, zero = (batch, head, i, 0), (1, 1, TILE_M, TILE_DV), ct.PaddingMode.ZERO
+    do_tile = ct.load(do, index, shape, padding_mode=zero, allow_tma=False).astype(ct.float32)
+    out_tile = ct.load(out, index, shape, padding_mode=zero, allow_tma=False).astype(ct.float32)
+    row_delta = ct.sum(do_tile * out_tile, axis=3).reshape((1, 1, 1, TILE_M))
+    ct.store(delta, (0, batch, head, i), row_delta, allow_tma=False)
+    ct.store(dq, index, ct.zeros((1, 1, TILE_M, TILE_D), dtype=ct.float32), allow_tma=False)
+
+
+@ct.kernel
+def finish_fused_kernel(
+    total,  # [B, Hq, Sq, D], fp32
+    dq,  # [B, Hq, Sq, D]
+    scaling: float,
+    TILE_M: Int,
+    TILE_D: Int,
+):
+    i, batch, head = interleaved_block(ct.bid(0), ct.cdiv(dq.shape[2], TILE_M), dq, 1)
+    tile = load_rows(total, batch, head, i, TILE_M, TILE_D, False) * scaling
+    ct.store(dq, (batch, head, i, 0), tile.astype(dq.dtype).reshape((1, 1, TILE_M, TILE_D)))
+
+
+def reduce_dq(dq, ds, k_tile, batch, head, i, TILE_M: Int, TILE_D: Int):
+    """Adds to dq what a tile of keys gives to tile ``i`` of the queries of a head, by dS / scaling [TILE_N, TILE_M]."""
+    part = ct.mma(ct.transpose(ds), k_tile, ct.zeros((TILE_M, TILE_D), dtype=ct.float32))
+    # On sm_90 the tensor memory accelerator does this, and nobody waits for it.
+    view = dq.tiled_view((1, 1, TILE_M, TILE_D))
+    view.atomic_store_add((batch, head, i, 0), part.reshape((1, 1, TILE_M, TILE_D)))
+
+
 def add_to_dk_dv(
-    state, k_tile, v_tile, q, do, lse, delta, mask, place, columns, partial, limits, scaling, soft_cap, TILE_M: Int,
-    TILE_D: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, options,
+    state, k_tile, v_tile, q, do, lse, delta, mask, dq, place, columns, partial, limits, scaling, soft_cap, TILE_M: Int,
+    TILE_D: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, options, FUSED: Bool,
 ):  # fmt: skip
-    """What tile ``i`` of the queries of a head adds to dk / scaling and dv."""
-    dk, dv = state
+    """What tile ``i`` of the queries of a head adds to dk / scaling and dv, and if FUSED its keys to dq / scaling."""
     batch, head, i, j = place
+    dk, dv = state
     keys, window, queries = limits
     tile_n = k_tile.shape[0]
     # To transpose a tile costs nothing: the tensor cores take it either way from shared memory.
@@ -224,7 +259,10 @@ def add_to_dk_dv(
         soft_cap, *options, tile_n, True,
     )  # fmt: skip
     dv = ct.mma(cast_operand(p, do, TF32), do_tile, dv)
-    dk = ct.mma(cast_operand(ds, q, TF32), q_tile, dk)
+    ds = cast_operand(ds, q, TF32)
+    dk = ct.mma(ds, q_tile, dk)
+    if FUSED:
+        reduce_dq(dq, ds, k_tile, batch, head, i, TILE_M, TILE_D)
     return dk, dv
 
 
@@ -240,6 +278,7 @@ def attention_dkdv_kernel(
     kv_len,
     dk,  # [B, Hkv, Skv, D]
     dv,  # [B, Hkv, Skv, Dv]
+    dq,  # [B, Hq, Sq, D] of fp32 if FUSED: what dq / scaling is added to; else 0
     scaling: float,
     soft_cap: float,
     window: int,
@@ -257,18 +296,21 @@ def attention_dkdv_kernel(
     BOUNDED: Bool,
     TWO_LOOPS: Bool,
     TF32: Bool,
+    INTERLEAVE: Int,
+    FUSED: Bool,
 ):
     """The constants are those of attention_kernel; a KEY_MASK is the same for all heads."""
     # Of a causal mask the first keys are seen by the most queries: they go first.
-    k_tiles = ct.cdiv(k.shape[2], TILE_N)
-    j = ct.bid(0) % k_tiles
-    batch, kv_head = ct.bid(0) // k_tiles // k.shape[1], ct.bid(0) // k_tiles % k.shape[1]
+    j, batch, kv_head = interleaved_block(ct.bid(0), ct.cdiv(k.shape[2], TILE_N), k, INTERLEAVE)
     group = q.shape[1] // k.shape[1]
     keys = valid_keys(k, kv_len, batch, KV_LEN)
     columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
     first, full_first, full_last, last = query_tiles(
         q.shape[2], keys, j * TILE_N, window, TILE_M, TILE_N, CAUSAL, WINDOW
     )
+    if FUSED and j * TILE_N + TILE_N > keys:
+        # Behind the last key P may be infinite, which must not reach dq.
+        full_last = full_first
     kept = columns < keys
     if MASK == KEY_MASK:
         # What is masked for all queries needs no look in the loop: its gradients are not kept.
@@ -283,27 +325,27 @@ def attention_dkdv_kernel(
     limits = (keys, window, q.shape[2])
     options = (CAUSAL, WINDOW, SOFT_CAP, 0 if MASK == KEY_MASK else MASK, MASK_ROWS, False, EXACT)
     tail = (limits, scaling, soft_cap, TILE_M, TILE_D, TILE_DV, EXACT, TF32, options)
-    arrays = (k_tile, v_tile, q, do, lse, delta, mask)
+    arrays = (k_tile, v_tile, q, do, lse, delta, mask, dq)
     # One loop for the tiles of all heads of the group, so that loads run ahead from one head to the next.
     if not BOUNDED:
         for n in range(group * (last - first)):
             place = (batch, kv_head * group + n // (last - first), first + n % (last - first), j)
-            state = add_to_dk_dv(state, *arrays, place, columns, False, *tail)
+            state = add_to_dk_dv(state, *arrays, place, columns, False, *tail, FUSED)
     elif TWO_LOOPS:
         full = full_last - full_first
         for n in range(group * full):
             place = (batch, kv_head * group + n // full, full_first + n % full, j)
-            state = add_to_dk_dv(state, *arrays, place, columns, False, *tail)
+            state = add_to_dk_dv(state, *arrays, place, columns, False, *tail, FUSED)
         others = full_first - first + last - full_last
         for n in range(group * others):
             i = partial_tile(n % others, first, full_first, full_last)
             place = (batch, kv_head * group + n // others, i, j)
-            state = add_to_dk_dv(state, *arrays, place, columns, True, *tail)
+            state = add_to_dk_dv(state, *arrays, place, columns, True, *tail, FUSED)
     else:
         for n in range(group * (last - first)):
             i = first + n % (last - first)
             place = (batch, kv_head * group + n // (last - first), i, j)
-            state = add_to_dk_dv(state, *arrays, place, columns, i < full_first or i >= full_last, *tail)
+            state = add_to_dk_dv(state, *arrays, place, columns, i < full_first or i >= full_last, *tail, FUSED)
 
     dk_tile, dv_tile = state
     if KV_LEN or MASK == KEY_MASK:

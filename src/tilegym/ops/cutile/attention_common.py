@@ -68,7 +68,7 @@ def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
 def prepare_mask(mask: torch.Tensor | None, keys: int) -> tuple[int, torch.Tensor | int]:
     """The kind of a mask, and the mask with four dimensions, those that are broadcast having size one.
 
-    For no mask it is 0: something to pass.
+    For no mask it is 0: something to pass. Booleans become bytes, see :func:`truth`.
     """
     if mask is None:
         return NO_MASK, 0
@@ -78,7 +78,16 @@ def prepare_mask(mask: torch.Tensor | None, keys: int) -> tuple[int, torch.Tenso
         mask = mask.expand(*mask.shape[:3], keys)
     if max(mask.stride()) > INT32_MAX:
         mask = mask.contiguous()
-    return (BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK), mask
+    return (BOOLEAN_MASK, mask.view(torch.uint8)) if mask.dtype == torch.bool else (ADDITIVE_MASK, mask)
+
+
+def truth(tile):
+    """A tile of a mask, as booleans if it came as bytes.
+
+    Kernels read no arrays of booleans: where a loop reads them ahead, tileiras 13.4 counts a bit for each on sm_90, and
+    copies one byte in eight.
+    """
+    return tile != 0 if tile.dtype == ct.uint8 else tile
 
 
 def check_supported(

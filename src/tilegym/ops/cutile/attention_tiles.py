@@ -3,21 +3,42 @@
 import cuda.tile as ct
 import torch
 
+from tilegym.backend.cutile.autotuner import Config
 from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.attention_common import NO_MASK
 from tilegym.ops.cutile.attention_common import prepare_mask
+from tilegym.ops.cutile.attention_common import truth
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 
 KEY_MASK_CHUNK = 4096
 
 
+def interleaved_block(block, tiles, x, INTERLEAVE: Int):
+    """Tile, batch entry and head of a block, of ``tiles`` for each head of x [B, H, ..], the longest ones first.
+
+    INTERLEAVE heads, of whatever batch entry, take turns (0: all): blocks start with the first tile of each, then the
+    second. With 1 a head's blocks follow each other, and the last head's longest block starts when hardly any other is
+    left to run beside it. The more heads, the fewer of the blocks that run at once share keys in the L2 cache.
+    """
+    heads = x.shape[1]
+    if INTERLEAVE == 0:
+        head = block % (x.shape[0] * heads)
+        return block // (x.shape[0] * heads), head // heads, head % heads
+    if INTERLEAVE == 1:
+        return block % tiles, block // tiles // heads, block // tiles % heads
+    first = block // (tiles * INTERLEAVE) * INTERLEAVE
+    width = min(INTERLEAVE, x.shape[0] * heads - first)
+    head = first + block % (tiles * INTERLEAVE) % width
+    return block % (tiles * INTERLEAVE) // width, head // heads, head % heads
+
+
 def load_mask(mask, batch, head, i, j, TILE_R: Int, TILE_C: Int):
     """Rows and columns of a mask [B or 1, H or 1, Sq or 1, Skv]; a dimension of one is broadcast (x % 1 is 0)."""
     index = (batch % mask.shape[0], head % mask.shape[1], i if TILE_R > 1 else 0, j)
     tile = ct.load(mask, index, (1, 1, TILE_R, TILE_C), padding_mode=ct.PaddingMode.ZERO)
-    return tile.reshape((TILE_R, TILE_C))
+    return truth(tile.reshape((TILE_R, TILE_C)))
 
 
 def load_mask_tile(mask, batch, head, i, j, TILE_R: Int, TILE_C: Int, KEYS_FIRST: Bool):
@@ -26,7 +47,7 @@ def load_mask_tile(mask, batch, head, i, j, TILE_R: Int, TILE_C: Int, KEYS_FIRST
         return load_mask(mask, batch, head, i, j, TILE_R, TILE_C)
     index = (batch % mask.shape[0], head % mask.shape[1], j, i if TILE_R > 1 else 0)
     tile = ct.load(mask, index, (1, 1, TILE_C, TILE_R), order=(0, 1, 3, 2), padding_mode=ct.PaddingMode.ZERO)
-    return tile.reshape((TILE_C, TILE_R))
+    return truth(tile.reshape((TILE_C, TILE_R)))
 
 
 def visible_range(mask, batch, head, keys, CHUNK: Int):
@@ -102,6 +123,28 @@ def query_tiles(
 def partial_tile(n, first, full_first, full_last):
     """Number ``n`` of the tiles in [first, full_first) and from full_last on."""
     return first + n if first + n < full_first else full_last + n - (full_first - first)
+
+
+def for_each_tile(step, state, tiles, BOUNDED: Bool, TWO_LOOPS: Bool):
+    """``state = step(state, j, partial)`` for each tile j, of what key_tiles returned."""
+    first, full_first, full_last, last = tiles
+    if not BOUNDED:
+        for j in range(first, last):
+            state = step(state, j, False)
+    elif TWO_LOOPS:
+        for j in range(full_first, full_last):
+            state = step(state, j, False)
+        for n in range(full_first - first + last - full_last):
+            state = step(state, partial_tile(n, first, full_first, full_last), True)
+    else:
+        for j in range(first, last):
+            state = step(state, j, j < full_first or j >= full_last)
+    return state
+
+
+def interleave_of(cfg: Config, is_causal: bool) -> int:
+    """INTERLEAVE of a configuration, default 1: it matters where some blocks are longer than others."""
+    return vars(cfg).get("INTERLEAVE", 1) if is_causal else 1
 
 
 def mask_of_rows(attention_mask: torch.Tensor | None, keys: int) -> tuple[int, torch.Tensor | int, bool]:

@@ -71,7 +71,7 @@ def _backward(
         r = rstd_of(row * row, eps, N)
         xhat = row * r
         g = up * scale
-        store(dx, rows, cols, r * (g - xhat * (ct.sum(g * xhat, axis=1, keepdims=True) / N)))
+        store(dx, rows, cols, r * (g - xhat * (ct.sum(g * xhat, axis=1, keepdims=True) * (1.0 / N))))
         if DWEIGHT:
             dw = dw + up * xhat
     if DWEIGHT:

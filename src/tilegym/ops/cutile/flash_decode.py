@@ -21,10 +21,12 @@ from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import cap_scores
 from tilegym.ops.cutile.attention_common import check_supported
 from tilegym.ops.cutile.attention_common import prepare_mask
+from tilegym.ops.cutile.attention_common import truth
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.flash_decode_plan import plan_of
 from tilegym.ops.cutile.splitk_reduce import merge_kernel
+from tilegym.ops.cutile.splitk_reduce import product_in_parts
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import begin
@@ -92,7 +94,11 @@ def decode_kernel(
         col_sum = ct.ones((1, TILE_M), dtype=ct.float32)
     for j in range(first, last):
         k_tile = ct.load(k, (batch, kv_head, j, 0), (1, 1, TILE_N, TILE_D), padding_mode=zero)
-        s = ct.mma(k_tile.reshape((TILE_N, TILE_D)), q_tile, ct.zeros((TILE_N, TILE_M), dtype=ct.float32))
+        k_tile = k_tile.reshape((TILE_N, TILE_D))
+        if k.dtype == ct.float32:
+            s = product_in_parts(k_tile, q_tile)
+        else:
+            s = ct.mma(k_tile, q_tile, ct.zeros((TILE_N, TILE_M), dtype=ct.float32))
         if SOFT_CAP:
             s = cap_scores(s * scaling, soft_cap)
         if MASK == BOOLEAN_MASK:
@@ -131,7 +137,7 @@ def load_mask(mask, batch, head, next_head, j, HEADS: Int, TILE_N: Int):
         mask = mask.slice(1, head, next_head)
     index = (batch % mask.shape[0], 0, 0, j)
     tile = ct.load(mask, index, (1, HEADS, 1, TILE_N), padding_mode=ct.PaddingMode.ZERO)
-    return ct.transpose(tile.reshape((HEADS, TILE_N)))
+    return ct.transpose(truth(tile.reshape((HEADS, TILE_N))))
 
 
 wide_decode_kernel = decode_kernel.replace_hints(num_worker_warps=8)

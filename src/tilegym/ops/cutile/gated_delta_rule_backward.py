@@ -1,20 +1,21 @@
 """The backward kernels of the chunked gated delta rule.
 
-In the notation of ``gated_delta_rule_chunk``, with S the state before a chunk, S' that behind it, and
-``left = beta * v - beta * e * (k S)``, so that ``new = T left``::
+In the notation of ``gated_delta_rule_chunk``, with S the state before a chunk, S' that behind it, and dnew what comes
+to ``new`` from behind it, dall with what comes through the tokens after it as well::
 
-    dnew = P^T dout + f * (k dS')                   dleft = T^T dnew
-    dS   = e_last * dS' + (scale * e * q)^T dout - (beta * e * k)^T dleft
+    dnew = P^T dout + f * (k dS')                   dall = (I - beta * X)^T dnew
+    dS   = e_last * dS' + (scale * e * q)^T dout - (beta * e * k)^T dall
 
-which is a scan like the forward one, from the last chunk to the first. What is left is independent in all chunks. The
-derivative of the inverse gives ``dA = -strictly_lower(dleft new^T)`` for the system ``A``; with ``dP = dout new^T``::
+which is a scan like the forward one, from the last chunk to the first. What is left is independent in all chunks. With
+``dP = dout new^T`` and ``dA = -strictly_lower(beta * (dall new^T))``::
 
     dq  = scale * (e * (dout S^T) + (dP * D) k)
-    dk  = (dP * D)^T scale q + f * (new dS'^T) - beta * e * (dleft S^T) + (B + B^T) k,  B = beta * (dA * D)
-    dv  = beta * dleft
+    dk  = (dP * D)^T scale q + f * (new dS'^T) - beta * e * (dall S^T) + (B + B^T) k,  B = dA * D
+    dv  = beta * dall                               dbeta = the sums of the rows of dall * miss
 
-and the decays' gradients are the products of what they multiply with its gradient, summed from the end of the chunk.
-Nothing but the inputs is kept for the backward pass: it computes S, new, T and P again.
+(to add up what comes to beta through v, S and A would cost digits where keys repeat and these cancel); and the decays'
+gradients are the products of what they multiply with its gradient, summed from the end of the chunk.
+Nothing but the inputs is kept for the backward pass: it computes S, miss, X and P again.
 """
 
 import cuda.tile as ct
@@ -23,6 +24,7 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import CHUNK
 from tilegym.ops.cutile.gated_delta_rule_tiles import OF_HELD
 from tilegym.ops.cutile.gated_delta_rule_tiles import OF_READ
 from tilegym.ops.cutile.gated_delta_rule_tiles import OF_WRITE
+from tilegym.ops.cutile.gated_delta_rule_tiles import RATE
 from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_decay
 from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import decay_sums
@@ -35,6 +37,8 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import matrix_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import numbers_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import product
 from tilegym.ops.cutile.gated_delta_rule_tiles import product_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import product_onto
+from tilegym.ops.cutile.gated_delta_rule_tiles import rows_left
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_matrix
 from tilegym.ops.cutile.gated_delta_rule_tiles import strictly_lower
@@ -46,10 +50,10 @@ from tilegym.ops.pytorch.gated_delta_rule import NORM_EPS
 
 @ct.kernel
 def backward_scan_kernel(
-    q, k, dout, solved, scores, factors, dfinal, dinitial, dstates, dleft, GROUP: Int, TILE_K: Int, TILE_V: Int,
+    q, k, dout, solved, scores, factors, dfinal, dinitial, dstates, dall, GROUP: Int, TILE_K: Int, TILE_V: Int,
     FINAL: Bool, INITIAL: Bool, PRECISION: Int,
 ):  # fmt: skip
-    """dS' of every chunk, [B * Hv, chunks, Dk, Dv], and dleft, [B * Hv, chunks, CHUNK, Dv], from the last to the first.
+    """dS' of every chunk, [B * Hv, chunks, Dk, Dv], and dall, [B * Hv, chunks, CHUNK, Dv], from the last to the first.
 
     dfinal, dinitial: [B, Hv, Dk, Dv]. Blocks: (batch and value heads, tiles of Dv).
     """
@@ -68,11 +72,13 @@ def backward_scan_kernel(
         up = chunk_of(dout, batch, chunk, head, column, TILE_V)
         dnew = factor(factors, row, chunk, OF_WRITE) * product_of(kt, dstate, PRECISION)
         dnew = product(ct.transpose(matrix_of(scores, row, chunk, 0, CHUNK, CHUNK)), up, dnew, PRECISION)
-        dl = product_of(ct.transpose(matrix_of(solved, row, chunk, 0, CHUNK, CHUNK)), dnew, PRECISION)
-        store_matrix(dleft, row, chunk, column, dl)
+        rate = factor(factors, row, chunk, RATE)
+        inverse = rows_left(matrix_of(solved, row, chunk, 0, CHUNK, CHUNK), rate)
+        da = product_of(ct.transpose(inverse), dnew, PRECISION)
+        store_matrix(dall, row, chunk, column, da)
         dstate = dstate * chunk_decay(factors, row, chunk)
         dstate = product(ct.transpose(qt), factor(factors, row, chunk, OF_READ) * up, dstate, PRECISION)
-        dstate = product(ct.transpose(kt), -factor(factors, row, chunk, OF_HELD) * dl, dstate, PRECISION)
+        dstate = product(ct.transpose(kt), -factor(factors, row, chunk, OF_HELD) * rate * da, dstate, PRECISION)
     if INITIAL:
         store_matrix(dinitial, batch, head, column, dstate)
 
@@ -88,7 +94,7 @@ def _normalised_back(dx, x, inverse_norm, NORM: Bool):
 
 @ct.kernel
 def backward_chunk_kernel(
-    q, k, v, g, beta, dout, states, written, dstates, dleft, dq, dk, dv, dg, dbeta, scale, v_tiles, GROUP: Int,
+    q, k, g, beta, dout, states, missed, dstates, dall, dq, dk, dv, dg, dbeta, scale, v_tiles, GROUP: Int,
     TILE_K: Int, TILE_V: Int, NORM: Bool, PRECISION: Int,
 ):  # fmt: skip
     """The gradients of one chunk of one value head: dq, dk [B, T, Hv, Dk], dv [B, T, Hv, Dv], dg, dbeta [B, T, Hv]."""
@@ -107,26 +113,27 @@ def backward_chunk_kernel(
 
     # What comes through the states: sums over their columns, and so over tiles of Dv.
     of_scores = ct.zeros((CHUNK, CHUNK), ct.float32)  # dP
-    of_system = ct.zeros((CHUNK, CHUNK), ct.float32)  # -dA
+    of_system = ct.zeros((CHUNK, CHUNK), ct.float32)  # -dA without beta
     read = ct.zeros((CHUNK, TILE_K), ct.float32)  # dout S^T
-    held = ct.zeros((CHUNK, TILE_K), ct.float32)  # dleft S^T
+    held = ct.zeros((CHUNK, TILE_K), ct.float32)  # dall S^T
     wrote = ct.zeros((CHUNK, TILE_K), ct.float32)  # new dS'^T
     drate = ct.zeros((CHUNK, 1), ct.float32)
     kept = ct.zeros((1, 1), ct.float32)  # the sum of S * dS'
     for column in range(v_tiles):
         up = chunk_of(dout, batch, chunk, head, column, TILE_V)
-        new = matrix_of(written, row, chunk, column, CHUNK, TILE_V)
-        dl = matrix_of(dleft, row, chunk, column, CHUNK, TILE_V)
+        miss = matrix_of(missed, row, chunk, column, CHUNK, TILE_V)
+        da = matrix_of(dall, row, chunk, column, CHUNK, TILE_V)
+        new = rate * miss
         state = matrix_of(states, row, chunk, column, TILE_K, TILE_V)
         dstate = matrix_of(dstates, row, chunk, column, TILE_K, TILE_V)
         of_scores = product(up, ct.transpose(new), of_scores, PRECISION)
-        of_system = product(dl, ct.transpose(new), of_system, PRECISION)
+        of_system = product(da, ct.transpose(new), of_system, PRECISION)
         read = product(up, ct.transpose(state), read, PRECISION)
-        held = product(dl, ct.transpose(state), held, PRECISION)
+        held = product(da, ct.transpose(state), held, PRECISION)
         wrote = product(new, ct.transpose(dstate), wrote, PRECISION)
         kept = kept + ct.sum(ct.sum(state * dstate, axis=1, keepdims=True), axis=0, keepdims=True)
-        drate = drate + _by_rows(dl, chunk_of(v, batch, chunk, head, column, TILE_V).astype(ct.float32))
-        store_chunk(dv, batch, chunk, head, column, rate * dl)
+        drate = drate + _by_rows(da, miss)
+        store_chunk(dv, batch, chunk, head, column, rate * da)
 
     between = decays(high, low)
     norms_of_k = inverse_norms(same_k, 0, NORM_EPS, NORM)
@@ -134,15 +141,12 @@ def backward_chunk_kernel(
     system = same_k * of_k * norms_of_k
     q_hat, k_hat = qt.astype(ct.float32) * of_q, kt.astype(ct.float32) * of_k
     of_scores = of_scores * between
-    of_system = strictly_lower(-of_system * between)
-    drate = drate - decay * _by_rows(held, k_hat) + _by_rows(of_system, system)
-    of_system = of_system * rate
+    of_system = strictly_lower(-of_system * between) * rate
     products = of_scores * scores + of_system * system  # with dP * P + dA * A the decays' gradients
     wrote, held = rest * wrote, -rate * decay * held
-    dq_hat = scale * product(of_scores, k_hat, decay * read, PRECISION)
-    dk_hat = wrote + held
-    dk_hat = product(ct.transpose(of_scores), scale * q_hat, dk_hat, PRECISION)
-    dk_hat = product(of_system + ct.transpose(of_system), k_hat, dk_hat, PRECISION)
+    dq_hat = scale * product_onto(of_scores, k_hat, decay * read, PRECISION)
+    dk_hat = product_of(ct.transpose(of_scores), scale * q_hat, PRECISION)
+    dk_hat = product_onto(of_system + ct.transpose(of_system), k_hat, dk_hat, PRECISION) + (wrote + held)
     into = _by_rows(wrote, k_hat)
     dtotal = ct.sum(products, axis=1, keepdims=True) - ct.sum(products, axis=0, keepdims=True).reshape((CHUNK, 1))
     dtotal = dtotal + scale * _by_rows(decay * read, q_hat) + _by_rows(held, k_hat) - into

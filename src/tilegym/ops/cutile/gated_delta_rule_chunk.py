@@ -3,13 +3,16 @@
 With a chunk's tokens as the rows of q, k (normalised), v, out, and S the state before it, e_i the decay from the start
 of the chunk to token i, f_i that from token i to its end, and D_ij that from j to i (0 for j > i)::
 
-    P = scale * (q k^T) * D                    what the tokens read of each other
-    T = (I + strictly_lower(beta * (k k^T) * D))^-1
-    new = T (beta * v - beta * e * (k S))      what the tokens write: all updates of the chunk at once
+    P = scale * (q k^T) * D              what the tokens read of each other
+    A = strictly_lower((k k^T) * D)      what a token's key finds of those that were written before it
+    X = A (I + beta * A)^-1
+    left = v - e * (k S)
+    miss = (I - X beta) left             by how much what is held misses v: left - A new
+    new = beta * miss                    what the tokens write: all updates of the chunk at once
     out = scale * e * (q S) + P new
     S = e_last * S + (f * k)^T new
 
-Two kernels compute P, and T, of all chunks. The third goes through the chunks in order; its blocks share the columns of
+Two kernels compute P, and X, of all chunks. The third goes through the chunks in order; its blocks share the columns of
 S, which do not depend on each other. k and q enter it as they are in memory: what they are multiplied by, norms
 included, multiplies rows of the products instead.
 """
@@ -32,24 +35,25 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import FACTORS
 from tilegym.ops.cutile.gated_delta_rule_tiles import LEVELS
 from tilegym.ops.cutile.gated_delta_rule_tiles import OF_HELD
 from tilegym.ops.cutile.gated_delta_rule_tiles import OF_READ
-from tilegym.ops.cutile.gated_delta_rule_tiles import OF_VALUE
 from tilegym.ops.cutile.gated_delta_rule_tiles import OF_WRITE
+from tilegym.ops.cutile.gated_delta_rule_tiles import RATE
 from tilegym.ops.cutile.gated_delta_rule_tiles import TF32
 from tilegym.ops.cutile.gated_delta_rule_tiles import TF32_SPLIT
 from tilegym.ops.cutile.gated_delta_rule_tiles import check_supported
 from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_decay
 from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import columns_left
 from tilegym.ops.cutile.gated_delta_rule_tiles import decay_sums
 from tilegym.ops.cutile.gated_delta_rule_tiles import decays
 from tilegym.ops.cutile.gated_delta_rule_tiles import decays_to_end
 from tilegym.ops.cutile.gated_delta_rule_tiles import factor
 from tilegym.ops.cutile.gated_delta_rule_tiles import gram
-from tilegym.ops.cutile.gated_delta_rule_tiles import inverse
 from tilegym.ops.cutile.gated_delta_rule_tiles import inverse_norms
 from tilegym.ops.cutile.gated_delta_rule_tiles import matrix_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import numbers_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import product
 from tilegym.ops.cutile.gated_delta_rule_tiles import product_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import solve
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_matrix
 from tilegym.ops.cutile.gated_delta_rule_tiles import strictly_lower
@@ -69,7 +73,7 @@ PRECISIONS = {torch.float32: TF32_SPLIT, torch.float16: TF32_SPLIT, torch.bfloat
 def chunk_matrices_kernel(
     q, k, g, beta, solved, scores, factors, scale, GROUP: Int, TILE_K: Int, NORM: Bool, PRECISION: Int
 ):
-    """P, what T is the inverse of less I, both [B * Hv, chunks, CHUNK, CHUNK], and the factors of the tokens."""
+    """P and A, both [B * Hv, chunks, CHUNK, CHUNK], and the factors of the tokens."""
     heads, chunks = g.shape[2], solved.shape[1]
     row, chunk = ct.bid(0) // chunks, ct.bid(0) % chunks
     batch, head = row // heads, row % heads
@@ -82,33 +86,32 @@ def chunk_matrices_kernel(
     of_q = inverse_norms(gram(qt, qt, PRECISION), 1, NORM_EPS, NORM) * scale
     between = decays(high, low) * inverse_norms(same_k, 0, NORM_EPS, NORM)
     store_matrix(scores, row, chunk, 0, gram(qt, kt, PRECISION) * between * of_q)
-    store_matrix(solved, row, chunk, 0, strictly_lower(same_k * between * (rate * of_k)))
+    store_matrix(solved, row, chunk, 0, strictly_lower(same_k * between * of_k))
     decay = ct.exp(high)[:, None]
     rest = decays_to_end(high, low)[:, None]
     for which, column in ct.static_iter(
-        ((OF_READ, decay * of_q), (OF_HELD, decay * of_k * rate), (OF_VALUE, rate), (OF_WRITE, rest * of_k),
-         (DECAY, decay))
+        ((OF_READ, decay * of_q), (OF_HELD, decay * of_k), (OF_WRITE, rest * of_k), (RATE, rate), (DECAY, decay))
     ):  # fmt: skip
         ct.store(factors, (row, chunk, which, 0), column.reshape((1, 1, 1, CHUNK)))
 
 
 @ct.kernel
-def chunk_inverse_kernel(solved, levels, PRECISION: Int):
-    """(I + solved)^-1 in its place. On its own, since it needs less shared memory than the products before it."""
+def chunk_solve_kernel(solved, factors, levels, PRECISION: Int):
+    """X in the place of A. On its own, since it needs less shared memory than the products before it."""
     row, chunk = ct.bid(0) // solved.shape[1], ct.bid(0) % solved.shape[1]
     system = matrix_of(solved, row, chunk, 0, CHUNK, CHUNK)
-    store_matrix(solved, row, chunk, 0, inverse(system, levels, PRECISION))
+    store_matrix(solved, row, chunk, 0, solve(system, factor(factors, row, chunk, RATE), levels, PRECISION))
 
 
 @ct.kernel
 def chunk_scan_kernel(
-    q, k, v, solved, scores, factors, initial, out, final, states, written, GROUP: Int, TILE_K: Int, TILE_V: Int,
+    q, k, v, solved, scores, factors, initial, out, final, states, missed, GROUP: Int, TILE_K: Int, TILE_V: Int,
     INITIAL: Bool, FINAL: Bool, SAVE: Bool, PRECISION: Int,
 ):  # fmt: skip
     """Goes through the chunks with a tile of columns of a head's state, [Dk, TILE_V], in registers.
 
     initial, final: [B, Hv, Dk, Dv]. If SAVE, instead of out: states [B * Hv, chunks, Dk, Dv] before each chunk, and
-    written [B * Hv, chunks, CHUNK, Dv], ``new``. Blocks: (batch and value heads, tiles of Dv).
+    missed [B * Hv, chunks, CHUNK, Dv], ``miss``. Blocks: (batch and value heads, tiles of Dv).
     """
     heads = v.shape[2]
     row, column = ct.bid(0), ct.bid(1)
@@ -120,12 +123,13 @@ def chunk_scan_kernel(
     for chunk in range(solved.shape[1]):
         kt = chunk_of(k, batch, chunk, head // GROUP, 0, TILE_K)
         vt = chunk_of(v, batch, chunk, head, column, TILE_V).astype(ct.float32)
-        left = factor(factors, row, chunk, OF_VALUE) * vt
-        left = left - factor(factors, row, chunk, OF_HELD) * product_of(kt, state, PRECISION)
-        new = product_of(matrix_of(solved, row, chunk, 0, CHUNK, CHUNK), left, PRECISION)
+        rate = factor(factors, row, chunk, RATE)
+        left = vt - factor(factors, row, chunk, OF_HELD) * product_of(kt, state, PRECISION)
+        miss = product_of(columns_left(matrix_of(solved, row, chunk, 0, CHUNK, CHUNK), rate), left, PRECISION)
+        new = rate * miss
         if SAVE:
             store_matrix(states, row, chunk, column, state)
-            store_matrix(written, row, chunk, column, new)
+            store_matrix(missed, row, chunk, column, miss)
         else:
             qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
             read = factor(factors, row, chunk, OF_READ) * product_of(qt, state, PRECISION)
@@ -155,7 +159,7 @@ def scan_tiles(states: int, key_dim: int, value_dim: int, device: int) -> tuple[
 
 
 def chunk_matrices(q, k, g, beta, normalize):
-    """T, P and the factors of all chunks."""
+    """X, P and the factors of all chunks."""
     batch, tokens, key_heads, key_dim = k.shape
     heads, chunks = g.shape[2], -(-tokens // CHUNK)
     rows = batch * heads
@@ -164,9 +168,9 @@ def chunk_matrices(q, k, g, beta, normalize):
     factors = q.new_empty(rows, chunks, FACTORS, CHUNK, dtype=torch.float32)
     constants = (key_dim**-0.5, heads // key_heads, tile_of(key_dim), normalize, PRECISIONS[q.dtype])
     # Two blocks on a multiprocessor: on an H200 both take 253 us for 8192 tokens of 32 heads, without the hint 360.
-    matrices, inverse = hinted(chunk_matrices_kernel, occupancy=2), hinted(chunk_inverse_kernel, occupancy=2)
+    matrices, solve_all = hinted(chunk_matrices_kernel, occupancy=2), hinted(chunk_solve_kernel, occupancy=2)
     launch(q, (rows * chunks,), matrices, (q, k, g, beta, solved, scores, factors, *constants))
-    launch(q, (rows * chunks,), inverse, (solved, LEVELS, PRECISIONS[q.dtype]))
+    launch(q, (rows * chunks,), solve_all, (solved, factors, LEVELS, PRECISIONS[q.dtype]))
     return solved, scores, factors
 
 
@@ -232,16 +236,16 @@ def chunk_backward(
     solved, scores, factors = chunk_matrices(q, k, g, beta, normalize)
     rows, chunks = solved.shape[:2]
     states = factors.new_empty(rows, chunks, key_dim, value_dim)
-    written = factors.new_empty(rows, chunks, CHUNK, value_dim)
-    dstates, dleft = torch.empty_like(states), torch.empty_like(written)
+    missed = factors.new_empty(rows, chunks, CHUNK, value_dim)
+    dstates, dall = torch.empty_like(states), torch.empty_like(missed)
     dinitial = factors.new_empty((0,) if initial is None else initial.shape)
     tiles = scan_tiles(rows, key_dim, value_dim, v.get_device())
     grid, constants = (rows, ct.cdiv(value_dim, tiles[1])), (group, *tiles)
     before = factors if initial is None else with_unit_stride(initial)
-    args = (q, k, v, solved, scores, factors, before, dout, dout, states, written)
+    args = (q, k, v, solved, scores, factors, before, dout, dout, states, missed)
     launch(v, grid, chunk_scan_kernel, (*args, *constants, initial is not None, False, True, precision))
     after = factors if dfinal is None else with_unit_stride(dfinal)
-    args = (q, k, dout, solved, scores, factors, after, factors if initial is None else dinitial, dstates, dleft)
+    args = (q, k, dout, solved, scores, factors, after, factors if initial is None else dinitial, dstates, dall)
     launch(v, grid, backward_scan_kernel, (*args, *constants, dfinal is not None, initial is not None, precision))
     # Heads that share a key head have each its own gradient of it, in fp32 until they are added.
     dtype = q.dtype if group == 1 else torch.float32
@@ -249,7 +253,7 @@ def chunk_backward(
     dk, dv = torch.empty_like(dq), v.new_empty(v.shape)
     dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
     tile_v = 16  # on an H200 77 us for 512 tokens of 32 heads, with 32 columns 109, and with 4 warps 155 or more
-    args = (q, k, v, g, beta, dout, states, written, dstates, dleft, dq, dk, dv, dg, dbeta, key_dim**-0.5)
+    args = (q, k, g, beta, dout, states, missed, dstates, dall, dq, dk, dv, dg, dbeta, key_dim**-0.5)
     constants = (ct.cdiv(value_dim, tile_v), group, tiles[0], tile_v, normalize, precision)
     launch(v, (rows * chunks,), hinted(backward_chunk_kernel, num_worker_warps=8), (*args, *constants))
     if group > 1:

@@ -18,16 +18,21 @@ CHUNK = 2**LEVELS
 # How fp32 tiles are multiplied: in tf32, with its 10 bits, or in four products of their upper and lower halves in
 # tf32, with 22 bits. (ct.mma on fp32 has no tensor cores, and its tiles no room in the registers.)
 TF32, TF32_SPLIT = 1, 4
-# The factors of a token, rows of ``factors``, [B * Hv, chunks, FACTORS, CHUNK]: what multiplies q @ S, k @ S, v, and k
-# on its way into the state; then the decay since the start of the chunk.
-OF_READ, OF_HELD, OF_VALUE, OF_WRITE, DECAY = range(5)
+# The factors of a token, rows of ``factors``, [B * Hv, chunks, FACTORS, CHUNK]: what multiplies q @ S, k @ S, and k on
+# its way into the state; beta; the decay since the start of the chunk.
+OF_READ, OF_HELD, OF_WRITE, RATE, DECAY = range(5)
 FACTORS = 5
 ZERO = ct.PaddingMode.ZERO
 MAX_HEAD_DIM = 256
+MAX_KEY_DIM_OF_GRADIENTS = 128  # tileiras 13.4 fails on wider tiles in bf16, and takes minutes in fp32
 
 
-def product(a, b, acc, PRECISION: Int):
-    """``a @ b + acc``, in fp32."""
+def product_onto(a, b, acc, PRECISION: Int):
+    """``a @ b + acc`` in fp32, for an ``acc`` that is no larger than the product.
+
+    Tensor cores cut off what they add to an accumulator, :func:`product` rounds it: in loops. In what follows a loop
+    tileiras 13.4 fails on that ("Invalid use-def chain in schedule").
+    """
     x, y = a.astype(ct.float32), b.astype(ct.float32)
     high_x, high_y = x.astype(ct.tfloat32), y.astype(ct.tfloat32)
     if PRECISION == TF32_SPLIT:
@@ -45,7 +50,14 @@ def product(a, b, acc, PRECISION: Int):
 
 def product_of(a, b, PRECISION: Int):
     """``a @ b`` in fp32."""
-    return product(a, b, ct.zeros((a.shape[0], b.shape[1]), ct.float32), PRECISION)
+    return product_onto(a, b, ct.zeros((a.shape[0], b.shape[1]), ct.float32), PRECISION)
+
+
+def product(a, b, acc, PRECISION: Int):
+    """``a @ b + acc`` in fp32, for an ``acc`` that may be much larger than the product."""
+    if PRECISION == TF32_SPLIT:
+        return acc + product_of(a, b, PRECISION)
+    return product_onto(a, b, acc, PRECISION)
 
 
 def gram(a, b, PRECISION: Int):
@@ -132,19 +144,34 @@ def strictly_lower(tile):
     return ct.where(place[:, None] > place[None, :], tile, 0.0)
 
 
-def inverse(system, levels, PRECISION: Int):
-    """(I + system)^-1 for a strictly lower triangular ``system``, [CHUNK, CHUNK].
+def solve(system, rate, levels, PRECISION: Int):
+    """X = A (I + beta * A)^-1 for a strictly lower triangular A, ``system``, [CHUNK, CHUNK]; beta is ``rate``.
 
-    Inverses of neighbouring blocks on the diagonal are joined, ``[[A, 0], [C, B]]^-1 = [[A^-1, 0],
-    [-B^-1 C A^-1, B^-1]]``, from blocks of one row to all rows. A power series of the system would cost no less, and
-    lose all its digits where keys repeat. ``levels`` is LEVELS, given at run time: the compiler would unroll the loop,
-    with shared memory for each level.
+    X of neighbouring blocks on the diagonal, W and Y, are joined, from blocks of one row to all rows: what couples them
+    in A, C, becomes ``(I - Y beta) C (I - beta * W)``. A power series of the system would cost no less, and lose all
+    its digits where keys repeat. ``levels`` is LEVELS, given at run time: the compiler would unroll the loop, with
+    shared memory for each level.
     """
-    place = ct.arange(CHUNK, dtype=ct.int32)
-    result = ct.where(place[:, None] == place[None, :], 1.0, -_below(system, 0))
+    result = _below(system, 0)
     for level in range(1, levels):
-        result = result - product_of(result, product_of(_below(system, level), result, PRECISION), PRECISION)
+        right = product_of(_below(system, level), rows_left(result, rate), PRECISION)
+        result = result + product_of(columns_left(result, rate), right, PRECISION)
     return result
+
+
+def rows_left(solved, rate):
+    """``I - beta * X``, which is (I + beta * A)^-1. (Differences of products with it cancel as those with X do not.)"""
+    return _identity() - rate * solved
+
+
+def columns_left(solved, rate):
+    """``I - X beta``, which is (I + A beta)^-1."""
+    return _identity() - solved * rate.reshape((1, CHUNK))
+
+
+def _identity():
+    place = ct.arange(CHUNK, dtype=ct.int32)
+    return ct.where(place[:, None] == place[None, :], 1.0, 0.0)
 
 
 def _below(system, level):
@@ -178,4 +205,9 @@ def check_supported(
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    """Whether one of ``tensors``, the first of which is the query, needs a gradient; UnsupportedError if too wide."""
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+        return False
+    if tensors[0].shape[3] > MAX_KEY_DIM_OF_GRADIENTS:
+        raise UnsupportedError(f"its backward pass takes keys up to {MAX_KEY_DIM_OF_GRADIENTS} wide")
+    return True

@@ -29,13 +29,18 @@ CUBIC = 0.044715
 ONE_OVER_SQRT_2_PI = 1.0 / math.sqrt(2.0 * math.pi)
 
 
-def _tail(a):
+def _tail(a, dtype):
     """Phi(-|a|) for fp32 ``a``, within 1e-9 before rounding, and the density that it decays with.
 
     Phi(-|a|) = exp(-a^2 / 2) * erfcx(|a| / sqrt(2)) / 2. The second factor, divided by t = 1 / (1 + 0.4 |a|), is smooth
     over all of (0, 1]: a polynomial in t, fitted (minimax) to it.
     """
-    t = 1.0 / (1.0 + 0.4 * ct.abs(a))
+    # Approximate division, and a power of two that may end in 0, are exact enough for 16 bits, and take a few steps.
+    t = 1.0 + 0.4 * ct.abs(a)
+    if dtype == ct.float32:
+        t = 1.0 / t
+    else:
+        t = ct.truediv(1.0, t, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
     p = 0.118389025 + -0.02358478 * t
     p = -0.19475327 + p * t
     p = 0.036903687 + p * t
@@ -43,7 +48,10 @@ def _tail(a):
     p = 0.09409722 + p * t
     p = 0.17083895 + p * t
     p = 0.15836486 + p * t
-    bell = ct.exp(-0.5 * a * a)
+    if dtype == ct.float32:
+        bell = ct.exp(-0.5 * a * a)
+    else:
+        bell = ct.exp2(a * a * -0.7213475204444817, flush_to_zero=True)
     return bell * (p * t), bell
 
 
@@ -67,7 +75,7 @@ def _gate(a, dtype, TANH: Bool):
         slope = slope * (TWO_SQRT_2_OVER_PI + (3.0 * TWO_SQRT_2_OVER_PI * CUBIC) * square)
         # Far out the first factor is 0 and the second may be infinite.
         return p, ct.where(square < 1.0e4, slope, 0.0)
-    tail, bell = _tail(a)
+    tail, bell = _tail(a, dtype)
     return ct.where(a > 0.0, 1.0 - tail, tail), ONE_OVER_SQRT_2_PI * bell
 
 

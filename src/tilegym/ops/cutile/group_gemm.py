@@ -1,8 +1,8 @@
 """``group_gemm`` and ``ragged_group_gemm`` in cuTile: many matrix products in one launch.
 
-A list of products: a block goes along the list to the one that its tile belongs to. Ragged rows: tiles of rows stand
-where they would without groups, a tile that several groups share is computed for each of them, and only the group's
-own rows are stored. Which tile and group an item of work is, a first kernel finds out, so that the host need not know.
+A list of products: a block goes along the list to the one that its tile belongs to; products that fill the GPU alone
+have a launch each. Ragged rows: a group's tiles begin at its first row, wherever that is, and of the last one only the
+group's own rows are stored. Which rows an item of work has, a first kernel finds out, so that the host need not know.
 """
 
 import cuda.tile as ct
@@ -13,6 +13,7 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.matmul import GROUP_M
+from tilegym.ops.cutile.matmul import gemm
 from tilegym.ops.cutile.matmul import matmul_kernel
 from tilegym.ops.cutile.matmul import multiply_tiles
 from tilegym.ops.cutile.matmul import tile_of_block
@@ -20,16 +21,19 @@ from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.moe_experts import as_stored
 from tilegym.ops.cutile.moe_experts import choose
 from tilegym.ops.cutile.moe_experts import is_hopper
+from tilegym.ops.cutile.moe_gemm import depth
 from tilegym.ops.cutile.moe_gemm import grouped_outer_kernel
 from tilegym.ops.cutile.moe_gemm import grouped_sum_kernel
 from tilegym.ops.cutile.moe_gemm import load_bias
-from tilegym.ops.cutile.moe_gemm import product
-from tilegym.ops.cutile.moe_gemm import scalar_at
+from tilegym.ops.cutile.moe_gemm import load_weight
+from tilegym.ops.cutile.moe_gemm import multiply
+from tilegym.ops.cutile.moe_gemm import zeros_for
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.group_gemm import check_group
 from tilegym.ops.pytorch.group_gemm import check_ragged
@@ -62,22 +66,50 @@ def group_gemm_kernel(
 
 
 @ct.kernel
-def ragged_schedule_kernel(offsets, expert_of, tile_of, TILE_M: Int, EXPERTS: Int, STEP: Int):
-    """For each item of work: its group (-1 behind the last) and its tile of rows; offsets [E + 1]."""
-    groups = ct.arange(EXPERTS, dtype=ct.int32)
-    # Groups beyond the last one are empty: both their bounds read as 0.
-    inside = groups < offsets.shape[0] - 1
-    begins = ct.gather(offsets, groups, mask=inside).astype(ct.int32)
-    ends = ct.gather(offsets, groups + 1, mask=inside).astype(ct.int32)
-    first = begins // TILE_M
-    tiles = ct.where(ends > begins, ct.cdiv(ends, TILE_M) - first, 0)
+def ragged_schedule_kernel(offsets, rows, work, TILE_M: Int, GROUPS: Int, STEP: Int):
+    """For each item of work: its group, its first row and the end of the group; offsets [E + 1], work [3, items].
+
+    Group 0 is what lies before all others, groups 1 to E are those that have a matrix, and E + 1 what lies behind them;
+    items that are left over get a larger number.
+    """
+    groups = ct.arange(GROUPS, dtype=ct.int32)
+    experts = offsets.shape[0] - 1
+    # Out of bounds is 0: where group 0 begins, and both bounds of the groups that only fill.
+    begins = ct.gather(offsets, groups - 1).astype(ct.int32)
+    ends = ct.where(groups == experts + 1, rows, ct.gather(offsets, groups).astype(ct.int32))
+    tiles = ct.where(ends > begins, ct.cdiv(ends - begins, TILE_M), 0)
     last = ct.cumsum(tiles, axis=0)
     items = span(ct.bid(0), STEP)
     group = ct.sum((items[:, None] >= last[None, :]).astype(ct.int32), axis=1)
-    # Its first tile, less the number of items before the group's.
-    shift = ct.sum(ct.where(groups[None, :] == group[:, None], (first - last + tiles)[None, :], 0), axis=1)
-    ct.scatter(expert_of, items, ct.where(group < EXPERTS, group, -1))
-    ct.scatter(tile_of, items, items + shift)
+    mine = groups[None, :] == group[:, None]
+    # Where the group begins, less the rows of the items before it.
+    shift = ct.sum(ct.where(mine, (begins - (last - tiles) * TILE_M)[None, :], 0), axis=1)
+    ct.scatter(work, (0, items), group)
+    ct.scatter(work, (1, items), items * TILE_M + shift)
+    ct.scatter(work, (2, items), ct.sum(ct.where(mine, ends[None, :], 0), axis=1))
+
+
+def ragged_product(
+    x, w, expert, first, end, n, TILE_M: Int, TILE_N: Int, TILE_K: Int, TRANSPOSED: Bool, WEIGHT_LEFT: Bool, TF32: Bool,
+    STEPS: Bool,
+):  # fmt: skip
+    """In a kernel: TILE_M rows of x from row ``first`` on times tile n of the expert's matrix, as :func:`product`."""
+    acc = zeros_for(TILE_M, TILE_N, WEIGHT_LEFT)
+    step = depth(x.dtype, TILE_K, TF32)
+    zero = ct.PaddingMode.ZERO
+    k_tiles = ct.cdiv(x.shape[1], step)
+    if STEPS:
+        x = x.tiled_view((TILE_M, step), padding_mode=zero, traversal_steps=(1, step))
+    else:
+        x = x.slice(0, first, end).tiled_view((TILE_M, step), padding_mode=zero)
+        first = 0
+    for k in range(k_tiles):
+        rows = x.load((first, k))
+        if WEIGHT_LEFT:
+            rows = rows.transpose()
+        weight = load_weight(w, expert, n, k, TILE_N, step, TRANSPOSED, WEIGHT_LEFT)
+        acc = multiply(rows, weight, acc, WEIGHT_LEFT, TF32)
+    return acc
 
 
 @ct.kernel
@@ -85,9 +117,7 @@ def ragged_gemm_kernel(
     x,  # [T, K]
     w,  # [E, N, K], or [E, K, N] if TRANSPOSED
     bias,  # [E, N] if BIAS, else 0
-    offsets,  # [E + 1]
-    expert_of,  # [items]
-    tile_of,  # [items]
+    work,  # [3, items]
     c,  # [T, N]
     TILE_M: Int,
     TILE_N: Int,
@@ -97,21 +127,29 @@ def ragged_gemm_kernel(
     BIAS: Bool,
     WEIGHT_LEFT: Bool,
     TF32: Bool,
+    STEPS: Bool,
 ):
-    item, n = tile_of_block(ct.bid(0), expert_of.shape[0], ct.cdiv(c.shape[1], TILE_N), GROUP_M)
-    expert = scalar_at(expert_of, item)
-    if expert >= 0:
-        m = scalar_at(tile_of, item)
-        acc = product(x, w, expert, m, n, TILE_M, TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT, TF32)
-        if BIAS:
-            acc = acc + load_bias(bias, expert, n, TILE_N, WEIGHT_LEFT)
-        rows, columns = span(m, TILE_M), span(n, TILE_N)
-        begin, end = scalar_at(offsets, expert).astype(ct.int32), scalar_at(offsets, expert + 1).astype(ct.int32)
-        mine = (rows >= begin) & (rows < end)
-        if WEIGHT_LEFT:
-            ct.scatter(c, (rows[None, :], columns[:, None]), acc.astype(c.dtype), mask=mine[None, :])
+    """Every row of c is written: those of no group with zeros."""
+    item, n = tile_of_block(ct.bid(0), work.shape[1], ct.cdiv(c.shape[1], TILE_N), GROUP_M)
+    group = work_at(work, 0, item)
+    if group <= w.shape[0] + 1:
+        first, end = work_at(work, 1, item), work_at(work, 2, item)
+        rows, columns = first + ct.arange(TILE_M, dtype=ct.int32), span(n, TILE_N)
+        if (group >= 1) & (group <= w.shape[0]):
+            sizes = (TILE_M, TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT, TF32, STEPS)
+            acc = ragged_product(x, w, group - 1, first, end, n, *sizes)
+            if BIAS:
+                acc = acc + load_bias(bias, group - 1, n, TILE_N, WEIGHT_LEFT)
         else:
-            ct.scatter(c, (rows[:, None], columns[None, :]), acc.astype(c.dtype), mask=mine[:, None])
+            acc = zeros_for(TILE_M, TILE_N, WEIGHT_LEFT)
+        if WEIGHT_LEFT:
+            ct.scatter(c, (rows[None, :], columns[:, None]), acc.astype(c.dtype), mask=(rows < end)[None, :])
+        else:
+            ct.scatter(c, (rows[:, None], columns[None, :]), acc.astype(c.dtype), mask=(rows < end)[:, None])
+
+
+def work_at(work, which: Int, item):
+    return ct.load(work, (which, item), (1, 1)).item()
 
 
 def _is_captured(x: torch.Tensor) -> bool:
@@ -123,6 +161,24 @@ def _fake_group(group_a, group_b, trans_a, trans_b):
         a.new_empty(a.shape[1 if trans_a else 0], b.shape[0 if trans_b else 1])
         for a, b in zip(group_a, group_b, strict=True)
     ]
+
+
+def _tiles(c: torch.Tensor, tile_m: int, tile_n: int) -> int:
+    return -(-c.shape[0] // tile_m) * -(-c.shape[1] // tile_n)
+
+
+def _list_tiles(c: list[torch.Tensor], itemsize: int, device: int) -> tuple[int, int, int, tuple[ct.kernel, ct.kernel]]:
+    """(TILE_M, TILE_N, TILE_K, kernels): that of one product, and that of a list of them."""
+    kernels = matmul_kernel, group_gemm_kernel
+    if device < 0:
+        return 32, 32, 32, kernels
+    if itemsize == 4:
+        return 64, 64, 32, kernels
+    if max(x.shape[0] for x in c) <= 64:
+        return 64, 128, 64, kernels
+    if is_hopper(device) and 4 * sum(_tiles(x, 128, 256) for x in c) >= 3 * sm_count(device):
+        return 128, 256, 64, tuple(hinted(kernel, num_worker_warps=8) for kernel in kernels)
+    return 128, 128, 64, kernels
 
 
 @compilable(fake=_fake_group)
@@ -139,19 +195,21 @@ def group_gemm_forward(
     # One layout for all: what is stored the other way round is copied.
     a = [x if x.stride(1) == 1 else x.contiguous() for x in a]
     b = [x if x.stride(1) == 1 else x.contiguous() for x in b]
-    if a[0].get_device() < 0:
-        tile_m, tile_n, tile_k = 32, 32, 32
-    else:
-        tile_m = 128 if max(x.shape[0] for x in c) > 64 and a[0].element_size() == 2 else 64
-        tile_n, tile_k = (128, 64) if a[0].element_size() == 2 else (64, 32)
-    tiles = [-(-x.shape[0] // tile_m) * -(-x.shape[1] // tile_n) for x in c]
+    device, itemsize = a[0].get_device(), a[0].element_size()
+    if all(_tiles(x, 128, 256) >= sm_count(device) for x in c) and device >= 0:
+        # A block that takes its arrays from a list builds their descriptors itself, before it can begin.
+        for x, y, z in zip(a, b, c, strict=True):
+            gemm(x, y, None, z, trans_a, trans_b)
+        return group_c
+    tile_m, tile_n, tile_k, kernels = _list_tiles(c, itemsize, device)
+    tiles = [_tiles(x, tile_m, tile_n) for x in c]
     sizes, tf32 = (tile_m, tile_n, tile_k, GROUP_M, trans_a, trans_b), uses_tf32(a[0].dtype)
     if _is_captured(c[0]):
         # A graph's launches take no lists: each product has its own then, of the same tiles and with the same bits.
         for x, y, z, count in zip(a, b, c, tiles, strict=True):
-            launch(z, (count,), matmul_kernel, (x, y, 0, z, *sizes, False, tf32, True, False))
+            launch(z, (count,), kernels[0], (x, y, 0, z, *sizes, False, tf32, True, False))
     else:
-        launch(c[0], (sum(tiles),), group_gemm_kernel, (a, b, c, len(c), *sizes, tf32))
+        launch(c[0], (sum(tiles),), kernels[1], (a, b, c, len(c), *sizes, tf32))
     return group_c
 
 
@@ -199,23 +257,38 @@ def _fake_ragged(a, b, offsets, transpose_b, bias):
 def ragged_forward(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, transpose_b: bool, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    c = _fake_ragged(a, b, offsets, transpose_b, bias).zero_()
-    experts = b.shape[0]
-    if c.numel() == 0 or (a.shape[1] == 0 and bias is None):
-        return c
+    c = _fake_ragged(a, b, offsets, transpose_b, bias)
+    rows, experts = a.shape[0], b.shape[0]
+    if c.numel() == 0 or experts == 0 or (a.shape[1] == 0 and bias is None):
+        return c.zero_()
     a = a if a.stride(1) == 1 else a.contiguous()
     b, transposed = as_stored(b, not transpose_b)
-    plan = choose(a.shape[0], 1, experts, a.element_size(), transposed, a.get_device(), as_vectors=False)
-    tile, rows = plan.down, plan.rows
-    items = -(-a.shape[0] // rows) + experts
-    expert_of, tile_of = offsets.new_empty(items, dtype=torch.int32), offsets.new_empty(items, dtype=torch.int32)
-    width = next_power_of_2(experts)
+    plan = choose(rows, 1, experts, a.element_size(), transposed, a.get_device(), as_vectors=False)
+    tile, height = plan.down, plan.rows
+    items = rows // height + min(rows, experts + 2)  # at most one tile of each group is not full
+    work = offsets.new_empty(3, items, dtype=torch.int32)
+    width = next_power_of_2(experts + 2)
     step = max(1, min(32, 8192 // width))
-    launch(a, (-(-items // step),), ragged_schedule_kernel, (offsets, expert_of, tile_of, rows, width, step))
-    arrays = (a, b, 0 if bias is None else bias, offsets, expert_of, tile_of, c)
-    sizes = (rows, tile.n, tile.k, GROUP_M, transposed, bias is not None, plan.weight_left, uses_tf32(a.dtype))
-    launch(a, (items * -(-c.shape[1] // tile.n),), tile.of(ragged_gemm_kernel), (*arrays, *sizes))
+    launch(a, (-(-items // step),), ragged_schedule_kernel, (offsets, rows, work, height, width, step))
+    sizes = (height, tile.n, tile.k, GROUP_M, transposed, bias is not None, plan.weight_left, uses_tf32(a.dtype))
+    args = (a, b, 0 if bias is None else bias, work, c, *sizes)
+    _launch_ragged((items * -(-c.shape[1] // tile.n),), tile.of(ragged_gemm_kernel), args)
     return c
+
+
+_older_compiler = False
+
+
+def _launch_ragged(grid: tuple[int], kernel: ct.kernel, args: tuple) -> None:
+    """With tiles that begin at any row; for compilers before CUDA 13.3, slices, whose descriptors blocks build."""
+    global _older_compiler
+    if not _older_compiler:
+        try:
+            launch(args[0], grid, kernel, (*args, True))
+            return
+        except ct.TileUnsupportedFeatureError:
+            _older_compiler = True
+    launch(args[0], grid, kernel, (*args, False))
 
 
 @compilable(fake=lambda a, b, offsets: a.new_empty(offsets.shape[0] - 1, a.shape[1], b.shape[1]))

@@ -22,10 +22,12 @@ from tilegym.ops.cutile.attention_common import NO_MASK
 from tilegym.ops.cutile.attention_common import needs_exact
 from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import tile_of
+from tilegym.ops.cutile.attention_common import truth
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import merge_splits
+from tilegym.ops.cutile.splitk_reduce import product_in_parts
 from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -63,7 +65,12 @@ def attend(
     latents = latents.reshape((TILE_N, latents.shape[2]))
     positions = ct.load(kpe, (batch, j, 0), (1, TILE_N, qpe_tile.shape[0 if KEYS_LEFT else 1]), padding_mode=ZERO)
     positions = positions.reshape((TILE_N, positions.shape[2]))
-    if KEYS_LEFT:
+    if kv.dtype == ct.float32:
+        if KEYS_LEFT:
+            s = product_in_parts(latents, q_tile) + product_in_parts(positions, qpe_tile)
+        else:
+            s = product_in_parts(q_tile, ct.transpose(latents)) + product_in_parts(qpe_tile, ct.transpose(positions))
+    elif KEYS_LEFT:
         s = ct.mma(latents, q_tile, ct.zeros((TILE_N, q_tile.shape[1]), dtype=ct.float32))
         s = ct.mma(positions, qpe_tile, s)
     else:
@@ -71,7 +78,8 @@ def attend(
         s = ct.mma(qpe_tile, ct.transpose(positions), s)
     if MASK != NO_MASK:
         index = (batch % mask.shape[0], head_tile if MASK_HEADS > 1 else 0, 0, j)
-        tile = ct.load(mask, index, (1, MASK_HEADS, 1, TILE_N), padding_mode=ZERO).reshape((MASK_HEADS, TILE_N))
+        tile = ct.load(mask, index, (1, MASK_HEADS, 1, TILE_N), padding_mode=ZERO)
+        tile = truth(tile.reshape((MASK_HEADS, TILE_N)))
         if KEYS_LEFT:
             tile = ct.transpose(tile)
         s = ct.where(tile, s, -math.inf) if MASK == BOOLEAN_MASK else s * scaling + tile.astype(ct.float32)

@@ -42,13 +42,18 @@ def _at(tile, cols, TILE_M: Int, GROUPS: Int):
     return (rows if GROUPS == 1 else rows * GROUPS + ct.bid(1))[:, None], cols[None, :]
 
 
-def _load_weight(weight, cols, N: Int, GROUPS: Int, WEIGHT: Bool):
-    """This group's part of the weight in fp32, 0 beyond its end."""
+def _load_weight(weight, cols, rows: Int, N: Int, GROUPS: Int, WEIGHT: Bool):
+    """This group's part of the weight in fp32 for each of ``rows`` rows, 0 beyond its end.
+
+    As a tile of the rows' shape each thread loads what it multiplies. Other threads would load a single row, which
+    would pass through shared memory before anything else is loaded.
+    """
     if not WEIGHT:
         return 1.0
+    at = ct.broadcast_to(cols[None, :], (rows, cols.shape[0]))
     if GROUPS == 1:
-        return ct.gather(weight, cols)[None, :].astype(ct.float32)
-    return ct.gather(weight, ct.bid(1) * N + cols, mask=cols < N)[None, :].astype(ct.float32)
+        return ct.gather(weight, at).astype(ct.float32)
+    return ct.gather(weight, ct.bid(1) * N + at, mask=at < N).astype(ct.float32)
 
 
 def _act(gate, dtype, SILU: Bool):
@@ -66,7 +71,7 @@ def rms_norm_gated_kernel(
     cols = span(0, TILE_N)
     at = _at(ct.bid(0), cols, TILE_M, GROUPS)
     row, opening = ct.gather(x, at), ct.gather(gate, at)
-    w = _load_weight(weight, cols, N, GROUPS, WEIGHT)
+    w = _load_weight(weight, cols, TILE_M, N, GROUPS, WEIGHT)
     factor = _act(opening, y.dtype, SILU)
     row = row.astype(ct.float32)
     if not NORM_FIRST:
@@ -89,7 +94,7 @@ def rms_norm_gated_backward_kernel(
 ):  # fmt: skip
     """Blocks stride over the rows of a group; row ``bid`` of dweight is that block's sum."""
     cols = span(0, TILE_N)
-    w = _load_weight(weight, cols, N, GROUPS, WEIGHT)
+    w = _load_weight(weight, cols, 1, N, GROUPS, WEIGHT)
     dw = ct.zeros((TILE_M, TILE_N), ct.float32)
     for tile in range(ct.bid(0), ct.cdiv(x.shape[0] // GROUPS, TILE_M), ct.num_blocks(0)):
         at = _at(tile, cols, TILE_M, GROUPS)
@@ -104,7 +109,7 @@ def rms_norm_gated_backward_kernel(
         xhat = u * r
         through = up * factor if NORM_FIRST else up  # the gradient of xhat * weight
         g = through * w
-        du = r * (g - xhat * (ct.sum(g * xhat, axis=1, keepdims=True) / N))
+        du = r * (g - xhat * (ct.sum(g * xhat, axis=1, keepdims=True) * (1.0 / N)))
         if DWEIGHT:
             dw = dw + through * xhat
         if NORM_FIRST:
@@ -121,10 +126,13 @@ def rms_norm_gated_backward_kernel(
 
 @functools.lru_cache(maxsize=1024)
 def plan(rows: int, groups: int, n: int, device: int) -> tuple[ct.kernel, tuple[int, int], int, int]:
-    """(kernel, grid, TILE_M, TILE_N) for [rows, groups, n] on CUDA device ``device`` (-1: CPU); as fused_add_rms_norm,
-    which holds two inputs as well."""
+    """(kernel, grid, TILE_M, TILE_N) for [rows, groups, n] on CUDA device ``device`` (-1: CPU).
+
+    Of short rows 2048 elements: more blocks at a time, some of which load while others compute.
+    """
     rows = rows if n else 0  # without columns there is nothing to launch
     tile_m, tile_n = whole_rows(rows, n, device)
+    tile_m = max(1, min(tile_m, 2048 // tile_n))
     elements = tile_m * tile_n
     warps, occupancy = (8 if elements >= 8192 else 4), max(1, min(8, 16384 // elements))
     kernel = hinted(rms_norm_gated_kernel, num_worker_warps=warps, occupancy=occupancy)

@@ -59,7 +59,7 @@ def scaled(xhat, weight, bias, dtype, OFFSET: Float, ROUND: Bool):
 
 
 def rstd_of(squares, eps, N: Int):
-    return ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) / N + eps)
+    return ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / N) + eps)
 
 
 def centered(row, mean, cols, N: Int):
@@ -115,9 +115,9 @@ def backward_kernel(
         g = up * scale_of(w, OFFSET)
         if CENTER:
             product, total = ct.reduce((g * xhat, g), 1, _add_pairs, (0.0, 0.0), keepdims=True)
-            grad = g - total / N - xhat * (product / N)
+            grad = g - total * (1.0 / N) - xhat * (product * (1.0 / N))
         else:
-            grad = g - xhat * (ct.sum(g * xhat, axis=1, keepdims=True) / N)
+            grad = g - xhat * (ct.sum(g * xhat, axis=1, keepdims=True) * (1.0 / N))
         grad = grad * rstd
         store(dx, rows, cols, grad + added.astype(ct.float32) if THROUGH else grad)
         if DWEIGHT:
@@ -144,9 +144,9 @@ def row_means_kernel(
         products = products + g * _xhat(load(x, rows, cols), means, rstds, rows, CENTER)
         if CENTER:
             sums = sums + g
-    ct.scatter(mean_product, rows, ct.sum(products, axis=1) / N)
+    ct.scatter(mean_product, rows, ct.sum(products, axis=1) * (1.0 / N))
     if CENTER:
-        ct.scatter(mean_g, rows, ct.sum(sums, axis=1) / N)
+        ct.scatter(mean_g, rows, ct.sum(sums, axis=1) * (1.0 / N))
 
 
 @ct.kernel

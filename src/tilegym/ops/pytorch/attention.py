@@ -84,7 +84,7 @@ def _visible_keys(
 ) -> torch.Tensor:
     """Which keys a query sees: boolean [B or 1, 1, Sq, Skv]."""
     column = torch.arange(keys, device=device)
-    length = torch.tensor(keys, device=device) if kv_len is None else kv_len.view(-1, 1, 1, 1).clamp(0, keys)
+    length = keys if kv_len is None else kv_len.view(-1, 1, 1, 1).clamp(0, keys)
     position = length - queries + torch.arange(queries, device=device)[:, None]  # [B or 1, 1, Sq, 1]
     visible = (column < length).expand(*length.shape[:2], queries, keys) if kv_len is not None else column >= 0
     if is_causal:

@@ -1,0 +1,119 @@
+"""The backward pass of ``fmha`` by one kernel that adds to dq atomically."""
+
+import pytest
+import torch
+from common import HAS_GPU
+from common import PyTestCase
+from common import assert_compiles
+from common import gpu
+from common import recorded_launches
+from test_attention import GPU_SHAPES
+from test_attention import OPTIONS
+from test_attention import SHAPES
+from test_attention import tensors
+from test_attention_backward import QKV
+from test_attention_backward import gradients
+from test_attention_backward import with_sinks_of
+
+from tilegym.ops import fmha
+from tilegym.ops.cutile import attention_backward
+from tilegym.ops.cutile.attention_backward import fused_configs
+from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
+from tilegym.ops.cutile.attention_backward_kernels import finish_fused_kernel
+from tilegym.ops.cutile.attention_backward_kernels import prepare_fused_kernel
+from tilegym.ops.pytorch.attention import fmha as reference
+
+FUSED = [prepare_fused_kernel, attention_dkdv_kernel, finish_fused_kernel]
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch):
+    monkeypatch.setenv("DISABLE_FALLBACK", "1")
+    monkeypatch.setattr(attention_backward, "FUSED", {(d, c) for d in (64, 128, 256) for c in (True, False)})
+    monkeypatch.setattr(attention_backward, "FUSED_FROM", 0)
+    monkeypatch.setattr(attention_backward, "_has_reductions", lambda device: True)
+
+
+def backward_kernels(kwargs, names=QKV):
+    kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    with recorded_launches(run=True) as launches:
+        gradients(kwargs, names, backend="cutile")
+    return [kernel for kernel, _ in launches[1:]]
+
+
+class Test_FMHA_Fused_Backward(PyTestCase):
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("shape", SHAPES[:3] + (GPU_SHAPES if HAS_GPU else []), ids=str)
+    def test_op(self, dtype, is_causal, shape):
+        kwargs = tensors(*shape, dtype=dtype) | {"is_causal": is_causal}
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+
+    @pytest.mark.parametrize("name", ["scaling", "window", "window, not causal", "soft cap", "soft cap, full"])
+    def test_options(self, name):
+        kwargs = tensors(*SHAPES[1], dtype=torch.bfloat16) | OPTIONS[name]
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+
+    @pytest.mark.parametrize("options", [{}, {"is_causal": False}, {"window_size": 20}, {"soft_cap": 2.0}], ids=str)
+    def test_serves(self, options):
+        assert backward_kernels(tensors(*SHAPES[1], dtype=torch.bfloat16) | options) == FUSED
+
+    @pytest.mark.parametrize("name", ["padding mask", "mask of heads", "additive mask", "sinks", "lengths"])
+    def test_leaves_to_two_kernels(self, name):
+        kwargs = tensors(*SHAPES[1], dtype=torch.bfloat16) | with_sinks_of(torch.bfloat16, OPTIONS[name])
+        names = (*QKV, "sinks") if name == "sinks" else QKV
+        assert not set(FUSED[::2]) & set(backward_kernels(kwargs, names))
+
+    def test_sinks_without_gradient(self):
+        kwargs = tensors(*SHAPES[1], dtype=torch.bfloat16) | with_sinks_of(torch.bfloat16, OPTIONS["sinks"])
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+        assert backward_kernels(kwargs) == FUSED
+
+    def test_leaves_fp32_to_two_kernels(self):
+        assert not set(FUSED[::2]) & set(backward_kernels(tensors(*SHAPES[1])))
+
+    def test_deterministic_on_request(self):
+        kwargs = tensors(*SHAPES[1], dtype=torch.bfloat16)
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert not set(FUSED[::2]) & set(backward_kernels(kwargs))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert backward_kernels(kwargs) == FUSED
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    def test_what_is_behind_the_last_key_does_not_count(self, is_causal):
+        """Scores so low that a key of zeros, as the tile has behind the last one, would have an infinite P."""
+        kwargs = tensors(1, 2, 1, 40, 50, 16, 16, dtype=torch.bfloat16) | {"is_causal": is_causal, "scaling": 1.0}
+        kwargs["q"], kwargs["k"] = kwargs["q"] * 0.1 + 8, kwargs["k"] * 0.1 - 8
+        for got, expected in zip(
+            gradients(kwargs, backend="cutile"), gradients(kwargs, function=reference), strict=True
+        ):
+            assert got.isfinite().all()
+            torch.testing.assert_close(got, expected, rtol=0.1, atol=0.1)
+
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    def test_compiles(self, head_dim):
+        q, k, v, do, out, dk, dv, dq = (
+            torch.empty(2, h, 50, head_dim, dtype=torch.bfloat16) for h in (4, 2, 2, 4, 4, 2, 2, 4)
+        )
+        lse, delta, total = torch.empty(1, 2, 4, 50), torch.empty(1, 2, 4, 50), torch.empty(q.shape)
+        (config,) = fused_configs("sm_90", head_dim)
+        tile = (config.TILE_M, config.TILE_N, head_dim, head_dim)
+        constants = (*tile, True, False, False, 0, 1, False, False, True, config.TWO_LOOPS, False, 8, True)
+        kernel = attention_dkdv_kernel.replace_hints(**config.hints)
+        arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total)
+        assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants), ("sm_90",))
+        rows = attention_backward.ROWS
+        assert_compiles(prepare_fused_kernel, (out, do, delta, total, rows, head_dim, head_dim), ("sm_90",))
+        assert_compiles(finish_fused_kernel, (total, dq, 0.1, rows, head_dim), ("sm_90",))
+
+    @gpu
+    def test_graph_capture(self):
+        kwargs = tensors(2, 8, 2, 300, 500, 128, 128, dtype=torch.bfloat16)
+
+        def call(q, k, v):
+            inputs = [t.requires_grad_() for t in (q.detach(), k.detach(), v.detach())]
+            return torch.autograd.grad(fmha(*inputs, backend="cutile").square().sum(), inputs)[1:]
+
+        self.assertCaptures(call, *kwargs.values())
