@@ -1,7 +1,12 @@
 """``tilegym bench``, on the CPU."""
 
 import csv
+import dataclasses
 import json
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from typer.testing import CliRunner
 from tilegym import bench_cli
 from tilegym.bench import spec
 from tilegym.bench import warm
+from tilegym.bench.report import Run
 
 SMALL = """
 from tilegym import ops
@@ -163,13 +169,46 @@ def test_two_files_for_one_op_are_refused(tmp_path):
         spec.load_benchmarks(tmp_path / "empty")
 
 
-def test_shares_of_the_warming_processes_cover_everything(tmp_path):
+def _small(tmp_path):
     (tmp_path / "bench_small.py").write_text(SMALL)
-    benchmark = spec.load_benchmarks(tmp_path)["swiglu"]
+    return spec.load_benchmarks(tmp_path)["swiglu"]
+
+
+def test_warming_runs_what_compiles_and_nothing_else(tmp_path):
+    benchmark = _small(tmp_path)
+    benchmark.peers["compiled"] = spec.Provider(benchmark.oracle, compile=True)
+    benchmark = dataclasses.replace(benchmark, quick=benchmark.small[2:])
     tasks = [(benchmark, shape, (spec.FORWARD,)) for shape in benchmark.small]
-    jobs = warm._jobs(tasks, ())
-    assert len(jobs) == 3 * 2 and len(warm._jobs(tasks, ("torch",))) == 3
-    assert sorted(jobs[0::4] + jobs[1::4] + jobs[2::4] + jobs[3::4], key=id) == sorted(jobs, key=id)
+    host = (benchmark, spec.Shape(warm.HOST, benchmark.host), (spec.FORWARD,))
+
+    def jobs(*arguments):
+        return [(shape.label, provider.compile) for _, shape, provider, _ in warm.jobs_of([host, *tasks], *arguments)]
+
+    assert jobs((), False) == [("third", True), ("host", False), ("third", False), ("4x8", False), ("second", False)]
+    assert len(jobs((), True)) == 4 + 3
+    assert jobs(("compiled",), False) == [("third", True)]
+    assert jobs(("torch",), False) == []
+
+
+def test_warming_processes_share_the_jobs(tmp_path, monkeypatch):
+    benchmark = _small(tmp_path)
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    monkeypatch.setattr(warm, "Inputs", lambda benchmark, shape, *_, **__: shape.label)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    done = []
+
+    def run_once(provider, inputs, gradients):
+        done.append(inputs)
+        if inputs == "second":
+            raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(warm, "run_once", run_once)
+    jobs = warm.jobs_of([(benchmark, shape, (spec.FORWARD,)) for shape in benchmark.small], (), False)
+    (claims / "0").touch()  # another process was first
+    for _ in range(2):
+        warm.run_jobs(jobs, torch.float32, "pytorch", claims)
+    assert done == ["second", "third"]
 
 
 def test_warming_processes_run_the_command_with_a_cache_of_their_own(tmp_path, monkeypatch):
@@ -196,5 +235,126 @@ def test_warming_processes_run_the_command_with_a_cache_of_their_own(tmp_path, m
     monkeypatch.setattr(warm.subprocess, "Popen", Process)
     warm.run_processes(["swiglu", "--quick"], 1)
     ((command, cache),) = started
-    assert command[1:] == ["-m", "tilegym.bench_cli", "swiglu", "--quick", "--warm", "0/1"]
+    assert command[1:-1] == ["-m", "tilegym.bench_cli", "swiglu", "--quick", "--warm"]
     assert cache != str(home) and (home / "tuning.sqlite").read_bytes() == b"kept"
+
+
+def test_a_limited_run_stops_and_another_one_does_the_rest(run, tmp_path, monkeypatch):
+    from tilegym.bench import runner
+
+    real = runner.measure_shape
+
+    def measure(benchmark, shape, *rest):
+        if shape.label == "second":
+            time.sleep(60)
+        yield from real(benchmark, shape, *rest)
+
+    monkeypatch.setattr(runner, "measure_shape", measure)
+    begin = time.monotonic()
+    done = run("--minutes", "0.05")
+    assert done.exit_code == 0, done.output
+    assert time.monotonic() - begin < 20
+    assert "the time is over: the rest with --skip" in done.output
+    assert [row["shape"] for row in results(tmp_path)["results"]] == ["4x8"]
+    assert not results(tmp_path)["complete"]
+    (tmp_path / "out").rename(tmp_path / "earlier")
+    monkeypatch.setattr(runner, "measure_shape", real)
+    assert run("--skip", str(tmp_path / "earlier")).exit_code == 0
+    assert [row["shape"] for row in results(tmp_path)["results"]] == ["second", "third"]
+    assert results(tmp_path)["complete"]
+    assert "overwritten" in str(run("--skip", str(tmp_path / "out")).exception)
+
+
+def test_a_shape_that_takes_too_long_is_given_up(run, tmp_path, monkeypatch):
+    from tilegym.bench import runner
+
+    real = runner.measure_shape
+
+    def measure(benchmark, shape, *rest):
+        if shape.label == "second":
+            time.sleep(60)
+        yield from real(benchmark, shape, *rest)
+
+    monkeypatch.setattr(runner, "measure_shape", measure)
+    monkeypatch.setattr(bench_cli, "SHAPE_SECONDS", 0.5)
+    done = run("--minutes", "5")
+    assert done.exit_code == 1
+    rows = {row["shape"]: row for row in results(tmp_path)["results"]}
+    assert list(rows) == ["4x8", "second", "third"]
+    assert (rows["second"]["status"], rows["second"]["note"]) == ("failed", "given up after 0 s")
+    assert rows["third"]["status"] == "ok"
+
+
+def test_sigterm_keeps_what_is_done(tmp_path):
+    (tmp_path / "bench_small.py").write_text(
+        SMALL.replace(
+            "BENCHMARKS = [",
+            """
+def slow(make, rows, columns):
+    if rows == 2:
+        import time
+        print("now", flush=True)
+        time.sleep(60)
+    return inputs(make, rows, columns)
+
+BENCHMARKS = [""",
+        ).replace("inputs=inputs", "inputs=slow")
+    )
+    command = [sys.executable, "-m", "tilegym.bench_cli", "--folder", str(tmp_path), "--output", str(tmp_path / "out")]
+    with subprocess.Popen([*command, "--no-plots", "--budget", "2"], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("now"):
+                process.terminate()
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert "interrupted, what was measured is kept" in rest
+    assert [row["shape"] for row in results(tmp_path)["results"]] == ["4x8", "second"]
+
+
+def test_host_times_alone(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tilegym.bench.timing.CpuTimer", FakeGpuTimer)
+    monkeypatch.delenv("TILEGYM_DISABLE_AUTOTUNE", raising=False)
+    assert run("--host-only").exit_code == 0
+    assert os.environ.pop("TILEGYM_DISABLE_AUTOTUNE") == "1"
+    stored = results(tmp_path)
+    assert [row["provider"] for row in stored["host"]] == [spec.OURS, "torch"]
+    assert stored["results"] == [] and stored["complete"]
+
+
+def test_host_times_are_written_first(run, tmp_path, monkeypatch):
+    from tilegym.bench import runner
+
+    def stop(*_):
+        assert len(results(tmp_path)["host"]) == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tilegym.bench.timing.CpuTimer", FakeGpuTimer)
+    monkeypatch.setattr(runner, "measure_shape", stop)
+    assert run().exit_code == 130
+    assert len(results(tmp_path)["host"]) == 2
+
+
+def test_on_a_gpu_the_same_command_compiles_ahead(run, tmp_path, monkeypatch):
+    path = tmp_path / "files" / "bench_small.py"
+    path.write_text(path.read_text().replace("quick=()", "quick=(shape(rows=64, columns=8),)"))
+    seen = []
+
+    def measure(tasks, hosted, settings, session, clock, output):
+        seen.append(([shape.label for _, shape, _ in tasks], [benchmark.op for benchmark in hosted], clock.limited))
+        return Run({"device_name": "GPU"}, settings, complete=True), ""
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_cli, "_measure", measure)
+    monkeypatch.setattr(warm, "run_processes", lambda *arguments: seen.append(arguments) or 1.0)
+    done = run("swiglu", "--quick", "--minutes", "3", "--backend", "pytorch", "--warm-processes", "4", "--no-host")
+    assert done.exit_code == 0, done.output
+    assert run("--host-only", "--backend", "pytorch", "--warm-processes", "4").exit_code == 0
+    os.environ.pop("TILEGYM_DISABLE_AUTOTUNE", None)
+    (command, count, timeout), limited, (host_command, _, host_timeout), alone = seen
+    expected = ["swiglu", "--quick", "--dtype", "bf16", "--backend", "pytorch", "--minutes", "3.0"]
+    assert command == [*expected, "--folder", str(tmp_path / "files"), "--no-host"]
+    assert (count, timeout) == (4, pytest.approx(0.3 * 180))
+    assert limited == (["64x8"], [], True)
+    assert host_command[0] == "--host-only" and host_command[-1] == "--host" and host_timeout <= 40
+    assert alone == ([], ["swiglu"], False)

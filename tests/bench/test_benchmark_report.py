@@ -1,6 +1,7 @@
 """What a run leaves behind: JSON, CSV, pictures, tables, the page of the documentation."""
 
 import csv
+import dataclasses
 import json
 
 import pytest
@@ -8,16 +9,19 @@ import pytest
 from tilegym.bench import docs
 from tilegym.bench import machine
 from tilegym.bench import report
+from tilegym.bench.merge import merge
 from tilegym.bench.report import HostResult
 from tilegym.bench.report import Result
 from tilegym.bench.report import Run
 from tilegym.bench.runner import COPY
 from tilegym.bench.spec import OURS
+from tilegym.bench.spec import PYTORCH
 from tilegym.bench.spec import BenchmarkError
 
 
 def row(provider, seconds=None, mode="forward", status="ok", **more):
     fields = {"op": "rms_norm", "shape": "8192x4096", "model": "", "dims": {"tokens": 8192, "hidden": 4096}}
+    fields |= {key: more.pop(key) for key in ("op", "shape") if key in more}
     if seconds is not None:
         more = {
             "seconds": seconds,
@@ -144,17 +148,17 @@ INFERENCE = {
 def test_page(run, tmp_path):
     run.write(tmp_path)
     (tmp_path / "infer-llama.json").write_text(json.dumps(INFERENCE))
-    text = docs.write(tmp_path, tmp_path / "page.md").read_text()
+    text = docs.write([tmp_path], tmp_path / "page.md").read_text()
     for expected in (
-        "bash tests/benchmark/run_all.sh --quick --output out/bench",
+        "bash tests/benchmark/run_all.sh --output out/bench",
         "| GPU | NVIDIA H200 |",
         "| Driver | 580.1 |",
-        "| Copy bandwidth (1024 MiB) | 4200 GB/s |",
+        "| Copy bandwidth (large) | 4200 GB/s (1024 MiB) |",
         "### rms_norm, forward",
-        "| 8192x4096 | 40.0 ± 2% | 3355 GB/s | 80% | 60.0 (1.50x) | WRONG | 38.0 (0.95x) | 67 | 1.7e-03 |",
-        "- 8192x4096, liger: result 0: error 1.0e-01 rms.",
-        "- 8192x4096, TileGym: served by pytorch: x.",
-        "| rms_norm | 9.50 | 8.30 |",
+        "| 8192x4096 | 40.0 ± 2% | 3355 GB/s | 80% | 60.0 (1.50x) | WRONG | 38.0 (0.95x) | 67 (torch 67) | 1.7e-03 |",
+        "- liger: result 0: error 1.0e-01 rms (8192x4096).",
+        "- TileGym: served by pytorch: x (8192x4096).",
+        "| rms_norm | 9.50 ± 5% | 8.30 ± 6% |",
         "### llama-3.1-8b",
         "| Throughput, tokens/s | 55.0 ± 0.5 | 66.0 ± 0.5 |",
         "| Time per output token, ms | 18.00 | - |",
@@ -162,11 +166,113 @@ def test_page(run, tmp_path):
         "Passed: as exact.",
     ):
         assert expected in text, expected
-    assert "absent" not in text and "interrupted" not in text
+    assert "absent" not in text and "A run ended" not in text and "Run A" not in text
+
+
+def test_models_stay_until_they_are_measured_again(run, tmp_path):
+    run.write(tmp_path)
+    page, summary = tmp_path / "page.md", tmp_path / "infer-llama.json"
+    summary.write_text(json.dumps(INFERENCE))
+    first = docs.write([tmp_path], page).read_text()
+    summary.unlink()
+    for _ in range(2):
+        kept = docs.write([tmp_path], page).read_text()
+        assert kept.count("### llama-3.1-8b") == kept.count(docs.EARLIER) == 1
+        assert first.partition("### llama-3.1-8b")[2].strip() in kept
+    other = INFERENCE | {"model": INFERENCE["model"] | {"id": "another"}}
+    summary.write_text(json.dumps(other))
+    both = docs.write([tmp_path], page).read_text()
+    assert both.index("### another") < both.index("### llama-3.1-8b") and both.count(docs.EARLIER) == 1
+    summary.write_text(json.dumps(INFERENCE))
+    assert docs.EARLIER not in docs.write([tmp_path], page).read_text().partition("### llama-3.1-8b")[2]
 
 
 def test_page_of_an_interrupted_run_without_a_gpu(run, tmp_path):
     run.complete = False
     run.machine["gpu"] = None
-    text = docs.page(run, [])
-    assert "interrupted" in text and "say nothing about the kernels" in text
+    text = docs.page(merge([run]), {})
+    assert "A run ended before" in text and "say nothing about the kernels" in text
+
+
+def test_training_is_compared_with_liger_in_time_and_memory(run):
+    run.results += [
+        row(OURS, 100e-6, mode="both", shape="4x8"),
+        row("liger", 150e-6, mode="both", shape="4x8", status="inexact", peak_bytes=134_000_000, note="result 1: x"),
+        row("liger", 10e-6, mode="forward", shape="4x8"),
+    ]
+    text = docs.page(merge([run]), {})
+    assert "| rms_norm | 4x8 | 100.0 | 150.0 (1.50x) inexact | 67 | 134 (2.00x) |" in text
+    assert text.count("| rms_norm | ") == 2, "host time, and the one case of training"
+
+
+def test_calls_that_pytorch_serves_faster_have_a_table(run):
+    run.results += [
+        row(OURS, 100e-6, shape="4x8", backend="cutile"),
+        row(PYTORCH, 80e-6, shape="4x8", backend="pytorch"),
+        row(OURS, 100e-6, shape="8x8", backend="cutile"),
+        row(PYTORCH, 99e-6, shape="8x8", backend="pytorch"),
+    ]
+    text = docs.page(merge([run]), {})
+    assert "| rms_norm | forward | 4x8 | 100.0 | 80.0 |" in text
+    assert "| rms_norm | forward | 8x8" not in text
+
+
+def test_runs_are_merged_case_by_case(run, tmp_path):
+    run.machine["date"] = "2026-01-01"
+    later = Run(
+        machine=run.machine | {"date": "2026-01-02", "driver": "590.2"},
+        settings=run.settings,
+        results=[
+            row(OURS, 30e-6, mode="both", backend="cutile"),
+            row(OURS, 20e-6),  # alone: the earlier run's comparison is worth more
+            row(OURS, 50e-6, op="fmha", shape="new"),
+            row("cuDNN", 45e-6, op="fmha", shape="new"),
+        ],
+        host=[HostResult("fmha", {}, OURS, "ok", seconds=7e-6, low=7e-6, high=7e-6)],
+    )
+    merged = merge([run, later])
+    assert merged.runs == [later, run]
+    numbers = {key: number for key, (number, _) in merged.cases.items()}
+    assert list(numbers) == [
+        ("fmha", "forward", "new"), ("rms_norm", "both", "8192x4096"),
+        ("rms_norm", "forward", "8192x4096"), ("rms_norm", "backward", "8192x4096"),
+    ]  # fmt: skip
+    assert list(numbers.values()) == [0, 0, 1, 1]
+    assert {op: number for op, (number, _) in merged.host.items()} == {"fmha": 0, "rms_norm": 1}
+    for name, one in (("old", run), ("new", later)):
+        one.write(tmp_path / name)
+    (tmp_path / "old" / "infer-llama.json").write_text(json.dumps(INFERENCE))
+    (tmp_path / "new" / "infer-llama.json").write_text(json.dumps(INFERENCE | {"num_runs": 7}))
+    text = docs.write([tmp_path / "old", tmp_path / "new"], tmp_path / "page.md").read_text()
+    for expected in (
+        "|  | Run A | Run B |",
+        "| Date | 2026-01-02 | 2026-01-01 |",
+        "| Driver | 590.2 | 580.1 |",
+        "| Copy bandwidth (large) | - | 4200 GB/s (1024 MiB) |",
+        "A run ended before",
+        "67 (torch 67) | 1.7e-03 | B |",
+        "| new | 50.0 ± 2% | 2684 GB/s | 64% | 45.0 (0.90x) | 67 (cuDNN 67) | 1.7e-03 | A |",
+        "7 runs",
+    ):
+        assert expected in text, expected
+    assert text.count("### llama-3.1-8b") == 1
+
+
+def test_runs_of_different_gpus_or_dtypes_are_not_merged(run):
+    for field, other in (("machine", {"gpu": "NVIDIA A100"}), ("settings", {"dtype": "fp16"})):
+        changed = dataclasses.replace(run, **{field: getattr(run, field) | other})
+        with pytest.raises(BenchmarkError, match="can be merged"):
+            merge([run, changed])
+
+
+def test_a_peer_that_is_a_little_too_far_off_is_shown_so(run):
+    run.results[2] = row("liger", 50e-6, status="inexact", note="result 3: error")
+    assert "liger 50.0 (1.25x) inexact" in report.table(run)
+    assert "rms_norm 8192x4096, liger inexact: result 3: error" in report.table(run)
+    assert [result.mode for result in run.wrong] == ["backward"], "a peer does not fail the run"
+
+
+def test_what_took_the_time_is_kept_by_op(run):
+    run.add_spent("rms_norm", {"oracle": 1.0, "timing": 2.0})
+    run.add_spent("rms_norm", {"timing": 0.5})
+    assert run.spent == {"rms_norm": {"oracle": 1.0, "timing": 2.5}}

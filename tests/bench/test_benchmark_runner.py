@@ -1,5 +1,6 @@
 """The runner: what is wrong gets no figure, what overwrites its inputs is still measured rightly."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterator
 
@@ -9,8 +10,10 @@ from bench.benchmark_fakes import FakeTimer
 from bench.benchmark_fakes import session
 
 from tilegym.backend import dispatcher
+from tilegym.bench import check
 from tilegym.bench import runner
 from tilegym.bench import spec
+from tilegym.bench.passes import Inputs
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
@@ -96,6 +99,54 @@ def test_a_provider_that_is_right_only_under_autograd_is_wrong():
 def test_a_provider_whose_outputs_are_wrong_only_under_autograd_is_wrong():
     found = measure(toy(sly=lambda x, scale: formula(x, scale) + (1 if x.requires_grad else 0)))
     assert found["sly", "both"].status == "WRONG"
+
+
+def test_a_peer_that_is_wrong_at_single_elements_is_timed_and_said_to_be_inexact():
+    large = spec.shape(rows=256, columns=512)  # so large that one element does not show in the mean
+    inputs = Inputs(toy(), large, "cpu", torch.float32, 0)
+    exact = inputs.oracle(False)[0][0]
+    allowed = check.Judge.of((exact,), (formula(**inputs.values),), torch.float32).allowed[0]
+
+    def off(x, scale):
+        y = formula(x, scale)
+        y.view(-1)[exact.abs().argmin()] += 2.5 * allowed.largest * float(exact.square().mean().sqrt())
+        return y
+
+    def rows(benchmark):
+        found = runner.measure_shape(benchmark, large, ("forward",), session(FakeTimer()))
+        return {result.provider: result for result in found}
+
+    peer = rows(toy(off=off))["off"]
+    assert peer.status == "inexact" and peer.seconds > 0 and "allowed" in peer.note
+    ours = rows(toy(ours=off))[spec.OURS]
+    assert ours.status == "WRONG" and ours.seconds is None
+
+
+def test_another_plain_peer_stands_in_for_a_baseline_that_fails():
+    def fail(x, scale):
+        raise RuntimeError("no such kernel")
+
+    benchmark = toy(plain=formula)
+    benchmark.peers["torch"] = Provider(fail)
+    found = measure(benchmark, "forward")
+    assert found["torch", "forward"].status == "failed"
+    assert found[spec.OURS, "forward"].status == found["plain", "forward"].status == "ok"
+
+
+def test_upstream_gradients_are_drawn_but_for_a_scalar_loss():
+    inputs = Inputs(toy(), SHAPE, "cpu", torch.float32, 0)
+    inputs.oracle(gradients=True)
+    assert inputs.upstream[0].shape == (8, 32) and inputs.upstream[0].std() > 0.5
+    loss = dataclasses.replace(toy(), oracle=lambda x, scale: formula(x, scale).sum())
+    inputs = Inputs(loss, SHAPE, "cpu", torch.float32, 0)
+    inputs.oracle(gradients=True)
+    assert inputs.upstream[0].item() == 1.0
+
+
+def test_what_took_the_time_is_noted():
+    seen = session(FakeTimer())
+    list(runner.measure_shape(toy(), SHAPE, ("forward",), seen))
+    assert set(seen.spent) == {"inputs", "oracle", "check of tilegym", "check of torch", "timing"}
 
 
 def test_failures_are_rows():

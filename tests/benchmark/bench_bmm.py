@@ -3,7 +3,7 @@
 import torch
 
 from tilegym import ops
-from tilegym.bench.spec import MODELS
+from tilegym.bench.spec import ATTENDING
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
@@ -35,7 +35,7 @@ def backward(itemsize, batch, m, n, k, transpose_b=False):
 
 def heads():
     """Scores and their products with the values, for one sequence."""
-    sizes = {(model.heads, model.head_dim): model.name for model in reversed(MODELS)}
+    sizes = {(model.heads, model.head_dim): model.name for model in reversed(ATTENDING)}
     for (count, dim), name in sizes.items():
         for tokens in (512, 4096):
             yield shape(

@@ -3,11 +3,11 @@
 from tilegym import ops
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import FORWARD
+from tilegym.bench.spec import PYTORCH
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
 from tilegym.bench.spec import shape
-from tilegym.bench.spec import usual_peers
 from tilegym.bench_cli import main
 from tilegym.ops.pytorch import causal_conv1d as pytorch
 
@@ -69,6 +69,14 @@ def update_work(itemsize, batch, channels):
     return Work(read=size * (1 + TAPS) + itemsize * channels * TAPS, written=size * (1 + TAPS))
 
 
+def peers(formula, dao):
+    return {
+        PYTORCH: Provider(formula),
+        "torch.compile": Provider(formula, compile=True),
+        "causal-conv1d": Provider(dao, requires="causal_conv1d", jit=True),
+    }
+
+
 def prompt(tokens, batch=1, channels=8192, model=""):
     return shape(f"B{batch} C{channels} T{tokens}", model, batch=batch, channels=channels, tokens=tokens)
 
@@ -83,7 +91,8 @@ BENCHMARKS = [
         inputs=inputs,
         ours=ours,
         oracle=formula,
-        peers=usual_peers(formula) | {"causal-conv1d": Provider(dao, requires="causal_conv1d")},
+        baseline=PYTORCH,
+        peers=peers(formula, dao),
         differentiable=("x", "weight", "bias"),
         forward=forward,
         backward=backward,
@@ -102,7 +111,8 @@ BENCHMARKS = [
         inputs=update_inputs,
         ours=update,
         oracle=update_formula,
-        peers=usual_peers(update_formula) | {"causal-conv1d": Provider(dao_update, requires="causal_conv1d")},
+        baseline=PYTORCH,
+        peers=peers(update_formula, dao_update),
         forward=update_work,
         host={"batch": 1, "channels": 8192},
         shapes=tuple(step(batch, channels, model) for model, channels in MODELS for batch in (1, 16, 64, 256)),

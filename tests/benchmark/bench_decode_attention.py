@@ -5,6 +5,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel
 
 from tilegym import ops
+from tilegym.bench.spec import ATTENDING
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
@@ -76,7 +77,7 @@ BENCHMARKS = [
         host={"batch": 1, "tokens": 640, "heads": 8, "kv_heads": 2, "head_dim": 128},
         shapes=(
             *(cached(batch, tokens) for batch in (1, 8, 64) for tokens in (512, 2048, 8192, 32768)),
-            *sweep(dims, tokens=(512, 8192)),
+            *sweep(dims, tokens=(512, 8192), models=ATTENDING),
         ),
         quick=(cached(8, 8192), cached(1, 8192), cached(1, 640)),
         small=(cached(1, 128, 4, 2, 64), cached(2, 65, 2, 2, 64)),

@@ -7,6 +7,7 @@ the same mask made of PyTorch's operations. torch.compile fails on them on a GPU
 from tilegym import ops
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import FORWARD
+from tilegym.bench.spec import PYTORCH
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
@@ -39,7 +40,8 @@ BENCHMARKS = [
         inputs=inputs,
         ours=ours,
         oracle=formula,
-        peers={"torch": Provider(formula)},
+        peers={PYTORCH: Provider(formula)},
+        baseline=PYTORCH,
         differentiable=("x",),
         forward=forward,
         backward=forward,

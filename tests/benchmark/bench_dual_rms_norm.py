@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 
 from tilegym import ops
+from tilegym.bench.spec import ATTENDING
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
@@ -59,7 +60,8 @@ BENCHMARKS = [
         shapes=sweep(
             lambda model, tokens: {
                 "tokens": tokens, "heads": model.heads, "kv_heads": model.kv_heads, "dim": model.head_dim
-            }
+            },
+            models=ATTENDING,
         ),
         quick=(
             shape(tokens=8192, heads=32, kv_heads=8, dim=128),

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from tilegym import ops
 from tilegym.bench.spec import BACKWARD
+from tilegym.bench.spec import BOTH
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Work
@@ -53,7 +54,7 @@ BENCHMARKS = [
         differentiable=("x", "residual", "weight"),
         forward=forward,
         backward=backward,
-        quick_modes=(FORWARD, BACKWARD),
+        quick_modes=(FORWARD, BACKWARD, BOTH),
         host={"tokens": 1, "hidden": 4096},
         shapes=sweep(lambda model, tokens: {"tokens": tokens, "hidden": model.hidden}),
         quick=(shape(tokens=8192, hidden=4096), shape(tokens=1, hidden=4096)),

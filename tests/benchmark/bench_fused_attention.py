@@ -7,6 +7,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tilegym import ops
+from tilegym.bench.spec import ATTENDING
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
@@ -106,7 +107,7 @@ BENCHMARKS = [
         host={"batch": 1, "tokens": 64, "heads": 2, "kv_heads": 2, "head_dim": 64, "causal": True},
         shapes=(
             *(llama(causal, head_dim) for head_dim in (64, 128, 256) for causal in (True, False)),
-            *sweep(dims, tokens=(16, 512, 2048, 8192)),
+            *sweep(dims, tokens=(16, 512, 8192), models=ATTENDING),
         ),
         quick=(llama(True), llama(False), llama(True, 64), llama(False, 64), llama(True, 256), llama(False, 256)),
         small=(

@@ -1,7 +1,6 @@
 """Experts from one token to a long prompt, with the experts of each token drawn at random; and their routing."""
 
 import functools
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -9,23 +8,25 @@ import torch.nn.functional as F
 from tilegym import ops
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import FORWARD
+from tilegym.bench.spec import PYTORCH
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Shape
 from tilegym.bench.spec import Work
+from tilegym.bench.spec import plural
 from tilegym.bench.spec import shape
 from tilegym.bench.spec import usual_peers
 from tilegym.bench_cli import main
 from tilegym.ops.pytorch.moe_experts import activate
 from tilegym.ops.pytorch.moe_experts import fused_moe as loop_over_experts
 
-TOKENS = (1, 4, 16, 64, 512, 8192)
+TOKENS = (1, 16, 64, 512, 8192)
 # experts, experts a token, hidden size, the experts' intermediate size, gpt-oss's layout
 MODELS = {
     "Qwen3-30B-A3B": (128, 8, 2048, 768, False),
     "DeepSeek-V2-Lite": (64, 6, 2048, 1408, False),
-    "Mixtral-8x7B": (8, 2, 4096, 14336, False),
     "gpt-oss-20b": (32, 4, 2880, 2880, True),
+    "Mixtral-8x7B": (8, 2, 4096, 14336, False),
 }
 
 
@@ -60,31 +61,29 @@ def formula(x, w1, w2, weights, ids, b1=None, b2=None):
     return loop_over_experts(x, w1, w2, weights, ids, b1=b1, b2=b2, **options(b1))
 
 
-def grouped_mm(x, w1, w2, weights, ids, b1=None, b2=None):
-    """What transformers runs by default, given a module with nothing but what it reads."""
-    from transformers.integrations.moe import grouped_mm_experts_forward
+class Experts:
+    """What transformers' function reads of a model's experts."""
 
-    def gate(both):
-        if b1 is None:
+    has_gate, has_post_expert_norm, _is_expert_parallel = True, False, False
+
+    def __init__(self, w1, w2, b1, b2):
+        self.num_experts = w1.shape[0]
+        self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias = w1, w2, b1, b2
+        self.has_bias = self.is_transposed = b1 is not None
+        self.is_concatenated = b1 is None
+
+    def _apply_gate(self, both):
+        if self.is_concatenated:
             first, second = both.chunk(2, dim=-1)
             return F.silu(first) * second
         return activate(both[..., ::2], both[..., 1::2], "gpt_oss", 1.702, 7.0)
 
-    module = SimpleNamespace(
-        num_experts=w1.shape[0],
-        gate_up_proj=w1,
-        down_proj=w2,
-        gate_up_proj_bias=b1,
-        down_proj_bias=b2,
-        has_bias=b1 is not None,
-        has_gate=True,
-        has_post_expert_norm=False,
-        is_transposed=b1 is not None,
-        is_concatenated=b1 is None,
-        _is_expert_parallel=False,
-        _apply_gate=gate,
-    )
-    return grouped_mm_experts_forward(module, x, ids, weights)
+
+def grouped_mm(x, w1, w2, weights, ids, b1=None, b2=None):
+    """What transformers runs by default."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    return grouped_mm_experts_forward(Experts(w1, w2, b1, b2), x, ids, weights)
 
 
 def forward(itemsize, tokens, experts, top_k, hidden, inner, oss):
@@ -107,8 +106,8 @@ def dims(tokens, experts, top_k, hidden, inner, oss=False):
     return dict(zip(names, (tokens, experts, top_k, hidden, inner, oss), strict=True))
 
 
-def plural(model, tokens):
-    return f"{model}, {tokens} token{'s' if tokens != 1 else ''}"
+def at(model, tokens):
+    return Shape(plural(model, tokens), dims(tokens, *MODELS[model]), model)
 
 
 TOP_K = 8
@@ -145,8 +144,7 @@ BENCHMARKS = [
         oracle=formula,
         peers={
             "grouped_mm": Provider(grouped_mm, requires="transformers"),
-            "grouped_mm compiled": Provider(grouped_mm, requires="transformers", compile=True),
-            "torch": Provider(formula),
+            PYTORCH: Provider(formula),
         },
         baseline="grouped_mm",
         differentiable=("x", "w1", "w2", "weights"),
@@ -155,14 +153,16 @@ BENCHMARKS = [
         reads_all=False,
         quick_modes=(FORWARD, BACKWARD),
         host=dims(1, 8, 2, 64, 64),
-        shapes=tuple(
-            Shape(plural(model, tokens), dims(tokens, *sizes), model)
-            for model, sizes in MODELS.items()
-            for tokens in TOKENS
-        ),
-        quick=tuple(
-            Shape(plural("Qwen3-30B-A3B", tokens), dims(tokens, *MODELS["Qwen3-30B-A3B"]), "Qwen3-30B-A3B")
-            for tokens in (1, 16, 64, 8192)
+        shapes=tuple(at(model, tokens) for model in MODELS for tokens in TOKENS),
+        quick=(
+            at("Qwen3-30B-A3B", 16),
+            at("Qwen3-30B-A3B", 8192),
+            at("gpt-oss-20b", 16),
+            at("DeepSeek-V2-Lite", 16),
+            at("Qwen3-30B-A3B", 1),
+            at("Qwen3-30B-A3B", 64),
+            at("gpt-oss-20b", 8192),
+            at("DeepSeek-V2-Lite", 8192),
         ),
         small=(shape(**dims(2, 8, 2, 64, 32)), shape(**dims(20, 4, 2, 64, 32, True))),
     ),

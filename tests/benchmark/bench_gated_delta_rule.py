@@ -3,11 +3,11 @@
 from tilegym import ops
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import FORWARD
+from tilegym.bench.spec import PYTORCH
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
 from tilegym.bench.spec import shape
-from tilegym.bench.spec import usual_peers
 from tilegym.bench_cli import main
 from tilegym.ops.pytorch import gated_delta_rule as pytorch
 
@@ -100,7 +100,8 @@ BENCHMARKS = [
         inputs=step_inputs,
         ours=step,
         oracle=step_formula,
-        peers=usual_peers(step_formula) | {"fla": Provider(fla_step, requires="fla")},
+        baseline=PYTORCH,
+        peers={PYTORCH: Provider(step_formula), "fla": Provider(fla_step, requires="fla", jit=True)},
         forward=step_work,
         host={"batch": 1, "tokens": 1, "key_heads": 2, "heads": 4},
         shapes=tuple(
@@ -116,7 +117,8 @@ BENCHMARKS = [
         inputs=inputs,
         ours=chunked,
         oracle=formula,
-        peers=usual_peers(formula) | {"fla": Provider(fla, requires="fla")},
+        baseline=PYTORCH,
+        peers={PYTORCH: Provider(formula), "fla": Provider(fla, requires="fla", jit=True)},
         differentiable=("q", "k", "v", "g", "beta"),
         forward=forward,
         backward=backward,
@@ -127,7 +129,7 @@ BENCHMARKS = [
             for model, *heads in MODELS
             for batch, tokens in ((1, 16), (1, 512), (1, 8192), (8, 2048))
         ),
-        quick=(of(1, 8192), of(1, 512)),
+        quick=(of(1, 8192), of(1, 512), of(1, 8192, 16, 16)),
         small=(of(1, 70, 1, 1),),
     ),
 ]

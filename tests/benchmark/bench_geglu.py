@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from tilegym import ops
 from tilegym.bench.spec import BACKWARD
+from tilegym.bench.spec import BOTH
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Work
@@ -50,7 +51,7 @@ BENCHMARKS = [
         differentiable=("a", "b"),
         forward=forward,
         backward=backward,
-        quick_modes=(FORWARD, BACKWARD),
+        quick_modes=(FORWARD, BACKWARD, BOTH),
         host={"tokens": 1, "intermediate": 1024},
         shapes=sweep(lambda model, tokens: {"tokens": tokens, "intermediate": model.intermediate}),
         quick=(shape(tokens=8192, intermediate=14336),),

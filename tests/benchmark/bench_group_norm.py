@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from tilegym import ops
 from tilegym.bench.spec import BACKWARD
+from tilegym.bench.spec import BOTH
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Work
@@ -61,7 +62,7 @@ BENCHMARKS = [
         differentiable=("x", "weight", "bias"),
         forward=forward,
         backward=backward,
-        quick_modes=(FORWARD, BACKWARD),
+        quick_modes=(FORWARD, BACKWARD, BOTH),
         host={"batch": 1, "channels": 320, "size": 4},
         shapes=(
             shape(batch=2, channels=320, size=128),

@@ -9,6 +9,7 @@ from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Shape
 from tilegym.bench.spec import Work
+from tilegym.bench.spec import plural
 from tilegym.bench.spec import shape
 from tilegym.bench_cli import main
 
@@ -58,23 +59,26 @@ def linear_backward(itemsize, tokens, n, k):
 
 
 def layers(model):
-    """The linear layers of a decoder, as (name, n, k)."""
+    """The linear layers of a decoder, as (name, n, k); routed experts are none."""
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim
-    return (
-        ("qkv", heads, model.hidden),
-        ("o", model.hidden, model.heads * model.head_dim),
-        ("gate_up", 2 * model.intermediate, model.hidden),
-        ("down", model.hidden, model.intermediate),
-    )
+    if model.latent:  # DeepSeek-V2-Lite's: 128 + 64 wide queries, latents of 512 + 64, values of 128
+        yield from (("q", 16 * 192, model.hidden), ("kv_a", 512 + 64, model.hidden), ("kv_b", 16 * 256, 512))
+        yield "o", model.hidden, 16 * 128
+    else:
+        yield from (("qkv", heads, model.hidden), ("o", model.hidden, model.heads * model.head_dim))
+    if not model.experts:
+        yield from (("gate_up", 2 * model.intermediate, model.hidden), ("down", model.hidden, model.intermediate))
 
 
 def model_layers():
+    sizes = {}
     for model in MODELS:
-        for name, n, k in layers(model):
-            for tokens in TOKENS:
-                dims = {"tokens": tokens, "n": n, "k": k}
-                yield Shape(f"{model.name} {name}, {tokens} token{'s' if tokens != 1 else ''}", dims, model.name)
-        yield Shape(f"{model.name} lm_head, 1 token", {"tokens": 1, "n": model.vocab, "k": model.hidden}, model.name)
+        named = [(name, n, k, TOKENS) for name, n, k in layers(model)]
+        for name, n, k, counts in (*named, ("lm_head", model.vocab, model.hidden, (1, 16))):
+            for tokens in counts:
+                label = plural(f"{model.name} {name}", tokens)
+                sizes.setdefault((tokens, n, k), Shape(label, {"tokens": tokens, "n": n, "k": k}, model.name))
+    return tuple(sizes.values())
 
 
 def decode(name, n, k):
@@ -113,15 +117,16 @@ BENCHMARKS = [
         forward=linear_forward,
         backward=linear_backward,
         host={"tokens": 1, "n": 64, "k": 1024},
-        shapes=tuple(model_layers()),
+        shapes=model_layers(),
         quick=(
+            decode("gate_up", 28672, 4096),
+            shape("gate_up 28672x4096, 8192 tokens", "Llama-3.1-8B", tokens=8192, n=28672, k=4096),
             decode("qkv", 6144, 4096),
             decode("o", 4096, 4096),
-            decode("gate or up", 14336, 4096),
-            decode("gate_up", 28672, 4096),
             decode("down", 4096, 14336),
             decode("lm_head", 128256, 4096),
-            shape("gate_up 28672x4096, 8192 tokens", "Llama-3.1-8B", tokens=8192, n=28672, k=4096),
+            shape("gate_up 28672x4096, 16 tokens", "Llama-3.1-8B", tokens=16, n=28672, k=4096),
+            shape("gate_up 28672x4096, 512 tokens", "Llama-3.1-8B", tokens=512, n=28672, k=4096),
         ),
         small=(shape(tokens=1, n=512, k=512), shape(tokens=64, n=512, k=512)),
     ),

@@ -11,6 +11,8 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tilegym import ops
+from tilegym.bench.spec import BACKWARD
+from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
@@ -121,13 +123,14 @@ BENCHMARKS = [
         differentiable=("q", "k", "v", "qpe", "kpe"),
         forward=forward,
         backward=backward,
+        quick_modes=(FORWARD, BACKWARD),
         host={"batch": 1, "heads": 2, "tokens": 64, "keys": 64, "causal": True},
         shapes=(
-            *(prompt(1, heads, tokens, model=model) for model, heads in (LITE, V3) for tokens in (16, 512, 2048, 8192)),
+            *(prompt(1, heads, tokens, model=model) for model, heads in (LITE, V3) for tokens in (1, 16, 512, 8192)),
             *(prompt(4, 16, 4096, causal) for causal in (True, False)),
             prompt(1, 16, 1024, keys=8192, model=LITE[0]),
         ),
-        quick=(prompt(4, 16, 4096), prompt(4, 16, 4096, False), prompt(1, 128, 2048)),
+        quick=(prompt(4, 16, 4096), prompt(1, 16, 512), prompt(4, 16, 4096, False), prompt(1, 128, 2048)),
         small=(prompt(1, 2, 100), prompt(2, 2, 33, False), prompt(1, 2, 20, keys=65)),
     )
 ]

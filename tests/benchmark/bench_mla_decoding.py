@@ -2,9 +2,9 @@
 
 from tilegym import ops
 from tilegym.bench.spec import Benchmark
+from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
 from tilegym.bench.spec import shape
-from tilegym.bench.spec import usual_peers
 from tilegym.bench_cli import main
 
 DIM, ROPE_DIM = 512, 64
@@ -47,7 +47,7 @@ BENCHMARKS = [
         inputs=inputs,
         ours=ours,
         oracle=formula,
-        peers=usual_peers(formula),
+        peers={"torch": Provider(formula)},
         forward=forward,
         host={"batch": 1, "heads": 16, "tokens": 64},
         shapes=tuple(

@@ -3,7 +3,9 @@
 import torch
 
 from tilegym import ops
+from tilegym.bench.spec import ATTENDING
 from tilegym.bench.spec import BACKWARD
+from tilegym.bench.spec import BOTH
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Work
@@ -70,9 +72,9 @@ BENCHMARKS = [
         differentiable=("q", "k"),
         forward=work,
         backward=work,
-        quick_modes=(FORWARD, BACKWARD),
+        quick_modes=(FORWARD, BACKWARD, BOTH),
         host={"batch": 1, "tokens": 1, "heads": 32, "kv_heads": 8, "head_dim": 128},
-        shapes=sweep(dims),
+        shapes=sweep(dims, models=ATTENDING),
         quick=(shape("B4 H32/8 S4096 D128", batch=4, tokens=4096, heads=32, kv_heads=8, head_dim=128),),
         small=(
             shape("B2 H4/2 S33 D64", batch=2, tokens=33, heads=4, kv_heads=2, head_dim=64),

@@ -4,6 +4,7 @@ import torch
 
 from tilegym import ops
 from tilegym.bench.spec import BACKWARD
+from tilegym.bench.spec import BOTH
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Work
@@ -50,7 +51,7 @@ BENCHMARKS = [
         differentiable=("x",),
         forward=forward,
         backward=backward,
-        quick_modes=(FORWARD, BACKWARD),
+        quick_modes=(FORWARD, BACKWARD, BOTH),
         host={"tokens": 1, "columns": 1024},
         shapes=(
             *(shape(tokens=8192, columns=columns) for columns in (512, 1024, 2048, 4096, 8192, 16384, 32768)),

@@ -1,11 +1,12 @@
-"""Tries tiles and compiler hints of the two kernels of attention's backward pass on one GPU: a tool for authors.
+"""Tries tiles and compiler hints of the kernels of attention's backward pass on one GPU: a tool for authors.
 
     export CUDA_TILE_CACHE_DIR=/tmp/tile-cache
     for i in $(seq 0 13); do python sweep_attention_backward.py warm $i 14 & done; wait
     python sweep_attention_backward.py run [start of a group's name ...]
 
-What the commands do stands in sweep_gemm_attention.py. Both kernels' TFLOP/s are those of the whole backward pass (five
-products, half of them where it is causal), so that their times add up: the two best together take ``1 / (1/a + 1/b)``.
+What the commands do stands in sweep_gemm_attention.py. All TFLOP/s are those of the whole backward pass (five products,
+half of them where it is causal), so that the times of the groups "dq" and "dkdv" add up: the two best together take
+``1 / (1/a + 1/b)``. The group "fused" has the whole pass by one kernel, with what comes before and behind it.
 """
 
 import os
@@ -18,7 +19,9 @@ from sweep_common import VARIANTS
 from sweep_common import Group
 from sweep_common import Variant
 from sweep_common import empty_or_random
+from sweep_common import hinted
 from sweep_common import hints
+from sweep_common import hints_text
 from sweep_common import main
 from sweep_common import p2
 from torch.nn.attention import SDPBackend
@@ -27,6 +30,8 @@ from torch.nn.attention import sdpa_kernel
 from tilegym.ops.cutile.attention import attention_forward_lse
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
+from tilegym.ops.cutile.attention_backward_kernels import finish_fused_kernel
+from tilegym.ops.cutile.attention_backward_kernels import prepare_fused_kernel
 
 os.environ.setdefault("TILEGYM_DISABLE_AUTOTUNE", "1")  # the forward pass only prepares what is measured
 
@@ -41,6 +46,7 @@ def tensors_of(device: str, shape: tuple[int, ...], causal: bool) -> dict:
         "out": torch.empty(b, hq, s, d, device=device, dtype=BF16),
         "lse": torch.empty(1, b, hq, s, device=device),
         "delta": torch.empty(1, b, hq, s, device=device),
+        "total": torch.empty(b, hq, s, d, device=device),
     }
     if device != "cpu":
         t["out"], t["lse"] = attention_forward_lse(
@@ -66,10 +72,10 @@ def group_of(kernel: str, shape: tuple[int, ...], causal: bool) -> str:
     b, hq, hkv, s, d = shape
     name = f"{kernel} B{b} H{hq}/{hkv} S{s} D{d} {'causal' if causal else 'full'}"
     if name not in GROUPS:
-        which = 0 if kernel == "dq" else 1
+        which = 1 if kernel == "dkdv" else 0
         GROUPS[name] = Group(
             lambda device: tensors_of(device, shape, causal),
-            lambda t: t["dq" if kernel == "dq" else "dk"],
+            lambda t: t["dk" if kernel == "dkdv" else "dq"],
             {
                 "cuDNN, all": sdpa_backward(SDPBackend.CUDNN_ATTENTION, causal, which),
                 "flash, all": sdpa_backward(SDPBackend.FLASH_ATTENTION, causal, which),
@@ -80,96 +86,101 @@ def group_of(kernel: str, shape: tuple[int, ...], causal: bool) -> str:
     return name
 
 
-def constants(d, causal, tile, two_loops):
-    return (*tile, p2(d), p2(d), causal, False, False, 0, 1, False, False, causal, two_loops, False)
+def constants(d, causal, tile, two_loops, interleave):
+    return (*tile, p2(d), p2(d), causal, False, False, 0, 1, False, False, causal, two_loops, False, interleave)
 
 
-def dq(shape, causal, tile, h, two_loops=False):
+def label(tile, two_loops, interleave):
+    loops, turns = " two loops" * two_loops, f" {interleave} heads" * (interleave > 1)
+    return f"{tile[0]} queries x {tile[1]} keys{loops}{turns}"
+
+
+def dq(shape, causal, tile, h, two_loops=False, interleave=1):
     b, hq, _, s, d = shape
     grid = (-(-s // tile[0]) * b * hq,)
-    more = (d**-0.5, 1.0, 0, *constants(d, causal, tile, two_loops), False)
+    more = (d**-0.5, 1.0, 0, *constants(d, causal, tile, two_loops, interleave), False)
 
     def launches(t):
         arrays = (t["q"], t["k"], t["v"], t["out"], t["do"], t["lse"], 0, 0, t["dq"], t["delta"])
         return [(grid, attention_dq_kernel, (*arrays, *more))]
 
-    label = f"{tile[0]} queries x {tile[1]} keys{' two loops' * two_loops}"
-    VARIANTS.append(Variant(group_of("dq", shape, causal), label, h, launches))
+    VARIANTS.append(Variant(group_of("dq", shape, causal), label(tile, two_loops, interleave), h, launches))
 
 
-def dkdv(shape, causal, tile, h, two_loops=False):
+def dkdv_launch(t, shape, causal, tile, two_loops, interleave, total):
     b, _, hkv, s, d = shape
     grid = (-(-s // tile[1]) * b * hkv,)
-    more = (d**-0.5, 1.0, 0, *constants(d, causal, tile, two_loops))
+    arrays = (t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], 0, 0, t["dk"], t["dv"])
+    numbers = (d**-0.5, 1.0, 0, *constants(d, causal, tile, two_loops, interleave), isinstance(total, torch.Tensor))
+    return grid, attention_dkdv_kernel, (*arrays, total, *numbers)
+
+
+def dkdv(shape, causal, tile, h, two_loops=False, interleave=1):
+    def launches(t):
+        return [dkdv_launch(t, shape, causal, tile, two_loops, interleave, 0)]
+
+    VARIANTS.append(Variant(group_of("dkdv", shape, causal), label(tile, two_loops, interleave), h, launches))
+
+
+def around(t, shape, launch, rows=32):
+    """What comes before and behind the launch that adds to dq."""
+    b, hq, _, s, d = shape
+    grid = (-(-s // rows) * b * hq,)
+    prepare = (t["out"], t["do"], t["delta"], t["total"], rows, p2(d), p2(d))
+    finish = (t["total"], t["dq"], d**-0.5, rows, p2(d))
+    return [(grid, prepare_fused_kernel, prepare), launch, (grid, finish_fused_kernel, finish)]
+
+
+def fused(shape, causal, tile, h, two_loops=False, interleave=1, rows=32, which=None):
+    """The whole backward pass, or with ``which`` the first, second or third of its launches."""
 
     def launches(t):
-        arrays = (t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], 0, 0, t["dk"], t["dv"])
-        return [(grid, attention_dkdv_kernel, (*arrays, *more))]
+        grid, kernel, args = dkdv_launch(t, shape, causal, tile, two_loops, interleave, t["total"])
+        steps = around(t, shape, (grid, hinted(kernel, tuple(h.items())), args), rows)
+        return steps if which is None else steps[which : which + 1]
 
-    label = f"{tile[0]} queries x {tile[1]} keys{' two loops' * two_loops}"
-    VARIANTS.append(Variant(group_of("dkdv", shape, causal), label, h, launches))
+    name = f"{label(tile, two_loops, interleave)} {rows} rows {hints_text(h)}"
+    if which is not None:
+        name = f"launch {which} of {name}"
+    VARIANTS.append(Variant(group_of("fused" if which is None else "part", shape, causal), name, {}, launches))
 
 
-for causal in (True, False):
-    for two_loops in (False, True) if causal else (False,):
-        for shape in ((4, 32, 8, 4096, 128), (1, 32, 8, 2048, 128)):
-            for tile, h in (
-                ((128, 64), hints(8)),
-                ((128, 128), hints(8)),
-                ((128, 32), hints(8)),
-                ((64, 64), hints(None, 2)),
-                ((64, 128), hints()),
-                ((64, 128), hints(8)),
-                ((64, 64), hints(4, 3)),
-            ):
-                dq(shape, causal, tile, h, two_loops)
-            for tile, h in (
-                ((64, 128), hints(8)),
-                ((32, 128), hints(8)),
-                ((128, 64), hints(8)),
-                ((64, 64), hints(8)),
-                ((32, 64), hints()),
-                ((32, 64), hints(None, 2)),
-                # Twice the queries of the last for each tile of keys in registers: half the barriers and statistics.
-                ((64, 64), hints(None, 2)),
-                ((64, 64), hints(4, 2)),
-                ((32, 64), hints(4, 2)),
-                ((64, 128), hints(8, 1)),
-            ):
-                dkdv(shape, causal, tile, h, two_loops)
-        small = (4, 32, 8, 4096, 64)
-        for tile, h in (
-            ((128, 128), hints(8)),
-            ((128, 64), hints(8)),
-            ((64, 128), hints(None, 2)),
-            ((64, 64), hints(None, 2)),
-            ((64, 64), hints(None, 3)),
+PAIR, TALL = hints(None, 2), hints(8)
+# The tiles that were the fastest of many in an earlier sweep: for dq, for dkdv and, of those that compile without
+# spilling, for the fused kernel.
+TILES = {
+    64: (
+        [((64, 64), PAIR), ((128, 64), TALL)],
+        [((64, 128), TALL), ((128, 64), PAIR)],
+        [((128, 128), TALL), ((64, 128), TALL), ((64, 64), hints())],
+    ),
+    128: (
+        [((128, 64), TALL), ((64, 64), PAIR)],
+        [((32, 64), PAIR), ((64, 128), TALL), ((128, 64), TALL)],
+        [((64, 128), TALL), ((128, 64), TALL), ((64, 64), hints())],
+    ),
+    256: (
+        [((128, 32), TALL), ((64, 64), hints())],
+        [((64, 64), TALL), ((32, 64), TALL)],
+        [((64, 64), TALL)],
+    ),
+}
+for d, (dq_tiles, dkdv_tiles, fused_tiles) in TILES.items():
+    shape = (4, 32, 8, 4096, d)
+    for causal in (True, False):
+        for kernel, tiles, heads in (
+            (dq, dq_tiles, (1, 8, 32, 128)),
+            (dkdv, dkdv_tiles, (1, 4, 8, 32)),
+            (fused, fused_tiles, (1, 8, 32)),
         ):
-            dq(small, causal, tile, h, two_loops)
-        for tile, h in (
-            ((128, 128), hints(8)),
-            ((64, 128), hints(8)),
-            ((64, 64), hints(None, 2)),
-            ((128, 64), hints(None, 2)),
-            ((32, 128), hints(None, 2)),
-            ((64, 64), hints(8, 2)),
-        ):
-            dkdv(small, causal, tile, h, two_loops)
-        big = (2, 16, 8, 4096, 256)
-        for tile, h in (
-            ((64, 64), hints()),
-            ((64, 64), hints(8)),
-            ((128, 32), hints(8)),
-            ((64, 32), hints()),
-        ):
-            dq(big, causal, tile, h, two_loops)
-        for tile, h in (
-            ((64, 64), hints(8)),
-            ((32, 64), hints(8)),
-            ((64, 32), hints(8)),
-            ((64, 32), hints()),
-        ):
-            dkdv(big, causal, tile, h, two_loops)
+            for n, (tile, h) in enumerate(tiles):
+                for two_loops in (True, False) if causal else (False,):
+                    for interleave in heads if n == 0 else heads[1:2]:
+                        kernel(shape, causal, tile, h, two_loops, interleave)
+for rows in (16, 32, 64, 128):
+    for which in (0, 2):
+        fused((4, 32, 8, 4096, 128), True, (64, 128), TALL, True, 8, rows, which)
+fused((4, 32, 8, 4096, 128), True, (64, 128), TALL, True, 8, 32, 1)
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def chunk_tensors(batch, tokens):
         else:
             t["solved"], t["scores"], t["factors"] = chunk.chunk_matrices(t["q"], t["k"], t["g"], t["beta"], True)
         t["states"] = torch.zeros(rows, chunks, D, D, device=device)
-        t["written"] = torch.zeros(rows, chunks, tiles.CHUNK, D, device=device)
-        t["dstates"], t["dleft"] = torch.zeros_like(t["states"]), torch.zeros_like(t["written"])
+        t["missed"] = torch.zeros(rows, chunks, tiles.CHUNK, D, device=device)
+        t["dstates"], t["dall"] = torch.zeros_like(t["states"]), torch.zeros_like(t["missed"])
         t["dq"] = torch.empty(batch, tokens, HV, D, device=device)
         t["dk"], t["dv"] = torch.empty_like(t["dq"]), torch.empty_like(t["v"])
         t["dg"], t["dbeta"] = torch.empty_like(t["g"]), torch.empty_like(t["beta"])
@@ -105,20 +105,20 @@ def matrices_group(batch, tokens):
     GROUPS[name] = Group(
         chunk_tensors(batch, tokens), lambda t: t["solved"], {"op": reference}, flops(batch, tokens, 0, 3), "TFLOP/s"
     )
-    for inverse_warps in WARPS:
-        for inverse_occupancy in (1, 2, 3):
-            inverse = hinted(chunk.chunk_inverse_kernel, num_worker_warps=inverse_warps, occupancy=inverse_occupancy)
+    for solve_warps in WARPS:
+        for solve_occupancy in (1, 2, 3):
+            solve = hinted(chunk.chunk_solve_kernel, num_worker_warps=solve_warps, occupancy=solve_occupancy)
 
-            def launches(t, inverse=inverse):
+            def launches(t, solve=solve):
                 grid = (t["solved"].shape[0] * t["solved"].shape[1],)
                 written = (t["solved"], t["scores"], t["factors"])
                 args = (t["q"], t["k"], t["g"], t["beta"], *written, SCALE, GROUP, D, True, tiles.TF32)
-                then = (grid, inverse, (t["solved"], tiles.LEVELS, tiles.TF32))
+                then = (grid, solve, (t["solved"], t["factors"], tiles.LEVELS, tiles.TF32))
                 return [(grid, chunk.chunk_matrices_kernel, args), then]
 
             for warps in WARPS:
                 for occupancy in (None, 2):
-                    label = f"inverse w{inverse_warps} occ{inverse_occupancy}, products"
+                    label = f"solve w{solve_warps} occ{solve_occupancy}, products"
                     VARIANTS.append(Variant(name, label, hints(warps, occupancy), launches))
 
 
@@ -128,17 +128,17 @@ def scan_group(batch, tokens):
 
     def backward_args(t, tile_v):
         given = (t["q"], t["k"], t["v"], t["solved"], t["scores"], t["factors"])
-        written = (t["dstates"], t["dleft"])
+        written = (t["dstates"], t["dall"])
         return (*given, t["factors"], t["factors"], *written, GROUP, D, tile_v, False, False, tiles.TF32)
 
     def backward_reference(t):
         ct.launch(torch.cuda.current_stream(), (batch * HV, 8), backward.backward_scan_kernel, backward_args(t, 16))
-        return t["dleft"].clone()
+        return t["dall"].clone()
 
     scan, scan_back = f"scan B{batch} T{tokens}", f"backward scan B{batch} T{tokens}"
     work, tensors = flops(batch, tokens, 3, 2), chunk_tensors(batch, tokens)
     GROUPS[scan] = Group(tensors, lambda t: t["out"], {"torch": forward_reference}, work, "TFLOP/s")
-    GROUPS[scan_back] = Group(tensors, lambda t: t["dleft"], {"16 columns": backward_reference}, work, "TFLOP/s")
+    GROUPS[scan_back] = Group(tensors, lambda t: t["dall"], {"16 columns": backward_reference}, work, "TFLOP/s")
     for tile_v in (16, 32, 64, 128):
         grid = (batch * HV, D // tile_v)
 
@@ -159,13 +159,13 @@ def gradients_group(batch, tokens):
     name = f"gradients B{batch} T{tokens}"
 
     def args_of(t, tile_v):
-        given = (*of(t), t["out"], t["states"], t["written"], t["dstates"], t["dleft"])
+        given = (t["q"], t["k"], t["g"], t["beta"], t["out"], t["states"], t["missed"], t["dstates"], t["dall"])
         written = (t["dq"], t["dk"], t["dv"], t["dg"], t["dbeta"])
         return (*given, *written, SCALE, D // tile_v, GROUP, D, tile_v, True, tiles.TF32)
 
     def filled(device):
         t = chunk_tensors(batch, tokens)(device)
-        for tensor in ("out", "states", "written", "dstates", "dleft"):
+        for tensor in ("out", "states", "missed", "dstates", "dall"):
             t[tensor] = empty_or_random(device, *t[tensor].shape, dtype=t[tensor].dtype)
         return t
 

@@ -179,15 +179,18 @@ def sdpa(backend: str, causal: bool) -> Callable[[dict], torch.Tensor]:
     return run
 
 
-def attention_group(b: int, hq: int, hkv: int, s: int, d: int, causal: bool) -> str:
+def attention_group_of(shape: tuple[int, ...], causal: bool) -> str:
+    b, hq, hkv, s, d = shape
     name = f"attention B{b} H{hq}/{hkv} S{s} D{d} {'causal' if causal else 'full'}"
+    if name in GROUPS:
+        return name
     GROUPS[name] = Group(
         lambda dev: {
             "q": empty_or_random(dev, b, hq, s, d),
             "k": empty_or_random(dev, b, hkv, s, d),
             "v": empty_or_random(dev, b, hkv, s, d),
             "o": torch.empty(b, hq, s, d, device=dev, dtype=BF16),
-            "mask": torch.ones(b, 1, 1, s, device=dev, dtype=torch.bool),
+            "mask": torch.ones(b, 1, 1, s, device=dev, dtype=torch.uint8),
             "kv_len": torch.full((b,), s, device=dev, dtype=torch.int32),
         },
         lambda t: t["o"],
@@ -198,11 +201,9 @@ def attention_group(b: int, hq: int, hkv: int, s: int, d: int, causal: bool) -> 
     return name
 
 
-def attention(shape, causal, tile, h, two_loops=False, experiment=None, mask=False, kv_len=False):
-    b, hq, hkv, s, d = shape
-    group = f"attention B{b} H{hq}/{hkv} S{s} D{d} {'causal' if causal else 'full'}"
-    if group not in GROUPS:
-        attention_group(*shape, causal)
+def attention(shape, causal, tile, h, two_loops=False, experiment=None, mask=False, kv_len=False, interleave=1):
+    b, hq, _, s, d = shape
+    group = attention_group_of(shape, causal)
     tm, tn = tile
     grid = (-(-s // tm) * b * hq,)
     scaling = d**-0.5
@@ -224,6 +225,7 @@ def attention(shape, causal, tile, h, two_loops=False, experiment=None, mask=Fal
             two_loops,
             False,
             False,
+            interleave,
         )
         return [(grid, attention_kernel, (*arrays, *numbers, *flags))]
 
@@ -231,7 +233,8 @@ def attention(shape, causal, tile, h, two_loops=False, experiment=None, mask=Fal
         arrays = (t["q"], t["k"], t["v"], t["o"])
         return [(grid, attention_experiment, (*arrays, scaling, tm, tn, d, causal, *experiment[1]))]
 
-    label = f"{tm}x{tn}{' two loops' * two_loops}{' mask' * mask}{' kv_len' * kv_len}"
+    turns = f" {interleave or 'all'} heads" * (interleave != 1)
+    label = f"{tm}x{tn}{' two loops' * two_loops}{' mask' * mask}{' kv_len' * kv_len}{turns}"
     if experiment:
         label = f"{tm}x{tn} {experiment[0]}"
     VARIANTS.append(Variant(group, label, h, trial if experiment else production))
@@ -275,8 +278,18 @@ for causal in (True, False):
     attention(small, causal, (64, 64), hints(None, 4), True)
     attention(small, causal, (64, 128), hints(None, 3), True)
     attention(small, causal, (64, 128), hints(None, 2), True)
+half, big = (4, 32, 8, 4096, 64), (4, 32, 8, 4096, 256)
+for interleave in (8, 32, 0):
+    for shape, tile, h in (
+        (llama, (128, 256), hints(8)),
+        (llama, (64, 128), hints(None, 2)),
+        (half, (64, 128), hints(None, 2)),
+        (half, (64, 64), hints(None, 4)),
+        (big, (128, 128), hints(8)),
+    ):
+        attention(shape, True, tile, h, interleave=interleave)
+        attention(shape, True, tile, h, True, interleave=interleave)
 for causal in (True, False):
-    big = (2, 16, 8, 4096, 256)
     attention(big, causal, (128, 128), hints(8))
     attention(big, causal, (128, 128), hints(8), True)
     attention(big, causal, (64, 128), hints(4))

@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from a folder with results.json (tilegym bench) and infer*.json (tilegym infer)."""
+"""Writes docs/benchmarks.md from folders with results.json (tilegym bench) and infer*.json (tilegym infer)."""
 
 import sys
 from pathlib import Path
@@ -11,13 +11,12 @@ from tilegym.errors import TileGymError
 
 
 def write_docs(
-    results: Path = typer.Argument(..., help="The folder that tilegym bench --output named."),
+    results: list[Path] = typer.Argument(..., help="Folders that tilegym bench --output named; the latest run counts."),
     target: Path = typer.Option(None, help="The page to write. Default: docs/benchmarks.md of this checkout."),
-    earlier: Path = typer.Option(None, help="The folder of another run, for the ops that this one has not measured."),
 ) -> None:
     """Write docs/benchmarks.md from measured results."""
     try:
-        print(f"written: {write(results, target or default_target(), earlier)}")
+        print(f"written: {write(results, target or default_target())}")
     except TileGymError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 RATIO = 2.0
+CHUNK = 1 << 27  # elements compared at a time: 1 GiB of fp64 beside the results
+# A peer whose largest error alone is too large, by this factor at most, is timed all the same, and said to be inexact.
+NEAR = 4.0
 # PyTorch's own error is the measure of all others, so it must be one of rounding: a wrong oracle shows here.
 MAX_BASELINE_ULPS = 16.0
 
@@ -27,18 +30,37 @@ def tensors(result: Any) -> tuple[torch.Tensor, ...]:
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 
+def _size(oracle: torch.Tensor) -> float:
+    """The root mean square of an oracle's tensor."""
+    total = sum(part.square().sum() for part in oracle.reshape(-1).split(CHUNK))
+    return max(float(total / oracle.numel()) ** 0.5, torch.finfo(oracle.dtype).tiny)
+
+
 def deviation(got: torch.Tensor, oracle: torch.Tensor) -> Deviation:
     """The errors of ``got``; infinite where its shape is not the oracle's, or it is not finite where the oracle is."""
     if got.shape != oracle.shape:
         return Deviation(float("inf"), float("inf"))
     if oracle.numel() == 0:
         return Deviation(0.0, 0.0)
-    error = (got.detach().to(oracle.dtype) - oracle).abs_()
-    scale = max(float(oracle.square().mean().sqrt()), torch.finfo(oracle.dtype).tiny)
-    largest = float(error.max())
+    squares, peaks = [], []
+    for part, exact in zip(got.detach().reshape(-1).split(CHUNK), oracle.reshape(-1).split(CHUNK), strict=True):
+        error = (part.to(oracle.dtype) - exact).abs_()
+        peaks.append(error.max())
+        squares.append(error.square_().sum())
+    largest = float(torch.stack(peaks).max())
     if not largest < float("inf"):
         return Deviation(float("inf"), float("inf"))
-    return Deviation(float(error.square_().mean().sqrt()) / scale, largest / scale)
+    scale = _size(oracle)
+    return Deviation(float(torch.stack(squares).sum() / oracle.numel()) ** 0.5 / scale, largest / scale)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst deviation of a provider's results; what is wrong with them, or None; whether only little is."""
+
+    worst: Deviation
+    wrong: str | None
+    near: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,23 +83,24 @@ class Judge:
             own = deviation(got, exact)
             if not own.rms <= MAX_BASELINE_ULPS * 2 * half_ulp:
                 raise ValueError(f"PyTorch's own error against the fp64 oracle is {own.rms:.1e} of its size")
-            scale = max(float(exact.square().mean().sqrt()), torch.finfo(exact.dtype).tiny) if exact.numel() else 1.0
-            peak = float(exact.abs().max()) / scale if exact.numel() else 0.0
+            peak = max(map(abs, map(float, exact.aminmax()))) / _size(exact) if exact.numel() else 0.0
             allowed.append(Deviation(RATIO * own.rms + half_ulp, RATIO * own.largest + half_ulp * peak))
         return cls(oracle, tuple(allowed))
 
-    def check(self, results: tuple[torch.Tensor, ...]) -> tuple[Deviation, str | None]:
-        """The worst deviation of a provider's results, and what is wrong with them, or None."""
+    def check(self, results: tuple[torch.Tensor, ...]) -> Verdict:
+        """Whether a provider's results are as near to the oracle as they have to be."""
         if len(results) != len(self.oracle):
-            return Deviation(float("inf"), float("inf")), f"{len(results)} tensors instead of {len(self.oracle)}"
-        worst, wrong = Deviation(0.0, 0.0), None
+            infinite = Deviation(float("inf"), float("inf"))
+            return Verdict(infinite, f"{len(results)} tensors instead of {len(self.oracle)}")
+        worst, wrong, near = Deviation(0.0, 0.0), None, True
         for index, (got, exact, limit) in enumerate(zip(results, self.oracle, self.allowed, strict=True)):
             own = deviation(got, exact)
             worst = Deviation(max(worst.rms, own.rms), max(worst.largest, own.largest))
+            near = near and own.rms <= limit.rms and own.largest <= NEAR * limit.largest
             # "not <=": a NaN is wrong too.
             if wrong is None and not (own.rms <= limit.rms and own.largest <= limit.largest):
                 wrong = (
                     f"result {index}: error {own.rms:.1e} rms, {own.largest:.1e} largest, "
                     f"allowed {limit.rms:.1e}, {limit.largest:.1e}"
                 )
-        return worst, wrong
+        return Verdict(worst, wrong, near)

@@ -1,22 +1,30 @@
-"""Writes ``docs/benchmarks.md`` from the results of a run, and from end-to-end runs beside them."""
+"""Writes ``docs/benchmarks.md`` from the results of one or several runs, and from end-to-end runs beside them."""
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tilegym.bench import slower_table
+from tilegym.bench.merge import Merged
+from tilegym.bench.merge import merge
+from tilegym.bench.report import INEXACT
 from tilegym.bench.report import HostResult
 from tilegym.bench.report import Result
 from tilegym.bench.report import Run
-from tilegym.bench.report import cases
 from tilegym.bench.report import microseconds
 from tilegym.bench.report import rate
 from tilegym.bench.report import spread
 from tilegym.bench.runner import COPY
+from tilegym.bench.spec import BACKWARD
+from tilegym.bench.spec import BOTH
+from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import OURS
 from tilegym.bench.spec import BenchmarkError
 
 INFER_FILES = "infer*.json"
+MODELS = "## Whole models"
+EARLIER = "*From an earlier run than the tables above.*"
 
 PREAMBLE = """\
 # Benchmarks
@@ -26,14 +34,15 @@ PREAMBLE = """\
 ## To measure again
 
 ```bash
-bash tests/benchmark/run_all.sh{options} --output out/bench
+bash tests/benchmark/run_all.sh --output out/bench
 tilegym infer --model_id llama-3.1-8b --random_weights --use_tilegym --use_cutile --use_attn --compare \\
     --report_kernel_coverage --summary_file out/bench/infer-llama-3.1-8b.json
 python tests/benchmark/write_docs.py out/bench
 ```
 
-`tilegym bench rms_norm fmha` measures some ops only, `tilegym bench --help` lists the options. Without a GPU only the
-`pytorch` backend is measured, and this page is not worth writing.
+`tilegym bench rms_norm fmha` measures some ops only, `--quick` the headline shapes only, `--minutes 9` what fits into
+nine minutes, the most important first; `--skip out/bench` goes on where a run ended. `write_docs.py` takes the folders
+of several runs. Without a GPU only the `pytorch` backend is measured, and this page is not worth writing.
 """
 
 METHOD = """\
@@ -41,24 +50,49 @@ METHOD = """\
 
 - Every figure has passed a check in the same run: the provider's outputs (and gradients) are at most twice as far
   from an fp64 oracle as PyTorch's in the same dtype, plus half a unit in the last place. A provider that is further
-  off shows as WRONG, without a figure. *Error* is TileGym's, root mean square, relative to the oracle's.
+  off shows as WRONG, without a figure; one whose root mean square error is within the limit, and only the error of
+  single elements up to four times too large, as *inexact*, with one. *Error* is TileGym's, root mean square, relative
+  to the oracle's. The oracle computes all of the outputs and gradients, on the GPU.
 - Times are medians over CUDA events around single calls; behind them half the distance between the 20th and the 80th
-  percentile. Inputs are normal random numbers. Before each call the L2 cache is emptied; it then holds as many
-  modified bytes as the call itself leaves behind, so that nobody's writes go uncounted. The providers of a row take
-  turns, so that they meet the same clocks.
+  percentile. Inputs and upstream gradients are normal random numbers, the gradient of a scalar loss 1. Before each
+  call the L2 cache is emptied; it then holds as many modified bytes as the call itself leaves behind, so that nobody's
+  writes go uncounted. The providers of a row take turns, so that they meet the same clocks. A call of more than 20 ms
+  is timed three times.
 - *GB/s* counts every input read once and every output written once; *TFLOP/s* counts two operations a multiply-add,
-  and half the scores for causal attention. *Of the roofline* is the least time that the two ceilings above allow for
-  this work, over the time measured.
+  and half the scores for causal attention. *Of the roofline* is the least time that the two ceilings of the same run
+  allow for this work, over the time measured.
 - For the others, the time is followed by what multiple it is of TileGym's: above 1.00x TileGym is faster.
+- *pytorch backend* is the op called with `backend="pytorch"`, to which dispatch turns where the kernels are slower;
+  *cutile backend* are the kernels where it does so.
+- torch.compile is measured at the headline shapes, in ops that are bound by memory, or where attention has a form of
+  its own (flex).
 - *A copy of as many bytes* is PyTorch's copy of a tensor that causes the same traffic, start and end of the launch
   included: small sizes cannot reach the roofline's bandwidth.
+- *Peak memory* is what a pass allocates at its worst moment beyond what was there before it: outputs, gradients, what
+  is kept for the backward pass, temporaries. Inputs are not in it, nor, for a backward pass alone, what its forward
+  pass kept.
 """
 
 
 HOST = """\
 ## Host time of one call
 
-Microseconds of the CPU, over many calls without waiting for the GPU, on tiny tensors, without autograd.
+Microseconds of the CPU for one call on tiny tensors, without autograd: medians over batches of 20 calls, between which
+the GPU is waited for, so that its queue never fills. Behind them half the distance between the 20th and the 80th
+percentile.
+"""
+
+TRAINING = """\
+## Training ops against Liger
+
+Forward and backward together: time, and peak memory beyond the inputs. Above 1.00x TileGym is faster, or needs less.
+"""
+
+TO_PYTORCH = """\
+## Where PyTorch is faster
+
+By at least 5%, noise included, with no more time of the host and no more memory. `write_slower.py` lists these calls,
+and dispatch sends those of the shipped table to PyTorch.
 """
 
 
@@ -74,17 +108,23 @@ def default_target() -> Path:
     return folder / "benchmarks.md"
 
 
-def write(results: Path, target: Path, earlier: Path | None = None) -> Path:
-    """Writes ``target`` from ``results.json`` and every ``infer*.json`` in the folder ``results``.
+def write(results: list[Path], target: Path) -> Path:
+    """Writes ``target`` from ``results.json`` and every ``infer*.json`` in the folders ``results``.
 
-    ``earlier``, the folder of another run, fills in the ops that this one has not measured, said to be of that run.
+    Of a case that several runs have measured, the latest run counts that compared TileGym with anything. Models that
+    the page has and the folders do not stay on it.
 
     Raises:
-        BenchmarkError: a file is missing or cannot be read.
+        BenchmarkError: a file is missing or cannot be read, or the runs are of different GPUs or dtypes.
     """
-    run = Run.read(results)
-    inferences = [_read_json(path) for path in sorted(results.glob(INFER_FILES))]
-    target.write_text(page(run, inferences, Run.read(earlier) if earlier else None), encoding="utf-8")
+    runs = {folder: Run.read(folder) for folder in results}
+    inferences: dict[str, dict[str, Any]] = {}
+    for folder in sorted(runs, key=lambda folder: runs[folder].machine["date"]):
+        inferences |= {path.name: _read_json(path) for path in sorted(folder.glob(INFER_FILES))}
+    models = _models_of(target.read_text(encoding="utf-8") if target.is_file() else "")
+    for summary in inferences.values():
+        models[summary["model"]["id"]] = _inference(summary)
+    target.write_text(page(merge(list(runs.values())), models), encoding="utf-8")
     return target
 
 
@@ -95,36 +135,33 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise BenchmarkError(f"{path} cannot be read ({error}): write it with tilegym infer --summary_file") from error
 
 
-def _op_sections(results: list[Result]) -> list[str]:
-    sections, grouped = [], cases(results)
-    for op in dict.fromkeys(op for op, _, _ in grouped):
-        for mode in dict.fromkeys(mode for name, mode, _ in grouped if name == op):
-            rows = {shape: row for (name, m, shape), row in grouped.items() if (name, m) == (op, mode)}
-            sections.append(f"### {op}, {mode}\n\n{_op_table(rows)}")
-    return sections
+def _models_of(page: str) -> dict[str, str]:
+    """The sections of an existing page about whole models, by name, each marked as an earlier run's."""
+    _, _, rest = page.partition(f"\n{MODELS}\n")
+    found = {}
+    for section in rest.partition("\n## ")[0].split("\n### ")[1:]:
+        name, _, text = section.partition("\n")
+        text = text.strip()
+        found[name] = f"### {name}\n\n{text}\n" + ("" if EARLIER in text else f"\n{EARLIER}\n")
+    return found
 
 
-def page(run: Run, inferences: list[dict[str, Any]], earlier: Run | None = None) -> str:
-    """The whole page."""
-    options = " --quick" if run.settings.get("quick") else ""
-    parts = [PREAMBLE.format(options=options), _machine(run), METHOD]
-    if not run.complete:
-        parts.append("**This run was interrupted: what it had not reached is missing below.**\n")
-    if run.results:
-        parts += ["## Ops\n", *_op_sections(run.results)]
-    if run.host:
-        parts.append(f"{HOST}\n{_host_table(run.host)}")
-    if inferences:
-        parts.append("## Whole models\n")
-        parts += [_inference(summary) for summary in inferences]
-    if earlier:
-        measured = {result.op for result in run.results}
-        parts.append(
-            f"## Ops of an earlier run\n\nWhat the run above has not measured.\n\n{_machine(earlier, level=3)}"
-        )
-        parts += _op_sections([result for result in earlier.results if result.op not in measured])
-        if earlier.host and not run.host:
-            parts.append(f"#{HOST}\n{_host_table(earlier.host)}")
+def page(merged: Merged, models: dict[str, str]) -> str:
+    """The whole page; ``models``: sections about whole models, by name."""
+    parts = [PREAMBLE, _machines(merged), METHOD]
+    if not all(run.complete for run in merged.runs):
+        parts.append("**A run ended before it had measured everything: what none has reached is missing below.**\n")
+    parts += [section for section in (_training(merged), _to_pytorch(merged)) if section]
+    if merged.host:
+        parts.append(f"{HOST}\n{_host_table(merged)}")
+    if merged.cases:
+        parts.append("## Ops\n")
+        for op, mode in dict.fromkeys((op, mode) for op, mode, _ in merged.cases):
+            rows = {shape: found for (o, m, shape), found in merged.cases.items() if (o, m) == (op, mode)}
+            parts.append(f"### {op}, {mode}\n\n{_op_table(rows, merged)}")
+    if models:
+        parts.append(f"{MODELS}\n")
+        parts += [models[name] for name in sorted(models)]
     return "\n".join(parts)
 
 
@@ -134,7 +171,17 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 
-def _machine(run: Run, level: int = 2) -> str:
+def _machines(merged: Merged) -> str:
+    columns = [_machine(run) for run in merged.runs]
+    several = len(columns) > 1
+    header = ("", *(f"Run {merged.run_of(i)}" if several else "" for i in range(len(columns))))
+    rows = [(name, *(str(c[name]) for c in columns)) for name in columns[0] if any(c[name] != "-" for c in columns)]
+    title = "## The machine, and its ceilings in " + ("each run" if several else "this run")
+    none = "\nWithout a GPU these figures say nothing about the kernels.\n" if columns[0]["GPU"] == "-" else ""
+    return f"{title}\n\n{_table(header, rows)}{none}"
+
+
+def _machine(run: Run) -> dict[str, str]:
     machine = run.machine
     known = {
         "Date": machine["date"],
@@ -153,35 +200,34 @@ def _machine(run: Run, level: int = 2) -> str:
         "transformers": machine.get("transformers"),
         "dtype": run.settings.get("dtype"),
         "Backend": run.settings.get("backend"),
+        "Copy bandwidth (large)": None,
+        "GEMM of the vendor's library": None,
     }
     if run.roofline:
-        copied = run.roofline["copied_bytes"] / 2**20
-        size = run.roofline["gemm_size"]
-        known[f"Copy bandwidth ({copied:.0f} MiB)"] = f"{run.roofline['bandwidth'] / 1e9:.0f} GB/s"
-        known[f"GEMM {size}x{size}x{size} of the vendor's library"] = f"{run.roofline['rate'] / 1e12:.3g} TFLOP/s"
-    rows = [(name, str(value)) for name, value in known.items() if value is not None]
-    if machine.get("gpu") is None:
-        rows.insert(1, ("GPU", "none: these figures say nothing about the kernels"))
-    return "#" * level + " The machine, and its ceilings in this run\n\n" + _table(("", ""), rows)
+        copied, size = run.roofline["copied_bytes"] / 2**20, run.roofline["gemm_size"]
+        known["Copy bandwidth (large)"] = f"{run.roofline['bandwidth'] / 1e9:.0f} GB/s ({copied:.0f} MiB)"
+        known["GEMM of the vendor's library"] = f"{run.roofline['rate'] / 1e12:.3g} TFLOP/s ({size}x{size}x{size})"
+    return {name: "-" if value is None else str(value) for name, value in known.items()}
 
 
-def _others(rows: dict[str, dict[str, Result]]) -> list[str]:
-    names = dict.fromkeys(name for row in rows.values() for name in row if name not in (OURS, COPY))
-    return [name for name in names if any(row[name].status != "missing" for row in rows.values() if name in row)]
+def _others(rows: Iterable[dict[str, Result]]) -> list[str]:
+    rows = list(rows)
+    names = dict.fromkeys(name for row in rows for name in row if name not in (OURS, COPY))
+    return [name for name in names if any(row[name].status != "missing" for row in rows if name in row)]
 
 
-def _op_table(rows: dict[str, dict[str, Result]]) -> str:
-    others = _others(rows)
-    has_copy = any(COPY in row for row in rows.values())
+def _op_table(rows: dict[str, tuple[int, dict[str, Result]]], merged: Merged) -> str:
+    others = _others(row for _, row in rows.values())
+    has_copy = any(COPY in row for _, row in rows.values())
+    several = len(merged.runs) > 1
     header = ["Shape", "TileGym, us", "Rate", "Of the roofline", *(f"{name}, us" for name in others)]
-    if has_copy:
-        header.append("A copy of as many bytes, us")
-    header += ["Peak memory, MB", "Error"]
-    notes: dict[str, None] = {}
+    header += ["A copy of as many bytes, us"] if has_copy else []
+    header += ["Peak memory, MB", "Error", *(["Run"] if several else [])]
+    notes: dict[str, list[str]] = {}
     lines = []
-    for shape, row in rows.items():
+    for shape, (number, row) in rows.items():
         ours = row.get(OURS)
-        measured = ours is not None and ours.status == "ok"
+        measured = ours is not None and ours.measured
         line = [shape]
         if measured:
             line += [f"{microseconds(ours.seconds)} ± {spread(ours)}", rate(ours), f"{ours.roofline_share:.0%}"]
@@ -190,36 +236,84 @@ def _op_table(rows: dict[str, dict[str, Result]]) -> str:
         line += [_other(row.get(name), ours if measured else None) for name in others]
         if has_copy:
             line.append(_other(row.get(COPY), ours if measured else None))
-        line += [f"{ours.peak_bytes / 1e6:.0f}" if measured and ours.peak_bytes is not None else "-"]
-        line += [f"{ours.error:.1e}" if measured else "-"]
-        lines.append(line)
+        line += [_memory(row, others), f"{ours.error:.1e}" if measured else "-"]
+        lines.append(line + ([merged.run_of(number)] if several else []))
         for result in row.values():
             if result.note and result.status != "missing":
                 who = "TileGym" if result.provider == OURS else result.provider
-                notes[f"{shape}, {who}: {result.note}."] = None
-    return _table(header, lines) + "".join(f"\n- {note}" for note in notes) + ("\n" if notes else "")
+                notes.setdefault(f"{who}: {result.note}", []).append(shape)
+    told = [f"\n- {note} ({', '.join(shapes)})." for note, shapes in notes.items()]
+    return _table(header, lines) + "".join(told) + ("\n" if told else "")
+
+
+def _memory(row: dict[str, Result], others: list[str]) -> str:
+    """TileGym's peak memory, and in brackets that of the others."""
+
+    def of(name: str) -> str | None:
+        result = row.get(name)
+        known = result is not None and result.measured and result.peak_bytes is not None
+        return f"{result.peak_bytes / 1e6:.0f}" if known else None
+
+    told = ", ".join(f"{name} {of(name)}" for name in others if of(name))
+    return (of(OURS) or "-") + (f" ({told})" if told else "")
 
 
 def _other(result: Result | HostResult | None, ours: Result | HostResult | None) -> str:
     if result is None or result.status == "missing":
         return "-"
-    if result.status != "ok":
+    if not result.measured:
         return result.status
     text = microseconds(result.seconds)
-    return f"{text} ({result.seconds / ours.seconds:.2f}x)" if ours is not None else text
+    text += f" ({result.seconds / ours.seconds:.2f}x)" if ours is not None else ""
+    return f"{text} {INEXACT}" if result.status == INEXACT else text
 
 
-def _host_table(results: list[HostResult]) -> str:
-    rows: dict[str, dict[str, HostResult]] = {}
-    for result in results:
-        if result.status != "missing":
-            rows.setdefault(result.op, {})[result.provider] = result
-    names = [name for name in dict.fromkeys(name for row in rows.values() for name in row) if name != OURS]
-    lines = [
-        [op, *(_other(row.get(name), None) for name in (OURS, *names))]  # no multiple: these are absolute goals
-        for op, row in rows.items()
-    ]
-    return _table(("Op", "TileGym", *names), lines)
+def _training(merged: Merged) -> str:
+    """Ours beside Liger's, forward and backward together, where both were measured."""
+    lines = []
+    for (op, mode, shape), (number, row) in merged.cases.items():
+        ours, liger = row.get(OURS), row.get("liger")
+        if mode != BOTH or not (ours and liger and ours.measured and liger.measured):
+            continue
+        memory = ["-", "-"]
+        if ours.peak_bytes and liger.peak_bytes:
+            memory = [f"{ours.peak_bytes / 1e6:.0f}"]
+            memory.append(f"{liger.peak_bytes / 1e6:.0f} ({liger.peak_bytes / ours.peak_bytes:.2f}x)")
+        line = [op, shape, microseconds(ours.seconds), _other(liger, ours), *memory]
+        lines.append(line + ([merged.run_of(number)] if len(merged.runs) > 1 else []))
+    if not lines:
+        return ""
+    header = ["Op", "Shape", "TileGym, us", "Liger, us", "TileGym's peak memory, MB", "Liger's, MB"]
+    return f"{TRAINING}\n{_table(header + (['Run'] if len(merged.runs) > 1 else []), lines)}"
+
+
+def _to_pytorch(merged: Merged) -> str:
+    """The calls that PyTorch serves better, each by the run that the tables show."""
+    lines = []
+    for number, run in enumerate(merged.runs):
+        for case in slower_table.cases(run, merged.runs):
+            trained = BOTH if (case.op, BOTH, case.shape) in merged.cases else BACKWARD
+            mode = trained if case.gradients else FORWARD
+            if case.goes_to_pytorch and merged.cases[case.op, mode, case.shape][0] == number:
+                passes = "forward and backward" if case.gradients else "forward"
+                lines.append((case.op, passes, case.shape, microseconds(case.kernels), microseconds(case.pytorch)))
+    return f"{TO_PYTORCH}\n{_table(('Op', 'Passes', 'Shape', 'Kernels, us', 'PyTorch, us'), lines)}" if lines else ""
+
+
+def _host_table(merged: Merged) -> str:
+    shown = [name for name in _others(row for _, row in merged.host.values())]
+    several = len(merged.runs) > 1
+    lines = []
+    for op, (number, row) in merged.host.items():
+        figures = [_host(row.get(name)) for name in (OURS, *shown)]
+        lines.append([op, *figures, *([merged.run_of(number)] if several else [])])
+    return _table(("Op", "TileGym", *shown, *(("Run",) if several else ())), lines)
+
+
+def _host(result: HostResult | None) -> str:
+    if result is None or not result.measured:
+        return _other(result, None)
+    return f"{microseconds(result.seconds)} ± {spread(result)}"  # no multiple: these are absolute goals
 
 
 def _inference(summary: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The main job: run a model as it is, with TileGym's kernels, or both, and say what came of it."""
 
 import contextlib
+import inspect
 import platform
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tilegym import __version__
+import tilegym
 from tilegym.backend import selector
 from tilegym.backend import use_backend
 from tilegym.bench import generate
@@ -99,7 +100,7 @@ class Result:
     def summary(self) -> dict[str, Any]:
         """Everything as plain data, for ``--json`` and ``--summary_file``."""
         return {
-            "tilegym": __version__,
+            "tilegym": tilegym.__version__,
             "torch": torch.__version__,
             "device": device_name(self.device),
             "backend": self.backend,
@@ -156,11 +157,34 @@ def patched(model: Any, options: Options, backend: str) -> Iterator[Any]:
     from tilegym.transformers import monkey_patch
 
     with use_backend(backend):
-        report = monkey_patch.apply(model, use_cutile=backend == "cutile", use_attn=options.use_attn)
+        if _patch_of(model.config):
+            report = monkey_patch.apply(model, use_cutile=backend == "cutile", use_attn=options.use_attn)
+        else:
+            flags = {} if options.use_attn else {"attn": False}
+            report = tilegym.apply(model, use_cutile=backend == "cutile", **flags)
         try:
             yield report
         finally:
             report.revert()
+
+
+def _patch_of(config: Any) -> str:
+    """Where the patch for a model's family comes from: by hand, or the folder it was written to; "" without one.
+
+    A folder is looked for where ``tilegym integrate`` puts it by default; patches in the package are found anyway.
+    """
+    from tilegym.integrate.plan import family_of
+    from tilegym.transformers import generated
+    from tilegym.transformers import monkey_patch
+
+    if config.model_type in monkey_patch.FAMILIES:
+        return "by hand"
+    written = generated.find(config.model_type)
+    folder = Path(f"tilegym_{family_of(config.model_type)}")
+    if written is None and (folder / "__init__.py").is_file():
+        generated.register(folder)
+        written = generated.find(config.model_type)
+    return str(Path(inspect.getfile(written)).parent) if written is not None else ""
 
 
 def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -> Result:
@@ -174,8 +198,10 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
     device, backend, notice = choose_device(options)
     dtype = models.PRECISIONS[options.precision]
     config = models.load_config(options.model_id, options.random_weights)
-    if options.use_tilegym:
-        _check_family(config, options.model_id)
+    if options.use_tilegym and not (source := _patch_of(config)):
+        tell(f"no patch for {config.model_type}: its parts are found out and served where a kernel computes the same")
+    elif options.use_tilegym and source != "by hand":
+        tell(f"the patch for {config.model_type} is the one in {source}")
     # Before the prompts are repeated to fill the batch: at least this much.
     fewest = (options.input_length or 1) + options.output_length
     models.check_cache_memory(config, dtype, device, options.batch_size or 1, fewest)
@@ -255,17 +281,6 @@ def _fallbacks_noted(notices: list[str]) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
-
-def _check_family(config: Any, model_id: str) -> None:
-    from tilegym.transformers import monkey_patch
-
-    families = sorted(monkey_patch.FAMILIES)
-    if config.model_type not in families:
-        raise ModelError(
-            f"{model_id} is a model of type {config.model_type!r}, for which TileGym has no kernels yet "
-            f"(it has for {', '.join(families)}): leave out --use_tilegym to run it unpatched"
-        )
 
 
 def _describe(loaded: models.LoadedModel) -> dict[str, Any]:

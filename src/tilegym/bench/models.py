@@ -119,7 +119,7 @@ def _check_hub(model_id: str) -> None:
 
     if isinstance(huggingface_hub.try_to_load_from_cache(model_id, "config.json"), str):
         return
-    remedy = f"give a local folder, or run a shape with --random_weights --model_id {presets()[0]}"
+    remedy = f"give a local folder, or a preset such as {presets()[0]} with --random_weights"
     try:
         huggingface_hub.HfApi().model_info(model_id, timeout=10)
     except errors.GatedRepoError as error:

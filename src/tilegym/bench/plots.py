@@ -49,7 +49,7 @@ def _panel(axes, bound: str, shapes: dict[str, dict[str, Result]], run: Run) -> 
         points = [
             (position, row[name])
             for position, row in enumerate(shapes.values())
-            if name in row and row[name].status == "ok" and getattr(row[name], figure)
+            if name in row and row[name].measured and getattr(row[name], figure)
         ]
         if points:
             middle = [getattr(result, figure) / scale for _, result in points]

@@ -15,14 +15,16 @@ from tilegym.bench.spec import BenchmarkError
 
 SCHEMA = 1
 RESULTS_FILE = "results.json"
+OK, INEXACT = "ok", "inexact"
 
 
 @dataclass
 class Result:
-    """One provider, at one shape, in one mode. Times in seconds, sizes in bytes; figures only where status is "ok".
+    """One provider, at one shape, in one mode. Times in seconds, sizes in bytes; figures only where it was measured.
 
-    ``status``: "ok"; "WRONG": it does not compute the op; "failed": it raised; "missing": it is not installed.
-    ``backend``: for ours, the backend that served the call.
+    ``status``: "ok"; "inexact": a peer whose error is that of rounding, but at single elements larger than allowed;
+    "WRONG": it does not compute the op; "failed": it raised; "missing": it is not installed. Figures: the first two.
+    ``backend``: for the op itself, the backend that served the call.
     """
 
     op: str
@@ -46,6 +48,10 @@ class Result:
     roofline_share: float | None = None
     peak_bytes: int | None = None
 
+    @property
+    def measured(self) -> bool:
+        return self.status in (OK, INEXACT)
+
 
 @dataclass
 class HostResult:
@@ -61,10 +67,14 @@ class HostResult:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def measured(self) -> bool:
+        return self.status in (OK, INEXACT)
+
 
 @dataclass
 class Run:
-    """Everything that one run of the benchmarks has found so far."""
+    """Everything that one run of the benchmarks has found so far. ``spent``: seconds by op and what took them."""
 
     machine: dict[str, Any]
     settings: dict[str, Any]
@@ -72,6 +82,7 @@ class Run:
     results: list[Result] = field(default_factory=list)
     host: list[HostResult] = field(default_factory=list)
     complete: bool = False
+    spent: dict[str, dict[str, float]] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def write(self, folder: Path) -> None:
@@ -99,10 +110,16 @@ class Run:
         stored["host"] = [HostResult(**row) for row in stored["host"]]
         return cls(**stored)
 
+    def add_spent(self, op: str, seconds: dict[str, float]) -> None:
+        """Adds seconds by what they were spent on to those of ``op``."""
+        known = self.spent.setdefault(op, {})
+        for what, taken in seconds.items():
+            known[what] = round(known.get(what, 0.0) + taken, 3)
+
     @property
     def wrong(self) -> list[Result | HostResult]:
         """Results of ours that are wrong or failed: a run that has any is a failure."""
-        return [row for row in (*self.results, *self.host) if row.provider == OURS and row.status != "ok"]
+        return [row for row in (*self.results, *self.host) if row.provider == OURS and row.status != OK]
 
 
 def _replace(path: Path, text: str) -> None:
@@ -155,7 +172,7 @@ def _line(key: tuple[str, str, str], row: dict[str, Result]) -> str:
     op, mode, shape = key
     head = f"{op:16} {mode:8} {shape:26}"
     ours = row.get(OURS)
-    if ours is None or ours.status != "ok":
+    if ours is None or not ours.measured:
         head += f"{ours.status if ours else '-':>9}{'':26}"
     else:
         figures = f"{microseconds(ours.seconds):>9} ±{spread(ours):>4} {rate(ours):>12} {ours.roofline_share:>5.0%}"
@@ -164,12 +181,12 @@ def _line(key: tuple[str, str, str], row: dict[str, Result]) -> str:
     for name, other in row.items():
         if name == OURS or other.status == "missing":
             continue
-        if other.status != "ok":
+        if not other.measured:
             others.append(f"{name} {other.status}")
-        elif ours is not None and ours.status == "ok":
-            others.append(f"{name} {microseconds(other.seconds)} ({other.seconds / ours.seconds:.2f}x)")
-        else:
-            others.append(f"{name} {microseconds(other.seconds)}")
+            continue
+        times = f" ({other.seconds / ours.seconds:.2f}x)" if ours is not None and ours.measured else ""
+        mark = " inexact" if other.status == INEXACT else ""
+        others.append(f"{name} {microseconds(other.seconds)}{times}{mark}")
     return f"{head}  | {', '.join(others)}"
 
 
@@ -195,7 +212,7 @@ def table(run: Run) -> str:
             by_op.setdefault(row.op, []).append(row)
         for op, rows in by_op.items():
             figures = [
-                f"{row.provider} {microseconds(row.seconds)}" if row.status == "ok" else f"{row.provider} {row.status}"
+                f"{row.provider} {microseconds(row.seconds)}" if row.measured else f"{row.provider} {row.status}"
                 for row in rows
                 if row.status != "missing"
             ]
@@ -203,6 +220,6 @@ def table(run: Run) -> str:
     faults = dict.fromkeys(
         f"{row.op} {getattr(row, 'shape', 'host')}, {row.provider} {row.status}: {row.note}"
         for row in (*run.results, *run.host)
-        if row.status in ("WRONG", "failed")
+        if row.status in (INEXACT, "WRONG", "failed")
     )
     return "\n".join([*lines, *([""] if faults else []), *faults])

@@ -5,24 +5,34 @@ The providers of one shape are timed in alternating rounds on the same inputs, s
 
 import contextlib
 import os
-from collections.abc import Callable
+import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import torch
 
+from tilegym import ops
 from tilegym.backend import observe_calls
 from tilegym.backend import selector
+from tilegym.backend import slower
 from tilegym.bench import check
+from tilegym.bench.passes import Inputs
+from tilegym.bench.passes import compiled
+from tilegym.bench.passes import leaves_of
+from tilegym.bench.passes import steps
+from tilegym.bench.report import INEXACT
+from tilegym.bench.report import OK
 from tilegym.bench.report import HostResult
 from tilegym.bench.report import Result
 from tilegym.bench.roofline import MEMORY
 from tilegym.bench.roofline import Roofline
-from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import BOTH
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import OURS
+from tilegym.bench.spec import PYTORCH
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Shape
@@ -33,18 +43,29 @@ from tilegym.bench.timing import Trial
 from tilegym.errors import UnsupportedError
 
 COPY = "copy of as many bytes"
+CUTILE = "cutile backend"  # the kernels where the table of slower calls passes them by
+LISTED = "measured to be the faster one here"
 
 
 @dataclass(frozen=True)
 class Session:
-    """What holds for all measurements of a run. ``only``: the providers wanted, empty for all."""
+    """What holds for all measurements of a run.
+
+    Attributes:
+        roofline: not needed for host times.
+        only: the providers wanted, empty for all.
+        compile_sweep: whether providers that compile for seconds are measured in sweeps too.
+        spent: seconds by what they were spent on, of all that was measured so far.
+    """
 
     timer: CudaTimer | CpuTimer
-    roofline: Roofline
+    roofline: Roofline | None
     dtype: torch.dtype
     backend: str
     only: tuple[str, ...] = ()
     seed: int = 0
+    compile_sweep: bool = False
+    spent: Counter = field(default_factory=Counter)
 
     @property
     def device(self) -> str:
@@ -55,81 +76,26 @@ class Session:
             return False
         return not self.only or name in self.only
 
+    def providers(self, benchmark: Benchmark, sweep: bool) -> dict[str, Provider]:
+        """Those to measure, at a shape of a ``sweep`` or at a headline shape."""
+        found = dict(benchmark.providers)
+        if self.backend == "cutile" and hasattr(ops, benchmark.op):
+            found.setdefault(PYTORCH, _on_pytorch(benchmark))
+        if sweep and not self.compile_sweep:
+            found = {name: p for name, p in found.items() if not (p.compile or p.headline_only)}
+        return {name: provider for name, provider in found.items() if self.wants(name)}
 
-class Inputs:
-    """A benchmark's inputs at one shape, and copies of them for providers that overwrite theirs."""
-
-    def __init__(self, benchmark: Benchmark, shape: Shape, device: str, dtype: torch.dtype, seed: int) -> None:
-        generator = torch.Generator(device=device).manual_seed(seed)
-
-        def make(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.randn(sizes, generator=generator, device=device, dtype=torch.float32).to(dtype)
-
-        self.benchmark, self._make = benchmark, make
-        self.values = benchmark.inputs(make, **shape.dims)
-        self.upstream: tuple[torch.Tensor, ...] = ()
-
-    def oracle(self, gradients: bool) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """The outputs and the gradients of the oracle in fp64; draws the upstream gradients."""
-        exact = {k: v.double() if _floating(v) else v for k, v in self.values.items()}
-        leaves = _leaves(exact, self.benchmark.differentiable) if gradients else exact
-        outputs = check.tensors(self.benchmark.oracle(**leaves))
-        if not gradients:
-            return outputs, ()
-        self.upstream = tuple(self._make(*output.shape) for output in outputs)
-        grads = torch.autograd.grad(
-            outputs, [leaves[k] for k in self.benchmark.differentiable], [g.double() for g in self.upstream]
-        )
-        return tuple(output.detach() for output in outputs), grads
-
-    def copy(self) -> "Inputs":
-        """The same values in memory of their own, strides kept."""
-        twin = object.__new__(Inputs)
-        twin.benchmark, twin._make = self.benchmark, self._make
-        twin.values = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.values.items()}
-        twin.upstream = tuple(g.clone() for g in self.upstream)
-        return twin
-
-    def _all(self) -> list[torch.Tensor]:
-        return [v for v in self.values.values() if isinstance(v, torch.Tensor)] + list(self.upstream)
-
-    def equals(self, other: "Inputs") -> bool:
-        return all(torch.equal(a, b) for a, b in zip(self._all(), other._all(), strict=True))
-
-    def restore(self, pristine: "Inputs") -> None:
-        for own, value in zip(self._all(), pristine._all(), strict=True):
-            own.copy_(value)
+    @contextlib.contextmanager
+    def spending(self, what: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[what] += time.monotonic() - begin
 
 
-def _floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _leaves(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {k: v.detach().requires_grad_() if k in names else v for k, v in values.items()}
-
-
-def _steps(function: Callable, inputs: Inputs, mode: str, pristine: Inputs | None) -> tuple[Callable, Callable]:
-    """(setup, call) of a pass in ``mode``: what happens before the clock starts, and what is timed."""
-    names = inputs.benchmark.differentiable
-
-    def fresh(gradients: bool) -> dict[str, Any]:
-        if pristine is not None:
-            inputs.restore(pristine)
-        return _leaves(inputs.values, names) if gradients else inputs.values
-
-    def run_forward(leaves: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-        return check.tensors(function(**leaves)), leaves
-
-    def run_backward(state: tuple[tuple[torch.Tensor, ...], dict[str, Any]]) -> tuple[torch.Tensor, ...]:
-        outputs, leaves = state
-        return torch.autograd.grad(outputs, [leaves[name] for name in names], inputs.upstream)
-
-    if mode == FORWARD:
-        return lambda: fresh(False), lambda values: function(**values)
-    if mode == BACKWARD:
-        return lambda: run_forward(fresh(True)), run_backward
-    return lambda: fresh(True), lambda leaves: run_backward(run_forward(leaves))
+def _on_pytorch(benchmark: Benchmark) -> Provider:
+    return Provider(benchmark.ours, context=lambda: selector.use_backend("pytorch"))
 
 
 @contextlib.contextmanager
@@ -150,25 +116,6 @@ def _why(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}"
 
 
-def compiled(provider: Provider) -> Callable:
-    """What is called: torch.compile's product where the provider asks for it."""
-    if not provider.compile:
-        return provider.call
-    # A new start: past a few recompilations of one function torch.compile silently stops compiling it.
-    torch.compiler.reset()
-    return torch.compile(provider.call, dynamic=False, fullgraph=True)
-
-
-def run_once(provider: Provider, inputs: Inputs, gradients: bool) -> None:
-    """Runs forward, and under autograd forward and backward if asked, so that all of it is compiled."""
-    function = compiled(provider)
-    outputs = check.tensors(function(**inputs.values))
-    if gradients:
-        inputs.upstream = tuple(torch.ones_like(output) for output in outputs)
-        setup, call = _steps(function, inputs, BOTH, None)
-        call(setup())
-
-
 class Candidate:
     """A provider at one shape: checked once, then measured in each mode."""
 
@@ -181,7 +128,7 @@ class Candidate:
 
     def _find_server(self, mode: str) -> None:
         """Finds out whether the chosen backend serves ``mode`` itself, or hands it to ``pytorch``."""
-        setup, call = _steps(self.function, self.pristine.copy(), mode, None)
+        setup, call = steps(self.function, self.pristine.copy(), mode, None)
         served: set[tuple[str, str]] = set()
 
         def observe(op: str, backend: str) -> contextlib.AbstractContextManager:
@@ -194,19 +141,24 @@ class Candidate:
         except UnsupportedError as reason:
             self._handed_over[mode] = str(reason)
         if self.session.backend != "pytorch" and (self.pristine.benchmark.op, "pytorch") in served:
-            self._handed_over[mode] = "measured to be the faster one here"
+            self._handed_over[mode] = LISTED
 
     def remarks(self, mode: str) -> dict[str, str]:
         """The backend that serves ``mode``, where the provider is ours, and what there is to know about it."""
         reason = self._handed_over.get(FORWARD if mode == FORWARD else BOTH)
         notes = [f"served by pytorch: {reason}"] if reason else []
         notes += ["overwrites its inputs"] if self.overwrites else []
-        backend = ("pytorch" if reason else self.session.backend) if self.name == OURS else ""
-        return {"backend": backend, "note": "; ".join(notes)}
+        backend = ("pytorch" if reason else self.session.backend) if self.name in (OURS, CUTILE) else ""
+        return {"backend": "pytorch" if self.name == PYTORCH else backend, "note": "; ".join(notes)}
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the table of slower calls sends some pass of it to PyTorch."""
+        return LISTED in self._handed_over.values()
 
     def results(self, gradients: bool) -> tuple[torch.Tensor, ...]:
         """Outputs; if asked, also the outputs under autograd and the gradients. On copies of the inputs."""
-        if self.name == OURS:
+        if self.name in (OURS, CUTILE):
             for mode in (FORWARD, BOTH) if gradients else (FORWARD,):
                 self._find_server(mode)
         trial = self.pristine.copy()
@@ -214,7 +166,7 @@ class Candidate:
         if gradients:
             # With gradients an op may take another path than without: its outputs count once more.
             trial.restore(self.pristine)
-            leaves = _leaves(trial.values, trial.benchmark.differentiable)
+            leaves = leaves_of(trial.values, trial.benchmark.differentiable)
             outputs = check.tensors(self.function(**leaves))
             found += tuple(output.detach().clone() for output in outputs)
             found += torch.autograd.grad(outputs, [leaves[k] for k in trial.benchmark.differentiable], trial.upstream)
@@ -225,44 +177,56 @@ class Candidate:
 
     def trial(self, mode: str, written: int) -> tuple[Trial, int | None]:
         """Ready to be timed in ``mode``; and the peak memory."""
-        setup, call = _steps(self.function, self.inputs, mode, self.pristine if self.overwrites else None)
+        setup, call = steps(self.function, self.inputs, mode, self.pristine if self.overwrites else None)
         trial = self.session.timer.trial(call, setup, written)
         return trial, self.session.timer.peak_memory(call, setup)
 
 
 def _judge(benchmark: Benchmark, inputs: Inputs, session: Session, gradients: bool) -> check.Judge:
-    outputs, grads = inputs.oracle(gradients)
-    oracle = outputs + outputs + grads if gradients else outputs
-    baseline = Candidate(benchmark.baseline, benchmark.peers[benchmark.baseline], inputs, session)
-    with baseline.provider.context():
-        return check.Judge.of(oracle, baseline.results(gradients), session.dtype)
+    """By what the baseline allows, or else another peer that only calls PyTorch, or the op's own formula."""
+    with session.spending("oracle"):
+        outputs, grads = inputs.oracle(gradients)
+        oracle = outputs + outputs + grads if gradients else outputs
+        plain = {name: p for name, p in benchmark.peers.items() if not (p.compile or p.jit or p.missing())}
+        if hasattr(ops, benchmark.op):
+            plain.setdefault(PYTORCH, _on_pytorch(benchmark))
+        reasons = []
+        for name, provider in ({benchmark.baseline: benchmark.peers[benchmark.baseline]} | plain).items():
+            try:
+                with provider.context():
+                    baseline = Candidate(name, provider, inputs, session)
+                    return check.Judge.of(oracle, baseline.results(gradients), session.dtype)
+            except Exception as error:
+                reasons.append(error)
+        raise reasons[0]
 
 
 def _checked(
-    benchmark: Benchmark, inputs: Inputs, session: Session, gradients: bool
+    benchmark: Benchmark, providers: dict[str, Provider], inputs: Inputs, session: Session, gradients: bool
 ) -> Iterator[tuple[Candidate | None, dict[str, Any]]]:
     """Every provider that is wanted and present, with its verdict; the candidate is None where it is not right."""
     judge = _judge(benchmark, inputs, session, gradients)
-    for name, provider in benchmark.providers.items():
-        if not session.wants(name):
-            continue
+    queue = list(providers.items())
+    for name, provider in queue:
         if provider.missing():
             yield None, {"provider": name, "status": "missing", "note": provider.missing()}
             continue
         try:
-            candidate = Candidate(name, provider, inputs, session)
-            with provider.context():
-                results = candidate.results(gradients)
-            own, wrong = judge.check(results)
-            del results
+            with session.spending(f"check of {name}"), provider.context():
+                candidate = Candidate(name, provider, inputs, session)
+                verdict = judge.check(candidate.results(gradients))
         except Exception as error:  # whatever a foreign provider raises is a row of the report
             yield None, {"provider": name, "status": "failed", "note": _why(error)}
             continue
-        verdict = {"provider": name, "error": own.rms, "largest_error": own.largest}
-        if wrong:
-            yield None, verdict | {"status": "WRONG", "note": wrong}
+        if name == OURS and candidate.is_listed and session.wants(CUTILE):
+            queue.append((CUTILE, Provider(benchmark.ours, jit=True, context=slower.ignored)))
+        row = {"provider": name, "error": verdict.worst.rms, "largest_error": verdict.worst.largest}
+        if not verdict.wrong:
+            yield candidate, row | {"status": OK}
+        elif verdict.near and name not in (OURS, CUTILE):
+            yield candidate, row | {"status": INEXACT, "note": verdict.wrong}
         else:
-            yield candidate, verdict | {"status": "ok"}
+            yield None, row | {"status": "WRONG", "note": verdict.wrong}
 
 
 def _copy_candidate(work_bytes: int, session: Session) -> tuple[Trial, int]:
@@ -278,21 +242,36 @@ def measure_shape(benchmark: Benchmark, shape: Shape, modes: tuple[str, ...], se
     common = {"op": benchmark.op, "shape": shape.label, "model": shape.model, "dims": shape.dims}
     with selector.use_backend(session.backend):
         try:
-            inputs = Inputs(benchmark, shape, session.device, session.dtype, session.seed)
-            verdicts = list(_checked(benchmark, inputs, session, gradients))
+            with session.spending("inputs"):
+                inputs = Inputs(benchmark, shape, session.device, session.dtype, session.seed)
+            providers = session.providers(benchmark, sweep=not benchmark.is_headline(shape))
+            verdicts = list(_checked(benchmark, providers, inputs, session, gradients))
         except Exception as error:  # out of memory, say: the other shapes are still measured
             note = f"nothing to check against: {_why(error)}"
             for mode in modes:
                 yield Result(**common, mode=mode, provider=OURS, status="failed", note=note)
             return
-        order = {name: position for position, name in enumerate((*benchmark.providers, COPY))}
+        order = {name: position for position, name in enumerate((*benchmark.providers, CUTILE, PYTORCH, COPY))}
         for mode in modes:
             try:
-                found = list(_measure_mode(benchmark, shape, mode, verdicts, common, session))
+                with session.spending("timing"):
+                    found = list(_measure_mode(benchmark, shape, mode, verdicts, common, session))
             except Exception as error:
                 yield Result(**common, mode=mode, provider=OURS, status="failed", note=_why(error))
                 continue
             yield from sorted(found, key=lambda result: order[result.provider])
+
+
+def given_up(
+    benchmark: Benchmark, shape: Shape, modes: tuple[str, ...], results: list[Result], seconds: float
+) -> Iterator[Result]:
+    """Rows for those ``modes`` of a shape that ``results`` lack because it took longer than ``seconds``."""
+    done = {row.mode for row in results if (row.op, row.shape) == (benchmark.op, shape.label)}
+    for mode in modes:
+        if mode in benchmark.modes and mode not in done:
+            note = f"given up after {seconds:.0f} s"
+            common = {"op": benchmark.op, "shape": shape.label, "model": shape.model, "dims": shape.dims}
+            yield Result(**common, mode=mode, provider=OURS, status="failed", note=note)
 
 
 def _measure_mode(
@@ -306,7 +285,7 @@ def _measure_mode(
         if candidate is None:
             yield Result(**row)
             continue
-        row |= candidate.remarks(mode)
+        row |= _joined(row, candidate.remarks(mode))
         try:
             with candidate.provider.context():
                 trial, memory = candidate.trial(mode, work.written)
@@ -316,7 +295,7 @@ def _measure_mode(
         timed.append((row, trial, memory, candidate.provider, work.bytes))
     if bound == MEMORY and session.wants(COPY) and timed:
         trial, copied = _copy_candidate(work.bytes, session)
-        row = common | {"mode": mode, "provider": COPY, "status": "ok"}
+        row = common | {"mode": mode, "provider": COPY, "status": OK}
         timed.append((row, trial, None, Provider(lambda: None), copied))
     for _ in range(session.timer.rounds):
         for _, trial, _, provider, _ in timed:
@@ -338,15 +317,33 @@ def _measure_mode(
         )
 
 
+def _joined(verdict: dict[str, Any], remarks: dict[str, str]) -> dict[str, str]:
+    """``remarks`` with the verdict's note in front of theirs."""
+    return remarks | {"note": "; ".join(note for note in (verdict.get("note", ""), remarks["note"]) if note)}
+
+
+def tune_nothing() -> None:
+    """In this process and its children, for host times alone: all configurations cost the host the same."""
+    os.environ.setdefault("TILEGYM_DISABLE_AUTOTUNE", "1")
+
+
 def measure_host(benchmark: Benchmark, session: Session) -> Iterator[HostResult]:
-    """The host's time for one call of every provider, on tensors so small that the GPU keeps up."""
+    """The host's time for one call of every provider, on tensors so small that the GPU keeps up.
+
+    torch.compile's products are left out: what they take of the host is mostly its guards.
+    """
     if not session.timer.compares:
         return
     shape = Shape("host", benchmark.host)
-    with selector.use_backend(session.backend):
-        inputs = Inputs(benchmark, shape, session.device, session.dtype, session.seed)
-        for candidate, verdict in _checked(benchmark, inputs, session, gradients=False):
-            common = {"op": benchmark.op, "dims": benchmark.host}
+    common = {"op": benchmark.op, "dims": benchmark.host}
+    with _default_backend(session.backend):
+        try:
+            inputs = Inputs(benchmark, shape, session.device, session.dtype, session.seed)
+            found = list(_checked(benchmark, session.providers(benchmark, sweep=True), inputs, session, False))
+        except Exception as error:
+            yield HostResult(**common, provider=OURS, status="failed", note=_why(error))
+            return
+        for candidate, verdict in found:
             if candidate is None:
                 yield HostResult(**common | {k: verdict[k] for k in ("provider", "status", "note")})
                 continue
@@ -355,10 +352,15 @@ def measure_host(benchmark: Benchmark, session: Session) -> Iterator[HostResult]
                 timing = session.timer.host_time(lambda f=function, v=values: f(**v))
             yield HostResult(
                 **common,
-                **candidate.remarks(FORWARD),
+                **_joined(verdict, candidate.remarks(FORWARD)),
                 provider=verdict["provider"],
-                status="ok",
+                status=verdict["status"],
                 seconds=timing.median,
                 low=timing.low,
                 high=timing.high,
             )
+
+
+def _default_backend(name: str) -> contextlib.AbstractContextManager:
+    """``use_backend``, but for the backend that is chosen anyway: users' calls do not pay for the block either."""
+    return contextlib.nullcontext() if selector.get_current_backend() == name else selector.use_backend(name)

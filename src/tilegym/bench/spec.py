@@ -4,6 +4,7 @@ A file ``tests/benchmark/bench_<op>.py`` holds one or more :class:`Benchmark` an
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from tilegym.errors import TileGymError
 FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
 MODES = (FORWARD, BACKWARD, BOTH)
 OURS = "tilegym"
+# The op with backend="pytorch". Measured beside ours on a GPU; a benchmark whose formula it is has it among its peers.
+PYTORCH = "pytorch backend"
 TOKENS = (1, 16, 512, 8192)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -28,7 +31,11 @@ class BenchmarkError(TileGymError, ValueError):
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a model's layers that its ops see."""
+    """The sizes of a model's layers that its ops see.
+
+    ``intermediate`` is that of one expert where a layer's MLP is nothing but routed experts (``experts``).
+    ``latent``: the attention is over latents, so that none of the sizes of heads is what other attention would see.
+    """
 
     name: str
     hidden: int
@@ -37,15 +44,20 @@ class Model:
     kv_heads: int
     head_dim: int
     vocab: int
+    experts: bool = False
+    latent: bool = False
 
 
 MODELS = (
     Model("Llama-3.1-8B", 4096, 14336, 32, 8, 128, 128256),
     Model("Llama-3.1-70B", 8192, 28672, 64, 8, 128, 128256),
-    Model("Qwen3-8B", 4096, 12288, 32, 8, 128, 151936),
+    Model("Qwen3-30B-A3B", 2048, 768, 32, 4, 128, 151936, experts=True),
+    Model("DeepSeek-V2-Lite", 2048, 10944, 16, 16, 192, 102400, latent=True),
     Model("Gemma-3-4B", 2560, 10240, 8, 4, 256, 262208),
-    Model("gpt-oss-20b", 2880, 2880, 64, 8, 64, 201088),
+    Model("gpt-oss-20b", 2880, 2880, 64, 8, 64, 201088, experts=True),
+    Model("Qwen3-8B", 4096, 12288, 32, 8, 128, 151936),
 )
+ATTENDING = tuple(model for model in MODELS if not model.latent)
 
 
 @dataclass(frozen=True)
@@ -86,12 +98,18 @@ class Provider:
         requires: a package without which the provider is left out.
         compile: wrap ``call`` in torch.compile, anew for every shape.
         context: a context manager that is entered around its calls, outside the time that is measured.
+        jit: whether ``call`` compiles kernels when it is first made; such providers are run once ahead of the
+            measurement, in processes beside each other.
+        headline_only: whether to leave it out of sweeps, because it compiles for seconds at every shape. So does
+            everything with ``compile``.
     """
 
     call: Callable[..., Any]
     requires: str | None = None
     compile: bool = False
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    jit: bool = False
+    headline_only: bool = False
 
     def missing(self) -> str | None:
         """Why the provider cannot be used here, or None."""
@@ -103,7 +121,7 @@ class Provider:
 def usual_peers(formula: Callable[..., Any], liger: Callable[..., Any] | None = None) -> dict[str, Provider]:
     """The formula as it stands and compiled, and ``liger``'s call where it is given."""
     peers = {"torch": Provider(formula), "torch.compile": Provider(formula, compile=True)}
-    return peers if liger is None else peers | {"liger": Provider(liger, requires="liger_kernel")}
+    return peers if liger is None else peers | {"liger": Provider(liger, requires="liger_kernel", jit=True)}
 
 
 @dataclass(frozen=True)
@@ -120,7 +138,8 @@ class Benchmark:
         forward: ``forward(itemsize, **dims)``, the least work of a forward pass.
         backward: the same of a backward pass.
         differentiable: the inputs whose gradients are measured; empty: forward only.
-        shapes, quick, small: the sweep; the few shapes of ``--quick``; those for a machine without a GPU.
+        shapes, quick, small: the sweep; the headline shapes, which ``--quick`` measures alone, the most telling one
+            first; those for a machine without a GPU.
         host: the sizes at which host time is measured, so small that the GPU never holds the host up.
         quick_modes: the passes that ``--quick`` measures.
         reads_all: whether a pass reads all of its inputs, rather than a part that depends on their values.
@@ -152,7 +171,18 @@ class Benchmark:
     @property
     def providers(self) -> dict[str, Provider]:
         """Ours first, then the peers, then those of plug-in files."""
-        return {OURS: Provider(self.ours)} | self.peers | self.extra
+        return {OURS: Provider(self.ours, jit=True)} | self.peers | self.extra
+
+    @property
+    def every_shape(self) -> tuple[Shape, ...]:
+        """The headline shapes, then the rest of the sweep. A shape of both goes by its headline's label."""
+        models = {_sizes(shape): shape.model for shape in reversed(self.shapes)}
+        heads = [dataclasses.replace(s, model=s.model or models.get(_sizes(s), "")) for s in self.quick]
+        known = {_sizes(shape) for shape in heads}
+        return (*heads, *(shape for shape in self.shapes if _sizes(shape) not in known))
+
+    def is_headline(self, shape: Shape) -> bool:
+        return _sizes(shape) in {_sizes(headline) for headline in self.quick}
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -171,14 +201,26 @@ def shape(label: str = "", model: str = "", **dims: Any) -> Shape:
     return Shape(label or "x".join(str(size) for size in dims.values()), dims, model)
 
 
-def sweep(dims: Callable[[Model, int], dict[str, Any]], tokens: tuple[int, ...] = TOKENS) -> tuple[Shape, ...]:
+def _sizes(shape: Shape) -> frozenset:
+    return frozenset(shape.dims.items())
+
+
+def plural(model: str, tokens: int) -> str:
+    """The label "Llama-3.1-8B, 16 tokens"."""
+    return f"{model}, {tokens} token{'s' if tokens != 1 else ''}"
+
+
+def sweep(
+    dims: Callable[[Model, int], dict[str, Any]],
+    tokens: tuple[int, ...] = TOKENS,
+    models: tuple[Model, ...] = MODELS,
+) -> tuple[Shape, ...]:
     """The shapes that the models give for each number of tokens; sizes that two models share appear once."""
     shapes: dict[tuple, Shape] = {}
-    for model in MODELS:
+    for model in models:
         for count in tokens:
             sizes = dims(model, count)
-            label = f"{model.name}, {count} token{'s' if count != 1 else ''}"
-            shapes.setdefault(tuple(sizes.items()), Shape(label, sizes, model.name))
+            shapes.setdefault(tuple(sizes.items()), Shape(plural(model.name, count), sizes, model.name))
     return tuple(shapes.values())
 
 
@@ -228,4 +270,4 @@ def add_providers(benchmarks: dict[str, Benchmark], path: Path) -> None:
         for name, provider in providers.items():
             if name in benchmarks[op].providers:
                 raise BenchmarkError(f"{path}: {op} has a provider {name!r} already")
-            benchmarks[op].extra[name] = provider if isinstance(provider, Provider) else Provider(provider)
+            benchmarks[op].extra[name] = provider if isinstance(provider, Provider) else Provider(provider, jit=True)

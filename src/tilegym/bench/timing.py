@@ -18,8 +18,11 @@ Call = Callable[[Any], Any]
 WARMUP_CALLS = 3
 MIN_SAMPLES = 5
 MAX_SAMPLES = 100
-HOST_BATCHES = 20
-HOST_CALLS = 100  # Far fewer launches than the driver queues before it makes the host wait.
+LONG = 0.02  # seconds; calls that take longer vary little, and are warmed up and repeated less often
+LONG_SAMPLES = 3
+HOST_BATCHES = 30
+HOST_CALLS = 20  # a batch; even of calls with tens of launches far fewer than the driver queues before the host waits
+HOST_SECONDS = 0.2  # for all batches
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,15 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _repetitions(budget: float, rounds: int, seconds: float) -> int:
-    total = min(max(int(budget / max(seconds, 1e-7)), MIN_SAMPLES), MAX_SAMPLES)
+    least = LONG_SAMPLES if seconds > LONG else MIN_SAMPLES
+    total = min(max(int(budget / max(seconds, 1e-7)), least), MAX_SAMPLES)
     return -(-total // rounds)
+
+
+def _batches(first: float) -> tuple[int, int]:
+    """How many batches of how many calls measure the host, if the first batch of HOST_CALLS took so many seconds."""
+    calls = HOST_CALLS if first < HOST_SECONDS / 5 else max(1, int(HOST_CALLS * HOST_SECONDS / 5 / first))
+    return max(MIN_SAMPLES, min(HOST_BATCHES, int(HOST_SECONDS / max(first * calls / HOST_CALLS, 1e-7)))), calls
 
 
 class CudaTimer:
@@ -98,24 +108,34 @@ class CudaTimer:
 
     def trial(self, call: Call, setup: Setup, written: int) -> Trial:
         """Warms a call up and settles how often it is repeated. ``written``: bytes that it writes."""
-        for _ in range(WARMUP_CALLS):
-            call(setup())
-        trial = Trial(call, setup, written, repetitions=MIN_SAMPLES)
+        call(setup())
+        enqueue, seconds = self._enqueue(call, setup)
+        probes = 1
+        if seconds <= LONG:
+            for _ in range(WARMUP_CALLS - 2):
+                call(setup())
+            probes = MIN_SAMPLES
+            enqueue = statistics.median(self._enqueue(call, setup)[0] for _ in range(probes))
+        trial = Trial(call, setup, written, repetitions=probes)
         self.round(trial)
-        enqueue = []
-        for _ in range(MIN_SAMPLES):
-            state = setup()
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            call(state)
-            enqueue.append(time.perf_counter() - begin)
-        torch.cuda.synchronize()
         # The GPU must not wait for the host between the two events: it idles this long before the first one.
-        trial.lead = 1.5 * statistics.median(enqueue)
+        trial.lead = 1.5 * enqueue
         overhead = self._buffer.nbytes / 3e12 + trial.lead
         trial.repetitions = _repetitions(self.budget, self.rounds, statistics.median(trial.samples) + overhead)
         trial.samples.clear()
         return trial
+
+    @staticmethod
+    def _enqueue(call: Call, setup: Setup) -> tuple[float, float]:
+        """Seconds until one call returns, and until its work is done."""
+        state = setup()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        result = call(state)
+        enqueued = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        del result
+        return enqueued, time.perf_counter() - begin
 
     def round(self, trial: Trial) -> None:
         """Adds one round of samples to ``trial``."""
@@ -145,19 +165,26 @@ class CudaTimer:
         return torch.cuda.max_memory_allocated() - before
 
     def host_time(self, call: Callable[[], Any]) -> Timing:
-        """Seconds of the host for one call, over many without waiting for the GPU; give it tiny tensors."""
-        for _ in range(HOST_BATCHES):
+        """Seconds of the host for one call; give it tiny tensors.
+
+        Batches of calls are enqueued without waiting, and the GPU is waited for between batches: neither the GPU nor
+        the length of its queue holds the host up.
+        """
+        for _ in range(HOST_CALLS):
             call()
-        samples = []
-        with _no_garbage_collection():
-            for _ in range(HOST_BATCHES):
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                for _ in range(HOST_CALLS):
-                    call()
-                samples.append((time.perf_counter() - begin) / HOST_CALLS)
+        batches, calls = _batches(self._batch(call, HOST_CALLS))
+        return Timing.of([self._batch(call, calls) / calls for _ in range(batches)])
+
+    @staticmethod
+    def _batch(call: Callable[[], Any], calls: int) -> float:
         torch.cuda.synchronize()
-        return Timing.of(samples)
+        with _no_garbage_collection():
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+            seconds = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        return seconds
 
 
 class CpuTimer:

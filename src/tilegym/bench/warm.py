@@ -12,15 +12,17 @@ import torch
 
 from tilegym import env
 from tilegym.backend import use_backend
-from tilegym.bench.runner import Inputs
-from tilegym.bench.runner import run_once
+from tilegym.bench.passes import Inputs
+from tilegym.bench.passes import run_once
+from tilegym.bench.schedule import Task
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Shape
 
 TIMEOUT = 150.0  # seconds; what is not compiled by then is compiled when it is measured
-Task = tuple[Benchmark, Shape, tuple[str, ...]]
+HOST = "host"  # the label of the shapes at which host time is measured
+Job = tuple[Benchmark, Shape, Provider, tuple[str, ...]]
 
 
 def default_processes() -> int:
@@ -28,22 +30,27 @@ def default_processes() -> int:
     return max(0, min(14, (os.cpu_count() or 1) - 2))
 
 
-def _jobs(tasks: list[Task], only: tuple[str, ...]) -> list[tuple[Benchmark, Shape, Provider, tuple[str, ...]]]:
+def jobs_of(tasks: list[Task], only: tuple[str, ...], compile_sweep: bool) -> list[Job]:
+    """Everything that compiles, in the order of the tasks; what takes longest first among those of one round."""
     jobs = []
     for benchmark, shape, modes in tasks:
+        host = shape.label == HOST
+        headline = not host and benchmark.is_headline(shape)
         for name, provider in benchmark.providers.items():
-            if (not only or name in only) and not provider.missing():
-                jobs.append((name, benchmark, shape, provider, modes))
-    # Those of one provider take about as long: one after the other they are dealt out evenly.
-    jobs.sort(key=lambda job: job[0])
-    return [job[1:] for job in jobs]
+            slow = provider.compile or provider.headline_only
+            wanted = (not only or name in only) and (not slow or headline or (compile_sweep and not host))
+            if (provider.jit or provider.compile) and wanted and not provider.missing():
+                jobs.append((not (headline or host), not slow, benchmark, shape, provider, modes))
+    jobs.sort(key=lambda job: job[:2])
+    return [job[2:] for job in jobs]
 
 
-def run_share(tasks: list[Task], only: tuple[str, ...], dtype: torch.dtype, backend: str, share: str) -> None:
-    """Runs each provider once for its part of ``tasks``; ``share`` is "i/n". What fails here fails again later."""
-    index, count = (int(part) for part in share.split("/"))
+def run_jobs(jobs: list[Job], dtype: torch.dtype, backend: str, claims: Path) -> None:
+    """Runs the jobs that no other process has claimed, each once. What fails here fails again later."""
     with use_backend(backend):
-        for benchmark, shape, provider, modes in _jobs(tasks, only)[index::count]:
+        for number, (benchmark, shape, provider, modes) in enumerate(jobs):
+            if not _claim(claims / str(number)):
+                continue
             try:
                 inputs = Inputs(benchmark, shape, "cuda", dtype, seed=0)
                 with provider.context():
@@ -51,16 +58,28 @@ def run_share(tasks: list[Task], only: tuple[str, ...], dtype: torch.dtype, back
                 torch.cuda.synchronize()
             except Exception as error:
                 print(f"{benchmark.op} {shape.label}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+            inputs = None
+            torch.cuda.empty_cache()  # the others need the memory
 
 
-def run_processes(arguments: list[str], count: int) -> float:
-    """Starts ``count`` processes of ``tilegym bench`` with ``arguments`` and ``--warm i/n``; returns the seconds taken.
+def _claim(path: Path) -> bool:
+    """Whether this process is the first to ask for ``path``."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def run_processes(arguments: list[str], count: int, timeout: float = TIMEOUT) -> float:
+    """Starts ``count`` processes of ``tilegym bench`` with ``arguments`` and ``--warm``; returns the seconds taken.
 
     They tune into a copy of the tuning cache that is then thrown away: times taken side by side would be wrong.
     """
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        cache = Path(scratch) / "tilegym"
+        cache, claims = Path(scratch) / "tilegym", Path(scratch) / "claims"
+        claims.mkdir()
         if env.cache_dir().is_dir():
             shutil.copytree(env.cache_dir(), cache)
         environment = os.environ | {
@@ -68,19 +87,17 @@ def run_processes(arguments: list[str], count: int) -> float:
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
-        command = [sys.executable, "-m", "tilegym.bench_cli", *arguments]
-        workers = [
-            subprocess.Popen([*command, "--warm", f"{i}/{count}"], env=environment, stdout=subprocess.DEVNULL)
-            for i in range(count)
-        ]
+        command = [sys.executable, "-m", "tilegym.bench_cli", *arguments, "--warm", str(claims)]
+        workers = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for _ in range(count)]
         try:
             for worker in workers:
-                worker.wait(timeout=max(1.0, TIMEOUT - (time.monotonic() - begin)))
+                worker.wait(timeout=max(1.0, timeout - (time.monotonic() - begin)))
         except subprocess.TimeoutExpired:
-            print(f"warming stopped after {TIMEOUT:.0f} s", file=sys.stderr)
+            print(f"warming stopped after {timeout:.0f} s", file=sys.stderr)
         finally:
             for worker in workers:
                 if worker.poll() is None:
                     worker.terminate()
-                    worker.wait()
+            for worker in workers:
+                worker.wait()
     return time.monotonic() - begin
