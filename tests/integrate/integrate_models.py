@@ -59,9 +59,10 @@ class Mixing(nn.Module):
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.one(x).chunk(3, -1))
         length, width = q.shape[-2:]
-        angle = torch.arange(length)[:, None] * 100.0 ** -torch.linspace(0, 1, width // 2)
+        place = torch.arange(length, device=x.device)[:, None]
+        angle = place * 100.0 ** -torch.linspace(0, 1, width // 2, device=x.device)
         q, k = turn(q, k, angle.sin()[None], angle.cos()[None])
-        mask = torch.full((1, 1, length, length), -1e9).triu(1)
+        mask = torch.full((1, 1, length, length), -1e9, device=x.device).triu(1)
         return self.two(mix(self, q, k, v, mask, 0.2)[0].flatten(-2))
 
 

@@ -6,8 +6,10 @@ from integration import small
 
 from tilegym.bench.prompts import Batch
 from tilegym.integrate.aggregate import drop_culprits
+from tilegym.integrate.aggregate import drop_culprits_or_graph
 from tilegym.integrate.aggregate import judge
 from tilegym.integrate.aggregate import patched
+from tilegym.integrate.aggregate import without_effect
 from tilegym.integrate.plan import make_plan
 from tilegym.transformers.general import Place
 
@@ -37,6 +39,29 @@ def test_the_smallest_set_is_dropped():
 
 def test_nothing_may_be_left():
     assert drop_culprits(NAMES, lambda names: "no")[0] == []
+
+
+def test_the_graph_is_suspected_first():
+    tried = []
+
+    def why_not(names):
+        tried.append(names)
+        return "graph is wrong" if "graph" in names else ""
+
+    kept, dropped = drop_culprits_or_graph([*NAMES, "graph"], why_not)
+    assert kept == NAMES and dropped == {"graph": "together with the others: graph is wrong"} and len(tried) == 2
+
+
+def test_the_graph_is_kept_where_another_is_the_culprit():
+    kept, dropped = drop_culprits_or_graph([*NAMES, "graph"], lambda names: "wrong" if "b" in names else "")
+    assert kept == ["a", "c", "d", "graph"] and dropped == {"b": "by itself: wrong"}
+
+
+def test_what_patches_nothing_is_said():
+    model = small("mpt")
+    computes = {"loss": (), "norm": (Place("torch.nn.modules.linear.Bilinear", "linear"),)}
+    found = without_effect(model, computes, "pytorch")
+    assert found == {"loss": "there is nothing to patch", "norm": "there is no Bilinear in it"}
 
 
 @pytest.mark.parametrize("wrong", [False, True])

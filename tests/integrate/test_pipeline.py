@@ -26,7 +26,7 @@ from tilegym.transformers import generated
 from tilegym.transformers import monkey_patch
 from tilegym.transformers.general import Place
 
-COMPUTES = {"loss", "rope", "attn", "linear", "swiglu", "layer_norm"}
+COMPUTES = {"loss", "rope", "attn", "linear", "swiglu", "layer_norm", "graph"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,7 +62,7 @@ def test_every_compute_has_a_patch_a_test_and_a_flag(done):
     assert names == {
         *(f"monkey_patch_{c}.py" for c in COMPUTES),
         *(f"test_monkey_patch_{c}.py" for c in COMPUTES),
-        *("__init__.py", "config.json", "report.md", "report.html", "report.json", ".state"),
+        *("__init__.py", "config.json", "report.md", "report.html", "report.json", "definitions", ".state"),
     }
     assert not (done.folder / ".state" / "captured").exists()
     for path in done.package.glob("*.py"):
@@ -100,7 +100,7 @@ def test_the_reports_say_what_was_found(done):
     data = json.loads((done.folder / "report.json").read_text())
     assert data["together"]["comparison"]["passed"] and data["together"]["backend"] == "cutile"
     assert data["measured"]["unpatched"]["tokens"] == data["measured"]["patched"]["tokens"]
-    assert set(data["measured"]["alone"]) == COMPUTES - {"loss"}
+    assert set(data["measured"]["alone"]) == COMPUTES - {"loss", "graph"} | {"attn and graph"}
     assert data["measured"]["patched"]["coverage_percent"] > 0
     assert any(errors for tried in data["verified"].values() for errors in [tried[-1]["errors"]])
     page = (done.folder / "report.html").read_text()
@@ -154,7 +154,7 @@ def test_the_next_candidate_is_tried_and_the_reason_is_kept(tmp_path, monkeypatc
 
     monkeypatch.setitem(recipes._WAYS, "layer_norm", both)
     monkeypatch.setitem(recipes._WAYS, "rope", lambda r, m: [(r.op, _reversed(recipes._rope(r, m)[0][1]))])
-    monkeypatch.setattr(pipeline, "judge", _only(("swiglu", "layer_norm", "attn"), pipeline.judge))
+    monkeypatch.setattr(pipeline, "judge", _only(("swiglu", "layer_norm", "attn", "graph"), pipeline.judge))
     outcome = pipeline.integrate(options(tmp_path))
     first, second = outcome.checks["layer_norm"]
     assert not first["passed"] and "off by" in first["why"] and second["passed"]

@@ -12,6 +12,7 @@ from tilegym.inventory import Definition
 from tilegym.inventory import load
 from tilegym.inventory import load_solution
 from tilegym.inventory import match
+from tilegym.inventory import matching
 from tilegym.inventory import reference
 from tilegym.inventory.inputs import cases
 from tilegym.inventory.verify import difference
@@ -237,3 +238,14 @@ def test_an_adapter_takes_the_inputs_by_position_or_by_name():
     assert call(u, g) == call(g=g, u=u) == 4.0
     with pytest.raises(TypeError, match="needed takes u, g"):
         call(u)
+
+
+def test_large_experts_are_tried_small():
+    """Axes of which one is twice another stay so: at their real sizes the tensors would take gigabytes."""
+    shipped = CATALOG.definitions["fused_moe"]
+    sizes = {"E": 64, "H": 2880, "I": 2880, "N": 5760}
+    axes = {n: {"type": "const", "value": sizes[n]} if n in sizes else {"type": "var"} for n in shipped.axes}
+    large = Definition.model_validate({**shipped.model_dump(), "name": "large_moe", "axes": axes})
+    required = matching._Required(large, {1})
+    assert required.samples and all(case.axes["N"] == 2 * case.axes["I"] < 100 for case, *_ in required.samples)
+    assert "fused_moe_cutile" in [found.solution.name for found in match(large)]

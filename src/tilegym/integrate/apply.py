@@ -67,7 +67,7 @@ def apply(
         if aggregate is not None:
             return aggregate(model=model, use_cutile=use_cutile, **flags)
     plan = make_plan(model, trust_remote_code, look_up=False)
-    unknown = sorted(set(flags) - set(plan.computes))
+    unknown = sorted(set(flags) - set(plan.computes) - {"attn"})  # a model may have no attention
     if unknown:
         raise PatchError(f"{model_type} has no compute {unknown[0]!r}; it has {', '.join(plan.computes)}")
     wanted = {name: items for name, items in plan.computes.items() if flags.get(name, True)}

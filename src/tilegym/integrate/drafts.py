@@ -76,12 +76,13 @@ def draft(
         return {"shape": None if shape is None else list(shape), "dtype": formula.dtypes.get(name, dtype)}
 
     where = source.url or f"{source.file}#L{source.first}-L{source.last}" if source else "unknown"
+    flags = [] if source and source.immutable else ["source:not-a-commit"]
     said = {name: value for name, value in finding.parameters.items() if value not in (None, False, "", 1.0)}
     return {
         "name": definition_name(finding, sizes, model_type),
         "op_type": formula.op_type,
         "description": f"{finding.kind} of {model_type}: {', '.join(f'{k} {v}' for k, v in said.items())}",
-        "tags": ["stage:draft", f"model:{model_type}", *([f"op:{op}"] if op else [])],
+        "tags": ["stage:draft", f"model:{model_type}", *([f"op:{op}"] if op else []), *flags],
         "axes": axes,
         "inputs": {name: spec(name, shape) for name, shape in formula.inputs.items()},
         "outputs": {name: spec(name, shape) for name, shape in formula.outputs.items()},

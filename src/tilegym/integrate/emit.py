@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym.errors import ModelError
+from tilegym.integrate.aggregate import GRAPH
 from tilegym.transformers.general import Place
 
 CONFIG = "config.json"
@@ -29,6 +30,32 @@ def monkey_patch_{compute}(
 ) -> PatchSet:
     """Puts {kernels} into ``model``; arguments, result and errors as for :func:`tilegym.transformers.general.put`."""
     return put(model, "{compute}", PLACES, use_cutile, patches)
+'''
+
+_GRAPH = '''"""Decoding of {architecture} and its like as CUDA graphs: written and verified by `tilegym integrate`."""
+
+from torch import nn
+
+from tilegym.transformers.general_graph import put_graph
+from tilegym.transformers.patching import PatchSet
+
+
+def monkey_patch_graph(
+    model: nn.Module, use_cutile: bool = False, patches: PatchSet | None = None
+) -> PatchSet:
+    """Lets ``generate`` replay its steps, as :func:`tilegym.transformers.general_graph.put_graph`; patch attn first."""
+    return put_graph(model, use_cutile, patches)
+'''
+
+_GRAPH_TEST = '''"""What monkey_patch_graph puts into a model generates the same tokens."""
+{imports}
+from tilegym.integrate.check import check_decoding
+
+from .monkey_patch_attn import PLACES
+
+
+def test_monkey_patch_graph():
+    check_decoding(PLACES, {config})
 '''
 
 _TEST = '''"""What monkey_patch_{compute} puts into a model gives what it stands in for."""
@@ -90,10 +117,16 @@ def patch_text(compute: str, architecture: str, places: tuple[Place, ...]) -> st
     return _PATCH.format(compute=compute, architecture=architecture, places=places_text(places), kernels=kernels)
 
 
+def graph_text(architecture: str) -> str:
+    """The module that lets ``generate`` replay its steps."""
+    return _GRAPH.format(architecture=architecture)
+
+
 def test_text(compute: str, remote: str = "") -> str:
     """The test of one compute. ``remote``: the id of a model that brings code of its own."""
     config = repr(remote) if remote else f'Path(__file__).with_name("{CONFIG}")'
-    return _TEST.format(compute=compute, config=config, imports="" if remote else "\nfrom pathlib import Path\n")
+    template = _GRAPH_TEST if compute == GRAPH else _TEST
+    return template.format(compute=compute, config=config, imports="" if remote else "\nfrom pathlib import Path\n")
 
 
 def aggregate_text(family: str, model_type: str, architecture: str, computes: list[str]) -> str:
@@ -136,6 +169,19 @@ def write(folder: Path, files: dict[str, str]) -> list[Path]:
         raise ModelError(f"{folder} cannot be written ({error.strerror}): name another folder with --output") from error
     _format([path for path in written if path.suffix == ".py"])
     return written
+
+
+def write_drafts(folder: Path, drafts: list[dict[str, Any]]) -> None:
+    """Writes draft Definitions where ``tilegym inventory validate FOLDER`` looks for them.
+
+    Raises:
+        ModelError: the folder cannot be written.
+    """
+    from tilegym.inventory import Definition
+
+    shutil.rmtree(folder / "definitions", ignore_errors=True)
+    texts = {f"{draft['name']}.json": Definition.model_validate(draft).to_json() for draft in drafts}
+    write(folder / "definitions", texts)
 
 
 def _format(paths: list[Path]) -> None:

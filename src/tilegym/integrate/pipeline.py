@@ -23,9 +23,12 @@ from tilegym.errors import PatchError
 from tilegym.integrate import capture
 from tilegym.integrate import emit
 from tilegym.integrate import steps
+from tilegym.integrate.aggregate import GRAPH
 from tilegym.integrate.aggregate import drop_culprits
+from tilegym.integrate.aggregate import drop_culprits_or_graph
 from tilegym.integrate.aggregate import judge
 from tilegym.integrate.aggregate import patched
+from tilegym.integrate.aggregate import without_effect
 from tilegym.integrate.measure import measure
 from tilegym.integrate.plan import Plan
 from tilegym.integrate.plan import make_plan
@@ -67,6 +70,7 @@ class Outcome:
     checks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     accepted: dict[str, tuple[Place, ...]] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
+    graph: str = ""  # what came of decoding as CUDA graphs
     compiled: dict[str, str] = field(default_factory=dict)
     together: dict[str, Any] | None = None
     measured: dict[str, Any] | None = None
@@ -144,15 +148,13 @@ def _integrate(
 
 def choose_backend() -> tuple[torch.device, str, str]:
     """Where to run, on which backend it is measured, and a notice for the user."""
-    if not torch.cuda.is_available():
-        selector.assert_backend_available("cutile")
-        return (
-            torch.device("cpu"),
-            "pytorch",
-            "no GPU: kernels are verified in the interpreter and compiled ahead; speed is that of the pytorch backend",
-        )
     default, why = selector.default_backend()
-    return torch.device("cuda"), default, "" if default == "cutile" else f"{why}: the pytorch backend runs instead"
+    if torch.cuda.is_available() and default == "cutile":
+        return torch.device("cuda"), "cutile", ""
+    selector.assert_backend_available("cutile")
+    missing = why if torch.cuda.is_available() else "no GPU"
+    how = "kernels are verified in the interpreter and compiled ahead; speed is that of the pytorch backend"
+    return torch.device("cpu"), "pytorch", f"{missing}: {how}"
 
 
 def package_folder(plan: Plan, options: Options, folder: Path) -> Path:
@@ -213,7 +215,9 @@ def _verify(outcome: Outcome, model: nn.Module, state: State, tell: Callable[[st
                 check = steps.verify_candidate(model, candidate.place, path, calls, launches)
                 why = check.why
                 if not why:
-                    outcome.compiled, why = steps.compiled(launches, outcome.compiled, outcome.notices)
+                    outcome.compiled, why = steps.compiled(
+                        launches, outcome.compiled, outcome.notices, binding=outcome.device.type == "cpu"
+                    )
                     state.put("compiled", outcome.compiled)
                 checks.append({"candidate": asdict(candidate), "passed": not why, "why": why, **steps.summary(check)})
                 if not why:
@@ -228,6 +232,8 @@ def _verify(outcome: Outcome, model: nn.Module, state: State, tell: Callable[[st
             place = item.candidates[len(checks) - 1].place
             known = outcome.accepted.get(item.compute, ())
             outcome.accepted[item.compute] = known if place in known else (*known, place)
+    if "attn" in outcome.accepted:
+        outcome.accepted[GRAPH], outcome.graph = (), "verified"
 
 
 def _aggregate(outcome: Outcome, model: nn.Module, batches: list, state: State, tell: Callable[[str], None]) -> None:
@@ -250,10 +256,18 @@ def _aggregate(outcome: Outcome, model: nn.Module, batches: list, state: State, 
             state.put("together", found, key)
         return found["why"]
 
-    kept, outcome.dropped = drop_culprits(list(outcome.accepted), why_not)
+    idle = without_effect(model, outcome.accepted, backend)
+    if GRAPH in idle:
+        outcome.graph = f"unsuitable: {idle.pop(GRAPH)}"
+        del outcome.accepted[GRAPH]
+    names = [name for name in outcome.accepted if name not in idle]
+    kept, dropped = (drop_culprits_or_graph if GRAPH in names else drop_culprits)(names, why_not)
+    outcome.dropped = {name: f"nothing is patched: {why}" for name, why in idle.items()} | dropped
     for name, why in outcome.dropped.items():
         tell(f"aggregate: {name} is dropped, {why}")
     outcome.accepted = {name: outcome.accepted[name] for name in kept}
+    if GRAPH in outcome.dropped:
+        outcome.graph = f"dropped: {outcome.dropped[GRAPH]}"
     outcome.together = state.get("together", ",".join(kept)) if kept else None
     if outcome.together:
         outcome.together["backend"] = backend
@@ -265,13 +279,15 @@ def _write(outcome: Outcome, config: Any, tell: Callable[[str], None]) -> None:
     remote = model_id if steps.is_remote(config) else ""
     files = {} if remote else {emit.CONFIG: emit.config_text(config)}
     for compute, places in outcome.accepted.items():
-        files[f"monkey_patch_{compute}.py"] = emit.patch_text(compute, architecture, places)
+        patch = emit.graph_text(architecture) if compute == GRAPH else emit.patch_text(compute, architecture, places)
+        files[f"monkey_patch_{compute}.py"] = patch
         files[f"test_monkey_patch_{compute}.py"] = emit.test_text(compute, remote)
     files["__init__.py"] = emit.aggregate_text(
         plan.family, plan.research.model_type, architecture, list(outcome.accepted)
     )
-    emit.remove(outcome.package, sorted({item.compute for item in plan.items} - set(outcome.accepted)))
+    emit.remove(outcome.package, sorted({GRAPH, *(item.compute for item in plan.items)} - set(outcome.accepted)))
     written = emit.write(outcome.package, files)
+    emit.write_drafts(outcome.folder, [item.requirement.definition for item in plan.items])
     generated.register(outcome.package)
     tell(f"wrote {len(written)} files to {outcome.package}")
 
@@ -296,13 +312,14 @@ def _measure(
             try:
                 with flags(*chosen) if chosen else contextlib.nullcontext():
                     found = measure(model, [batch], options.output_length, options.num_runs, observe)
-                    found["tokens"] = steps.tokens(model, batch, options.output_length)
             except PatchError:  # a flag that does nothing while the model generates
                 return None
             state.put("measured", found, key)
         return found
 
     before, after = measured("unpatched", observe=True), measured("patched", *names, observe=True)
-    alone = {name: measured(f"{name} alone", name) for name in names if name != "loss"}
+    alone = {name: measured(f"{name} alone", name) for name in names if name not in ("loss", GRAPH)}
+    if GRAPH in names:
+        alone["attn and graph"] = measured("attn and graph alone", "attn", GRAPH)
     outcome.measured = {"unpatched": before, "patched": after, "alone": {n: m for n, m in alone.items() if m}}
     outcome.outputs = [steps.text(batch, tokenizer, side["tokens"]) for side in (before, after)]

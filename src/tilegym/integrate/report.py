@@ -32,6 +32,7 @@ def summary(outcome: "Outcome") -> dict[str, Any]:
         "compiled": outcome.compiled,
         "accepted": {name: [asdict(place) for place in places] for name, places in outcome.accepted.items()},
         "dropped": outcome.dropped,
+        "graph": outcome.graph,
         "together": outcome.together,
         "measured": outcome.measured,
         "outputs": outcome.outputs,
@@ -67,12 +68,10 @@ def finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def plan_rows(
-    plan: dict[str, Any], checks: dict[str, list[dict[str, Any]]], dropped: dict[str, str]
-) -> list[list[str]]:
-    """What, where, the kernel, how it fits, and what came of it; a row for each requirement."""
-    rows = []
-    for item in plan["items"]:
+def plan_rows(data: dict[str, Any]) -> list[list[str]]:
+    """What, where, the kernel, how it fits, and what came of it; a row for each requirement, and for decoding."""
+    checks, dropped, rows = data["verified"], data["dropped"], []
+    for item in data["plan"]["items"]:
         count = f"{item['modules']} x " if item["modules"] > 1 else ""
         where = f"{count}{item['implementation'].rpartition('.')[2]}"
         tried = checks.get(item["key"], [])
@@ -88,6 +87,8 @@ def plan_rows(
             others = len(item["candidates"]) - 1
             result = item["why"] or (f"{others} more to try" if others > 0 else "")
         rows.append([item["key"], where, kernel, fit, result])
+    if data["graph"]:
+        rows.append(["graph", "generate", "decoding steps as CUDA graphs", "", data["graph"]])
     return rows
 
 
@@ -118,7 +119,7 @@ def speed_rows(measured: dict[str, Any]) -> list[list[str]]:
         row("time to first token, ms", "time_to_first_token_ms", "{:.2f}", lower=True),
         row("time per token, ms", "time_per_output_token_ms", "{:.2f}", lower=True),
     ]
-    rows.append(["coverage", "0.0%", f"{after['coverage_percent']:.1f}%", ""])
+    rows.append(["coverage", *(f"{side['coverage_percent']:.1f}%" for side in (before, after)), ""])
     memory = [f"{side['peak_memory_bytes'] / 2**20:.0f}" for side in (before, after)]
     rows.append(["peak memory, MiB", *memory, ""])
     same = sum(a == b for a, b in zip(before["tokens"], after["tokens"], strict=True))
@@ -191,7 +192,7 @@ def markdown(data: dict[str, Any]) -> str:
         *(f"Note: {notice}." for notice in data["notices"]),
         verdict(data),
         "## What was found and what serves it",
-        table(["compute", "where", "kernel", "fit", "result"], plan_rows(plan, data["verified"], data["dropped"])),
+        table(["compute", "where", "kernel", "fit", "result"], plan_rows(data)),
     ]
     if plan["unrecognised"]:
         parts.append("Not recognised, and left as it is:")
@@ -202,7 +203,7 @@ def markdown(data: dict[str, Any]) -> str:
         "code makes in its dtype, and four roundings in any case. " + compile_line(data["compiled"]),
         table(["compute", "call", "result", "error", "allowed"], errors),
         f"## Before and after: {data['output_length']} tokens, backend {data['backend']}",
-        table(["", "unpatched", "TileGym", "TileGym is"], speed_rows(measured)),
+        table(["", "unpatched", "TileGym", "speed-up"], speed_rows(measured)),
         "## Each flag by itself",
         table(["flag", "tokens/s", "against unpatched", "greedy tokens"], flag_rows(measured)),
         "## The text",

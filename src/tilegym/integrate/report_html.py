@@ -1,5 +1,6 @@
 """The report as one HTML page: no scripts, no links to anything that it would have to load; pictures are SVG."""
 
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -14,18 +15,27 @@ th { color: #57606a; font-weight: 600; } code, pre { font: 13px/1.5 ui-monospace
 pre { background: #f6f8fa; padding: 1em; overflow-x: auto; } .note { color: #7d4e00; } .dim { color: #57606a; }
 .verdict { border-left: 4px solid #1a7f37; padding: .4em 1em; background: #f2f9f4; }
 .bad { color: #a40e26; } .ok { color: #1a7f37; } svg { display: block; margin: .8em 0; max-width: 100%; }
-svg text { font: 13px system-ui, sans-serif; fill: #1b1f24; } .pair { display: flex; gap: 2em; flex-wrap: wrap; }
+.pair { display: flex; gap: 2em; flex-wrap: wrap; }
 """
 _BEFORE, _AFTER, _LIMIT = "#8c959f", "#2f81f7", "#cf222e"
 
 
-def bars(rows: list[tuple[str, float, str, str]], width: int = 460, label: int = 170) -> str:
+_LETTER = 8  # pixels that a letter takes at most on average, in whatever font there is
+
+
+def _room(texts: Iterable[str]) -> int:
+    """Pixels for the longest of ``texts``, and a gap."""
+    return _LETTER * max(map(len, texts), default=0) + 10
+
+
+def bars(rows: list[tuple[str, float, str, str]], width: int = 460) -> str:
     """A horizontal bar for each (name, value, text, colour)."""
-    top = max((value for _, value, _, _ in rows), default=0.0) or 1.0
-    room, parts = width - label - 110, []
-    for index, (name, value, text, colour) in enumerate(rows):
+    rows = [(name if len(name) <= 26 else name[:25] + "…", *rest, name) for name, *rest in rows]
+    top = max((value for _, value, *_ in rows), default=0.0) or 1.0
+    label, parts = _room(row[0] for row in rows), []
+    room = width - label - _room(row[2] for row in rows)
+    for index, (shown, value, text, colour, name) in enumerate(rows):
         y, length = 24 * index, max(1.0, room * value / top)
-        shown = name if len(name) <= 26 else name[:25] + "…"
         parts.append(
             f'<g><title>{escape(name)}: {escape(text)}</title><text x="{label - 8}" y="{y + 16}" text-anchor="end">'
             f'{escape(shown)}</text><rect x="{label}" y="{y + 4}" width="{length:.1f}" height="16" fill="{colour}"/>'
@@ -35,18 +45,21 @@ def bars(rows: list[tuple[str, float, str, str]], width: int = 460, label: int =
 
 
 def _svg(width: int, height: int, content: str) -> str:
-    return f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">{content}</svg>'
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    return f'<svg {size} role="img" font-size="13" font-family="system-ui, sans-serif" fill="#1b1f24">{content}</svg>'
 
 
-def limits(rows: list[tuple[str, float, float]], width: int = 940, label: int = 200) -> str:
+def limits(rows: list[tuple[str, float, float]], width: int = 940) -> str:
     """For each (name, error, allowed) a bar of the share of what is allowed, with the limit as a line."""
-    room, height, parts = width - label - 200, 24 * len(rows) + 20, []
-    for index, (name, error, allowed) in enumerate(rows):
+    texts = [f"{error:.2g} of {allowed:.2g}" for _, error, allowed in rows]
+    label, height, parts = _room(name for name, *_ in rows), 24 * len(rows) + 20, []
+    room = width - label - _room(texts)
+    for index, ((name, error, allowed), text) in enumerate(zip(rows, texts, strict=True)):
         y, length = 24 * index, max(1.0, room * min(error / allowed, 1.0))
         parts.append(
             f'<text x="{label - 8}" y="{y + 16}" text-anchor="end">{escape(name)}</text>'
             f'<rect x="{label}" y="{y + 4}" width="{length:.1f}" height="16" fill="{_AFTER}"/>'
-            f'<text x="{label + room + 8}" y="{y + 16}">{error:.2g} of {allowed:.2g}</text>'
+            f'<text x="{label + room + 8}" y="{y + 16}">{text}</text>'
         )
     line = f'<line x1="{label + room}" x2="{label + room}" y1="0" y2="{height - 18}" stroke="{_LIMIT}"/>'
     text = f'<text x="{label + room}" y="{height - 3}" text-anchor="middle">allowed</text>'
@@ -82,7 +95,7 @@ def _speed(measured: dict[str, Any]) -> str:
     ):
         sides = (("unpatched", "unpatched", _BEFORE), ("TileGym", "patched", _AFTER))
         rows = [(name, measured[side][key], form.format(measured[side][key]), colour) for name, side, colour in sides]
-        pictures.append(f"<div><b>{label}</b>{bars(rows, label=90)}</div>")
+        pictures.append(f"<div><b>{label}</b>{bars(rows)}</div>")
     return f'<div class="pair">{"".join(pictures)}</div>'
 
 
@@ -103,7 +116,7 @@ def _coverage(after: dict[str, Any]) -> str:
         (name, seconds / spent * total, f"{seconds / spent * total:.1f}%", _AFTER) for name, _, seconds in after["own"]
     ]
     rows.append(("everything else", 100 - total, f"{100 - total:.1f}%", _BEFORE))
-    return bars(rows, width=700, label=220)
+    return bars(rows, width=700)
 
 
 def page(data: dict[str, Any]) -> str:
@@ -114,7 +127,7 @@ def page(data: dict[str, Any]) -> str:
         f"{plan['architecture']} ({plan['family']}){weights}, {data['precision']}, on {data['device']}; transformers "
         f"{plan['transformers']}, torch {data['torch']}, TileGym {data['tilegym']}"
     )
-    rows = report.plan_rows(plan, data["verified"], data["dropped"])
+    rows = report.plan_rows(data)
     errors = [
         (f"{key} ({call})", error, allowed) for key, call, _, error, allowed in report.error_rows(data["verified"])
     ]
@@ -130,7 +143,7 @@ def page(data: dict[str, Any]) -> str:
         f"<h1>TileGym in {escape(data['model'])}</h1><p class=dim>{escape(about)}</p>{notes}",
         f'<p class="verdict">{escape(report.verdict(data))}</p>',
         f"<h2>Before and after: {data['output_length']} tokens, backend {escape(data['backend'])}</h2>",
-        _speed(measured) + _table(["", "unpatched", "TileGym", "TileGym is"], report.speed_rows(measured)),
+        _speed(measured) + _table(["", "unpatched", "TileGym", "speed-up"], report.speed_rows(measured)),
         "<h2>Each flag by itself, in tokens a second</h2>",
         _flags(measured)
         + _table(["flag", "tokens/s", "against unpatched", "greedy tokens"], report.flag_rows(measured)),

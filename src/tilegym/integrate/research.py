@@ -1,5 +1,6 @@
 """Research: what a model computes, found out by running a small copy of it and probing its parts."""
 
+import contextlib
 import copy
 import json
 from typing import Any
@@ -21,6 +22,7 @@ from tilegym.integrate.requirement import Requirement
 from tilegym.integrate.requirement import Research
 from tilegym.integrate.requirement import Source
 from tilegym.integrate.requirement import Unrecognised
+from tilegym.integrate.small_config import twice_as_deep
 from tilegym.integrate.small_model import SmallModel
 from tilegym.integrate.small_model import default_config
 from tilegym.integrate.small_model import small_model
@@ -44,11 +46,17 @@ def research(model: nn.Module | Any, trust_remote_code: bool = False, seed: int 
         ModelError: the family is no causal language model, or cannot be made small.
     """
     config = default_config(model) if isinstance(model, str) else getattr(model, "config", model)
-    small = small_model(config, seed, trust_remote_code, type(model) if isinstance(model, nn.Module) else None)
+    arguments = config, seed, trust_remote_code, type(model) if isinstance(model, nn.Module) else None
+    small = small_model(*arguments)
     real = model if isinstance(model, nn.Module) else _laid_out(small)
-    with torch.device("cpu"):  # whatever the default is
-        findings = find(small.model, record(small.model))
-    places = Places(small.model, real)
+    findings, places = _observed(small, real)
+    if _unlike(findings, places):
+        # Layers such as those that others share keys with are of one kind only if there are more of them.
+        with contextlib.suppress(ModelError):
+            deeper = small_model(*arguments, recipes=(twice_as_deep,))
+            observed = _observed(deeper, real)
+            if len(_unlike(*observed)) < len(_unlike(findings, places)):
+                small, (findings, places) = deeper, observed
     placed = place(findings, places, small.changes)
     dtype = str(getattr(config, "dtype", None) or torch.bfloat16).removeprefix("torch.")
     text = real.config.get_text_config(decoder=True)
@@ -58,9 +66,21 @@ def research(model: nn.Module | Any, trust_remote_code: bool = False, seed: int 
         architecture=type(real).__name__,
         transformers=transformers.__version__,
         requirements=requirements,
-        unrecognised=_unrecognised(findings, small.model, places),
+        unrecognised=_unrecognised(findings, places),
         changes={name: list(change) for name, change in small.changes.items() if _is_plain(change)},
     )
+
+
+def _observed(small: SmallModel, real: nn.Module) -> tuple[Findings, Places]:
+    """What the small model computes, and where that stands in the real one."""
+    with torch.device("cpu"):  # whatever the default is
+        return find(small.model, record(small.model)), Places(small.model, real)
+
+
+def _unlike(findings: Findings, places: Places) -> list[tuple[str, str]]:
+    """The modules of the real model that are like none of the small one but for their class: path, and what that is."""
+    probed = {type(places.small.get_submodule(f.path)): f.kind for f in findings.found if f.path}
+    return [(path, probed[cls]) for path in places.strangers if (cls := type(places.modules[path])) in probed]
 
 
 def _is_plain(change: Any) -> bool:
@@ -165,18 +185,16 @@ def _attention_op(said: dict[str, Any]) -> str:
     return "attention_sink" if said["sinks"] else "gemma_attention" if said["softcap"] else "fmha"
 
 
-def _unrecognised(findings: Findings, small: nn.Module, places: Places) -> tuple[Unrecognised, ...]:
+def _unrecognised(findings: Findings, places: Places) -> tuple[Unrecognised, ...]:
     found: dict[tuple, tuple[Source | None, list[str]]] = {}
     for missed in findings.missed:
         key = implementation(missed.callee), missed.why, missed.resembles
         entry = found.setdefault(key, (source_of(missed.callee), []))
         entry[1].extend(p for p in (places.of(missed.path) if missed.path else [""]) if p not in entry[1])
-    probed = {type(small.get_submodule(f.path)): f.kind for f in findings.found if f.path}
-    for path in places.strangers:
+    for path, kind in _unlike(findings, places):
         cls = type(places.modules[path])
-        if cls in probed:
-            key = implementation(cls), "no layer of the small model is like this one", probed[cls]
-            found.setdefault(key, (source_of(cls), []))[1].append(path)
+        key = implementation(cls), "no layer of the small model is like this one", kind
+        found.setdefault(key, (source_of(cls), []))[1].append(path)
     return tuple(
         Unrecognised(name, tuple(paths), why, resembles, source)
         for (name, why, resembles), (source, paths) in found.items()

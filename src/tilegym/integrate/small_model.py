@@ -42,7 +42,11 @@ class SmallModel:
 
 
 def small_model(
-    config: Any, seed: int = 0, trust_remote_code: bool = False, model_class: type | None = None
+    config: Any,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    model_class: type | None = None,
+    recipes: tuple[Callable, ...] | None = None,
 ) -> SmallModel:
     """Builds a small causal language model of the family of ``config``.
 
@@ -51,6 +55,7 @@ def small_model(
         seed: of the weights.
         trust_remote_code: whether code that comes with the config may run.
         model_class: the class to build where transformers does not know which, such as a model of one's own.
+        recipes: what to try instead of all of :mod:`tilegym.integrate.small_config`.
 
     Raises:
         ModelError: the family is no causal language model, or no recipe makes it small; with what was tried.
@@ -59,7 +64,8 @@ def small_model(
     text = config.get_text_config(decoder=True)
     failures: list[str] = []
     with torch.device("cpu"):
-        small = _first_that_runs(config, text, seed, trust_remote_code, model_class, failures)
+        candidates = _candidates(config, text, trust_remote_code, model_class)
+        small = _first_that_runs(candidates, RECIPES if recipes is None else recipes, seed, failures)
     if small is not None:
         return small
     last = failures[0] if failures else "its config has no decoder"
@@ -67,10 +73,10 @@ def small_model(
 
 
 def _first_that_runs(
-    config: Any, text: Any, seed: int, trust_remote_code: bool, model_class: type | None, failures: list[str]
+    candidates: Iterator[tuple[Any, Callable]], recipes: tuple[Callable, ...], seed: int, failures: list[str]
 ) -> SmallModel | None:
-    for candidate, make in _candidates(config, text, trust_remote_code, model_class):
-        for recipe in RECIPES:
+    for candidate, make in candidates:
+        for recipe in recipes:
             try:
                 values, changes = recipe(candidate.to_dict())
                 model = _build(type(candidate), make, values, seed)

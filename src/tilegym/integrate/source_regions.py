@@ -1,26 +1,28 @@
 """Where a class or function is written: file and lines of the installed package, and a link to the same lines."""
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tilegym import env
 from tilegym.integrate.requirement import Source
 
 REPOSITORY = "https://github.com/huggingface/transformers"
-
-# The commit of a release's tag, where somebody has looked it up; other releases are linked by their tag.
-RELEASE_COMMITS: dict[str, str] = {}
+_TIMEOUT = 10  # seconds
 
 
 def transformers_revision() -> tuple[str, bool]:
     """The revision that the installed transformers comes from, and whether it is a commit: else it is a tag.
 
-    A version installed from git knows its commit.
+    A version installed from git knows its commit; that of a release is known once :func:`look_up_commit` has asked.
     """
     return _revision()
 
@@ -28,11 +30,54 @@ def transformers_revision() -> tuple[str, bool]:
 @functools.cache
 def _revision() -> tuple[str, bool]:
     distribution = importlib.metadata.distribution("transformers")
-    version = distribution.version
-    commit = RELEASE_COMMITS.get(version, "")
-    if not commit:
-        commit = json.loads(distribution.read_text("direct_url.json") or "{}").get("vcs_info", {}).get("commit_id", "")
-    return (commit, True) if commit else (f"v{version}", False)
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    commit = origin.get("vcs_info", {}).get("commit_id", "")
+    if not commit and origin.get("dir_info", {}).get("editable"):
+        commit = _git("-C", origin["url"].removeprefix("file://"), "rev-parse", "HEAD").strip()
+    commit = commit or _known_commits().get(distribution.version, "")
+    return (commit, True) if commit else (f"v{distribution.version}", False)
+
+
+def look_up_commit() -> str:
+    """Asks GitHub for the commit of the installed release's tag, and remembers it; "" if that did not work."""
+    revision, known = transformers_revision()
+    if known:
+        return revision
+    answer = _git("ls-remote", REPOSITORY, f"refs/tags/{revision}", f"refs/tags/{revision}^{{}}")
+    # An annotated tag has a line of its own; the line behind it is the commit's.
+    lines = [line.split() for line in answer.splitlines() if "refs/tags/" in line]
+    if not lines:
+        return ""
+    commit = lines[-1][0]
+    file = _file_of_commits()
+    with contextlib.suppress(OSError):  # then it is asked for again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(_known_commits() | {revision.removeprefix("v"): commit}), encoding="utf-8")
+    _revision.cache_clear()
+    source_of.cache_clear()
+    return commit
+
+
+def _git(*arguments: str) -> str:
+    """What git answers; "" if it does not."""
+    environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+    try:
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, timeout=_TIMEOUT, check=True, env=environment
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _file_of_commits() -> Path:
+    return env.cache_dir() / "transformers_commits.json"
+
+
+def _known_commits() -> dict[str, str]:
+    try:
+        return json.loads(_file_of_commits().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 @functools.lru_cache(maxsize=4096)

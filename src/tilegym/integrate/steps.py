@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilegym.bench import generate
 from tilegym.bench import models
 from tilegym.bench.prompts import Batch
 from tilegym.errors import ModelError
@@ -86,8 +85,15 @@ def verify_candidate(model: nn.Module, place: Place, path: str, calls: list[Reco
     return check
 
 
-def compiled(launches: list, done: dict[str, str], notices: list[str]) -> tuple[dict[str, str], str]:
-    """Compiles what was launched for all architectures: the new results, and what does not compile, "" for nothing."""
+def compiled(
+    launches: list, done: dict[str, str], notices: list[str], binding: bool = True
+) -> tuple[dict[str, str], str]:
+    """Compiles what was launched for all architectures: the new results, and why the candidate fails, "" if not.
+
+    Args:
+        binding: whether the candidate fails if a kernel does not compile. What ran on a GPU has that GPU's
+            configuration, and another one elsewhere: there it is only reported.
+    """
     if not launches:
         return done, ""
     if not compiler_is_there():
@@ -98,7 +104,7 @@ def compiled(launches: list, done: dict[str, str], notices: list[str]) -> tuple[
     done = compile_ahead(launches, done)
     names = {kernel_name(kernel) for kernel, _ in launches}
     bad = next((f"{job}: {why}" for job, why in done.items() if why and job.split()[0] in names), "")
-    return done, f"it does not compile: {bad}" if bad else ""
+    return done, f"it does not compile: {bad}" if bad and binding else ""
 
 
 def summary(check: Check) -> dict[str, Any]:
@@ -114,11 +120,6 @@ def whole_backend(model: nn.Module, backend: str) -> str:
     if model.device.type == "cuda" or model.num_parameters() > _MODEL_LIMIT:
         return backend
     return "cutile"
-
-
-def tokens(model: nn.Module, batch: Batch, length: int) -> list[int]:
-    """What the model makes of the prompt."""
-    return generate.run_once(model, [batch], length).tokens[0][0].tolist()
 
 
 def text(batch: Batch, tokenizer: Any | None, row: list[int]) -> dict[str, str]:

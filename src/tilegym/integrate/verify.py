@@ -6,9 +6,11 @@ the model's own dtype, and four roundings of the largest value in any case.
 
 import contextlib
 import copy
+import os
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
@@ -80,7 +82,7 @@ def verify(
         calls: of :func:`tilegym.integrate.capture.capture`.
         backend: to run the kernel on.
         gradients: compare those of the first prefill, with respect to tensors and weights, as well.
-        launches: gets (kernel, arguments) of every launch in the interpreter.
+        launches: gets (kernel, arguments) of each kernel's first launch.
     """
     check = Check()
     if not calls:
@@ -100,7 +102,7 @@ def verify(
         given = _with_constants(place, call)
 
         def run(trains: bool, given: tuple = given) -> dict | str:
-            with recorded(launches), _no_fallback(), use_backend(backend):
+            with recorded(launches), untuned(), _no_fallback(), use_backend(backend):
                 return deviations(layer, original, replaced, given, trains, _FP32_ROUNDINGS)
 
         try:
@@ -206,23 +208,52 @@ def _no_fallback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded(launches: list | None) -> Iterator[None]:
-    """Collects (kernel, arguments) of launches in the interpreter within the block."""
+    """Collects (kernel, arguments) of each kernel's first launch within the block, on a GPU or in the interpreter."""
     if launches is None:
         yield
         return
+    import cuda.tile as ct
+
     from tilegym import interpreter
 
-    real = interpreter.launch
+    known = {kernel_name(kernel) for kernel, _ in launches}
+    interpreted, native = interpreter.launch, ct.launch
 
-    def launch(grid: tuple, kernel: Any, args: tuple) -> None:
-        launches.append((kernel, args))
-        real(grid, kernel, args)
+    def keep(kernel: Any, args: tuple) -> None:
+        if kernel_name(kernel) not in known:
+            known.add(kernel_name(kernel))
+            launches.append((kernel, args))
 
-    interpreter.launch = launch
+    def launch_on_cpu(grid: tuple, kernel: Any, args: tuple) -> None:
+        keep(kernel, args)
+        interpreted(grid, kernel, args)
+
+    def launch_on_gpu(stream: int, grid: tuple, kernel: Any, args: tuple, **options: Any) -> None:
+        keep(kernel, args)
+        native(stream, grid, kernel, args, **options)
+
+    interpreter.launch, ct.launch = launch_on_cpu, launch_on_gpu
     try:
         yield
     finally:
-        interpreter.launch = real
+        interpreter.launch, ct.launch = interpreted, native
+
+
+@contextlib.contextmanager
+def untuned() -> Iterator[None]:
+    """Nothing is tuned within the block: kernels run with what is known, else their first configuration.
+
+    For calls that are not timed: tuning each of their sizes would take minutes on a GPU. What a kernel is launched with
+    here is not remembered.
+    """
+    from tilegym.backend.cutile.tuning_bench import GpuBench
+
+    ready = GpuBench.ready
+    GpuBench.ready = lambda bench: False
+    try:
+        yield
+    finally:
+        GpuBench.ready = ready
 
 
 def compile_ahead(
@@ -236,12 +267,11 @@ def compile_ahead(
     Raises:
         UnsupportedError: cuTile's compiler is not installed.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from tilegym import interpreter
-
     if not compiler_is_there():
         raise UnsupportedError("cuTile's compiler is not installed: pip install 'tilegym[tileiras]'")
+    from tilegym import interpreter
+    from tilegym.backend.cutile.tuning_bench import parallel_compilation
+
     first = {kernel_name(kernel): (kernel, args) for kernel, args in reversed(launches)}
     jobs = [(n, k, a, arch) for n, (k, a) in first.items() for arch in architectures if f"{n} {arch}" not in done]
 
@@ -253,7 +283,7 @@ def compile_ahead(
             return f"{name} {arch}", (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"{name} {arch}", ""
 
-    with ThreadPoolExecutor(2) as pool:
+    with parallel_compilation(), ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         return done | dict(pool.map(run, jobs))
 
 

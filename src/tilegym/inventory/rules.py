@@ -144,7 +144,7 @@ def _check_reference(definition: Definition) -> _Found:
             yield (
                 "reference",
                 f"source {url} is not a permalink to lines of a commit",
-                f"write {reference.PERMALINK_FORM}",
+                f"write {reference.PERMALINK_FORM}; for a draft `tilegym integrate MODEL --resolve-commits` does",
             )
     try:
         functions = reference.run_functions(text)

@@ -1,0 +1,30 @@
+"""Decoding as CUDA graphs for a model of any family, as a compute of its own beside those of :mod:`.general`."""
+
+from torch import nn
+
+from tilegym.transformers import computes
+from tilegym.transformers.family import Family
+from tilegym.transformers.patching import PatchSet
+
+_ANY = Family("", "", (computes.GRAPH,))
+
+
+def put_graph(model: nn.Module, use_cutile: bool = False, patches: PatchSet | None = None) -> PatchSet:
+    """Lets ``generate`` of ``model`` replay its decoding steps; its attention has to be TileGym's already.
+
+    Args:
+        use_cutile: which backend the report names; a step runs what the model's modules run.
+        patches: the set to add to; None makes one.
+
+    Returns:
+        The report, with the reason where the steps of this model cannot be captured; ``revert()`` undoes it.
+
+    Raises:
+        PatchError: ``patches`` is None, and the steps cannot be captured.
+    """
+    mine = PatchSet(model, maker=__name__) if patches is None else patches
+    with mine.all_or_nothing():
+        computes.GRAPH.in_model(mine, _ANY, "cutile" if use_cutile else None, model)
+        if patches is None:
+            mine.require_match(type(model).__name__)
+    return mine
