@@ -18,6 +18,7 @@ import cuda.tile as ct
 import torch
 
 from tilegym.backend.cutile.launch import launch
+from tilegym.errors import UnsupportedError
 
 
 '''
@@ -38,6 +39,9 @@ def gated_norm_kernel(x, gate, weight, y, N: ct.Constant[int], TILE: ct.Constant
 
 _RUN = '''def run(hidden_states, norm_gate, norm_weight):
     """The norm of each row."""
+    trained = hidden_states.requires_grad or norm_gate.requires_grad or norm_weight.requires_grad
+    if torch.is_grad_enabled() and trained:
+        raise UnsupportedError("there is no gradient")
     n = hidden_states.shape[-1]
     rows = hidden_states.reshape(-1, n)
     y = hidden_states.new_empty(hidden_states.shape)
@@ -58,6 +62,10 @@ def _changed(*changes: tuple[str, str]) -> str:
 
 
 _CALL = "    launch(rows, (rows.shape[0],), gated_norm_kernel, (rows, norm_gate, norm_weight, out, n, 32))\n"
+_REFUSAL = """    trained = hidden_states.requires_grad or norm_gate.requires_grad or norm_weight.requires_grad
+    if torch.is_grad_enabled() and trained:
+        raise UnsupportedError("there is no gradient")
+"""
 _STORE = "    ct.scatter(y, (row, cols), ct.astype(w * gated, y.dtype))\n"
 _DOC = '    """The norm of each row."""\n'
 
@@ -102,6 +110,28 @@ CORPUS = {
             ("ct.astype(w * gated, y.dtype)", "ct.where(ct.abs(value) < 1e-6, 0.0, ct.astype(w * gated, y.dtype))")
         ),
         "G4",
+        "incorrect",
+    ),
+    "silent_about_gradients": Canned(_changed((_REFUSAL, "")), "G3", "incorrect"),
+    "wrong_gradients": Canned(
+        _changed(
+            (_REFUSAL, ""),
+            ("def run(", "def forward("),
+            (
+                "    return y\n",
+                "    return y\n\n\n"
+                "class Norm(torch.autograd.Function):\n"
+                "    @staticmethod\n"
+                "    def forward(ctx, *inputs):\n"
+                "        return forward(*inputs)\n\n"
+                "    @staticmethod\n"
+                "    def backward(ctx, dy):\n"
+                "        return dy, None, None\n\n\n"
+                "def run(hidden_states, norm_gate, norm_weight):\n"
+                "    return Norm.apply(hidden_states, norm_gate, norm_weight)\n",
+            ),
+        ),
+        "G3",
         "incorrect",
     ),
     "mutates_inputs": Canned(

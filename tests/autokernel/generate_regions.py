@@ -195,11 +195,47 @@ def attention_output_gate_linear(attn_output, gate, weight, residual):
 
 
 # With matrix products: the shapes of inputs with M rows, K in and N out.
+def add_norm_gated_mlp_half(hidden_states, residual, weight, gate_proj_weight, up_proj_weight):
+    residual = residual + hidden_states
+    hidden_states = residual.float()
+    hidden_states = hidden_states * torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + 1e-6)
+    hidden_states = weight * hidden_states.to(residual.dtype)
+    return residual, F.silu(F.linear(hidden_states, gate_proj_weight)) * F.linear(hidden_states, up_proj_weight)
+
+
 PRODUCTS = {
     "linear_gelu": (linear_gelu, ("MK", "NK", "N")),
     "linear_residual": (linear_residual, ("MK", "NK", "MN")),
     "rms_norm_linear": (rms_norm_linear, ("MK", "K", "NK")),
     "layer_norm_linear_relu": (layer_norm_linear_relu, ("MK", "K", "K", "NK", "N")),
     "gated_mlp_half": (gated_mlp_half, ("MK", "NK", "NK")),
+    "add_norm_gated_mlp_half": (add_norm_gated_mlp_half, ("MK", "MK", "K", "NK", "NK")),
     "attention_output_gate_linear": (attention_output_gate_linear, ("MK", "MK", "NK", "MN")),
+}
+
+
+def masked_gate(hidden_states, mask):
+    return torch.where(mask, hidden_states * 0.5, 0.0)
+
+
+def masked_softmax(attn_weights, mask):
+    return F.softmax(attn_weights.masked_fill(mask, -1e4), dim=-1)
+
+
+def masked_rows(hidden_states, weight, padding):
+    return torch.where(padding, 0.0, hidden_states * weight)
+
+
+def masked_linear(hidden_states, mask, weight, keep):
+    return torch.where(keep, F.linear(hidden_states.masked_fill(mask, 0.0), weight), 0.0)
+
+
+# With truth values: the shapes of inputs, and which are truth values.
+MASKED = {
+    "masked_gate": (masked_gate, (X, X), ("mask",)),
+    "masked_softmax": (masked_softmax, (X, X), ("mask",)),
+    "masked_softmax_of_heads": (masked_softmax, ((2, 3, 5, N), (2, 1, 5, N)), ("mask",)),
+    "masked_rows": (masked_rows, (X, (N,), (2, 9, 1)), ("padding",)),
+    "masked_linear": (masked_linear, ((9, 40), (9, 40), (N, 40), (9, N)), ("mask", "keep")),
+    "masked_linear_of_a_row": (masked_linear, ((1, 40), (1, 40), (N, 40), (1, N)), ("mask", "keep")),
 }

@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from tilegym import cli
 from tilegym.autokernel.loop import Loop
+from tilegym.autokernel.repository import Repository
+from tilegym.errors import AutokernelError
 
 MODEL = f"{Path(__file__).with_name('autokernel_models.py')}::gated_norm"
 
@@ -31,6 +33,25 @@ def test_help_says_what_the_sandbox_does_not_stop():
     assert "no boundary against hostile code" in text and "--ray" in text
 
 
+@pytest.mark.parametrize("between", ["-", "_"])
+def test_options_have_hyphens_or_underscores(repository, tmp_path, monkeypatch, between):
+    seen = []
+    monkeypatch.setattr(Loop, "run", lambda self: seen.append(self.settings.model) or "done")
+    monkeypatch.setattr(Loop, "coverage", lambda self: 0.0)
+    options = [f"--random{between}weights"]
+    options += [f"--{name}{between}{what}={value}" for name, what, value in
+                (("num", "layers", 3), ("input", "length", 5), ("output", "length", 7))]  # fmt: skip
+    result = call("x", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu", *options)
+    assert result.exit_code == 0, result.exception
+    (model,) = seen
+    assert (model.spec.random_weights, model.spec.num_layers, model.input_length, model.output_length) == (
+        True,
+        3,
+        5,
+        7,
+    )
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -50,6 +71,16 @@ def test_a_dirty_repository_is_refused(repository, tmp_path):
     result = call(MODEL, "--repository", repository, "--out", tmp_path / "out", "--device", "cpu")
     assert "uncommitted changes" in str(result.exception)
     assert (repository / "new.py").read_text() == "x = 1\n"
+
+
+def test_what_a_run_leaves_is_not_dirty(repository):
+    repo = Repository(repository, "run", repository / "out" / "run" / "worktrees")
+    (repository / "out" / "run").mkdir(parents=True)
+    (repository / "out" / "run" / "ledger.sqlite").write_text("")
+    repo.check_clean()
+    (repository / "out" / "mine").write_text("")
+    with pytest.raises(AutokernelError, match="uncommitted"):
+        repo.check_clean()
 
 
 def test_a_folder_is_found_from_where_the_command_runs(repository, tmp_path, monkeypatch):

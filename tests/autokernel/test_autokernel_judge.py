@@ -1,8 +1,10 @@
 """The judge: every bad proposal of the corpus is rejected at its gate, the good one passes."""
 
 import dataclasses
+import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,11 @@ from autokernel_corpus import GOOD
 from autokernel_corpus import proposal
 
 from tilegym.autokernel import Task
+from tilegym.autokernel import harness
 from tilegym.autokernel import judging_inputs
 from tilegym.autokernel import profile
 from tilegym.autokernel import sandbox
+from tilegym.autokernel import tensors
 from tilegym.autokernel import timing
 from tilegym.autokernel.judge import KernelJudge
 from tilegym.autokernel.judge import Verdict
@@ -40,7 +44,7 @@ def region(tmp_path_factory):
     found = profile.record(model, [lambda: generate.run_once(model, batches, 3)])
     chosen = next(r for r in find_regions(model) if "norm_gate" in r.inputs)
     definition = profile.draft(chosen, found[chosen.key], "llama")
-    profile.check_draft(definition, found[chosen.key])
+    profile.check_draft(definition, found[chosen.key], torch.device("cpu"))
     path = tmp_path_factory.mktemp("recording") / "norm.safetensors"
     judging_inputs.save_recording(path, definition, found[chosen.key])
     samples = profile.samples(definition, found[chosen.key])
@@ -176,3 +180,66 @@ def test_drafts_say_why_there_is_none():
     chosen = find_regions(model)[0]
     with pytest.raises(InventoryError, match="never called"):
         profile.draft(chosen, profile.Recording(), "llama")
+
+
+def test_large_inputs_are_written_once(tmp_path):
+    weight, outbox = torch.randn(1024, 512), tensors.Outbox(tmp_path)
+    calls = [{"x": torch.full((2,), float(i)), "weight": weight, "eps": 1e-5} for i in range(3)]
+    written = [outbox.write(call) for call in calls]
+    assert len({files[0] for files, _ in written}) == 1 and len({f for files, _ in written for f in files}) == 4
+    files = harness.Files(torch.device("cpu"))
+    for call, (names, described) in zip(calls, written, strict=True):
+        got = tensors.unpack(files.load(names), json.loads(described))
+        assert list(got) == ["x", "weight", "eps"] and got["eps"] == 1e-5
+        assert torch.equal(got["x"], call["x"]) and torch.equal(got["weight"], weight)
+        outbox.remove(names)
+    assert [p.name for p in tmp_path.iterdir()] == [Path(written[0][0][0]).name]
+
+
+def test_recorded_weights_are_kept_once(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False))
+    found = profile.record(model, [lambda: [model(torch.randn(n, 8)) for n in (2, 3)]])
+    (region,) = find_regions(model)
+    definition = profile.draft(region, found[region.key], "llama")
+    judging_inputs.save_recording(tmp_path / "calls", definition, found[region.key])
+    assert sorted(tensors.read(tmp_path / "calls")) == ["0.weight", "0.x", "1.x"]
+    (first, _), (second, _) = judging_inputs.recorded(tmp_path / "calls", torch.Generator())
+    assert first.inputs["weight"] is second.inputs["weight"] and second.inputs["x"].shape == (3, 8)
+    assert torch.equal(first.inputs["weight"], model[0].weight)
+
+
+def test_huge_values_do_not_overflow_in_sums():
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 2, bias=False).bfloat16())
+    found = profile.record(model, [lambda: [model(torch.randn(n, 1024).bfloat16()) for n in (2, 3)]])
+    (region,) = find_regions(model)
+    definition = profile.draft(region, found[region.key], "llama")
+    call = judging_inputs.small(definition, {}, torch.Generator(), 3)
+    assert judging_inputs.adds_up(definition, call)
+    (huge,) = [c for c in judging_inputs.extreme(definition, call, torch.Generator()) if c.name == "huge values"]
+    assert 1e30 < huge.inputs["x"].abs().max() and (huge.inputs["x"].float().abs().sum(-1).isfinite()).all()
+    source = "# Source: x\nimport torch\n\n\ndef run(x):\n    y = x * 2\n    return y\n"
+    pointwise = definition.model_copy(update={"inputs": {"x": definition.inputs["x"]}, "reference": source})
+    call = judging_inputs.small(pointwise, {}, torch.Generator(), 3)
+    assert not judging_inputs.adds_up(pointwise, call)
+
+
+def test_on_a_gpu_the_next_process_begins_before_it_is_asked_for(monkeypatch):
+    host, begun = WorkerHost("0"), []
+
+    def begin(kind, limits):
+        ours, theirs = socket.socketpair()
+        theirs.sendall(b'{"confined": {"network": true}}\n')
+        begun.append((kind, theirs, ours))
+        return ours, 1 << 30, host.folder  # no such process
+
+    monkeypatch.setattr(host, "_begin", begin)
+    assert host.worker().confined == {"network": True}
+    assert [kind for kind, *_ in begun] == ["kernel"] * 2
+    second = host.worker()
+    second.channel.sendall(b"x")
+    assert begun[1][1].recv(1) == b"x" and len(begun) == 3  # it is the one that waited
+    host.worker("model", Limits(memory=1 << 40))
+    assert [kind for kind, *_ in begun[3:]] == ["model"] * 2
+    host.close()
+    # Those that nobody asked for are told to end.
+    assert [ours.fileno() == -1 for *_, ours in begun] == [False, False, True, False, True]

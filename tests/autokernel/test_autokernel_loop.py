@@ -8,6 +8,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
+import torch
 from autokernel_corpus import GOOD
 from autokernel_corpus import proposal
 
@@ -22,6 +23,7 @@ from tilegym.autokernel.loop import Loop
 from tilegym.autokernel.loop import Settings
 from tilegym.autokernel.model_judge import ModelSettings
 from tilegym.autokernel.model_judge import confident_ratio
+from tilegym.autokernel.model_judge import decided
 from tilegym.autokernel.model_judge import throughput_problem
 from tilegym.autokernel.model_worker import ModelSpec
 from tilegym.autokernel.preparation import recording_path
@@ -46,6 +48,12 @@ REGIONS = {
 def git(folder, *arguments):
     done = subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True)
     return done.stdout.strip()
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """Runs are described as of a machine without a GPU: a child forked after CUDA was initialised cannot use it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
@@ -73,7 +81,7 @@ def task(key):
     return Task(definition, key, ("model",), (sample,), ("sm_90",), "kernels_of/family")
 
 
-def survey(settings, device, architectures, folder, recordings):
+def survey(settings, device, architectures, folder, recordings, tell):
     recordings.mkdir(parents=True, exist_ok=True)
     rows = []
     for key, (seconds, bound, _) in REGIONS.items():
@@ -114,6 +122,9 @@ class FakeModel:
 
     def __init__(self):
         self.judged = []
+
+    def close(self):
+        pass
 
     def baseline(self):
         return {"seconds": 1.0, "throughput": 100.0, "peak": 1000, "noise": 0.01}
@@ -346,3 +357,67 @@ def test_confidence():
     assert mean == least == pytest.approx(2.0)
     mean, least = confident_ratio([1.0, 2.0, 1.5, 1.2], [1.0, 1.0, 1.0, 1.0])
     assert least < 1.0 < mean
+
+
+def test_turns_end_when_it_is_decided():
+    assert not decided([[1.0] * 3, [1.0] * 3], 0.99)  # too few
+    assert decided([[1.0] * 4, [1.0] * 4], 0.99) and decided([[1.1] * 4, [1.0] * 4], 0.99)
+    noisy = [1.0, 1.1, 0.9, 1.0]
+    assert not decided([noisy, [1.0] * 4], 0.99)
+    assert not decided([noisy, [1.0] * 4, [2.0] * 4], 0.99)
+    assert decided([noisy, [1.0] * 4, [0.5] * 4], 0.99)  # slower than one of them
+
+
+def test_minutes_end_a_round_between_two_experiments(repository, tmp_path):
+    def checkpoint(step):
+        if step == "finish":
+            made.began -= 1e6
+
+    made = loop(repository, tmp_path / "out", checkpoint, experiments=2, width=2)
+    assert "minutes" in made.run()
+    assert [e.state for e in made.ledger.experiments()] == ["finished", "judged"]
+    assert not list(made.repository.worktrees.glob("*"))
+    made.ledger.note("seconds", 0.0)
+    again = loop(repository, tmp_path / "out", experiments=2, width=2)
+    assert "experiments" in again.run()
+    assert {e.state for e in again.ledger.experiments()} == {"finished"}
+
+
+@pytest.mark.parametrize("middle, regions, coverage", [
+    (4.0, {"large", "hopeless"}, 5.0 + 1.0),  # the larger region goes first, and what is inside it is closed
+    (0.5, {"large", "middle", "hopeless"}, 5.0 + 3.0 + 1.0 - 0.5),  # most of this one is elsewhere
+])  # fmt: skip
+def test_time_inside_a_larger_region_counts_once(repository, tmp_path, monkeypatch, middle, regions, coverage):
+    monkeypatch.setitem(REGIONS, "large", (5.0, 1.0, ["good"]))
+    monkeypatch.setitem(REGIONS, "middle", (min(3.0, middle) if middle > 3 else 3.0, 1.0, ["good"]))
+    monkeypatch.setitem(REGIONS, "hopeless", (1.0, 0.1, ["good"]))
+    made = loop(repository, tmp_path / "out", experiments=9)
+
+    def nested(*arguments):
+        rows, whole = survey(*arguments)
+        return rows, whole | {"inside": [["large", "middle", min(middle, 3.0)]]}
+
+    made.survey = nested
+    made.run()
+    assert {e.region for e in made.ledger.kept()} == regions
+    assert made.coverage() == pytest.approx(coverage / 12.0)
+    assert {e.round for e in made.ledger.experiments() if e.region == "large"} == {1}
+    assert all(e.round > 1 for e in made.ledger.experiments() if e.region == "middle")  # not beside the larger one
+    closed = {row.key: row.closed for row in made.ledger.regions()}
+    assert ("is covered" in closed["middle"]) == ("middle" not in regions)
+
+
+def test_a_larger_region_is_closed_when_its_parts_are_covered(repository, tmp_path, monkeypatch):
+    monkeypatch.setitem(REGIONS, "large", (5.0, 4.4, ["good"]))  # little to gain: the parts go first
+    made = loop(repository, tmp_path / "out", experiments=9)
+
+    def nested(*arguments):
+        rows, whole = survey(*arguments)
+        return rows, whole | {"inside": [["large", "middle", 3.0], ["large", "hopeless", 2.0]]}
+
+    monkeypatch.setitem(REGIONS, "hopeless", (2.0, 0.1, ["good"]))
+    made.survey = nested
+    made.run()
+    assert {e.region for e in made.ledger.kept()} == {"middle", "hopeless"}
+    assert made.coverage() == pytest.approx(5.0 / 12.0)
+    assert "is covered" in {row.key: row.closed for row in made.ledger.regions()}["large"]

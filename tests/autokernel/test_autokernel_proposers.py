@@ -1,9 +1,11 @@
 """The proposers: reuse, generate, tune and agent."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,10 @@ from tilegym.autokernel.proposers import AgentConfig
 from tilegym.autokernel.proposers import Generate
 from tilegym.autokernel.proposers import Reuse
 from tilegym.autokernel.proposers import Tune
+from tilegym.autokernel.proposers import reuse
 from tilegym.autokernel.proposers.agent import worktrees
+from tilegym.autokernel.proposers.deadline import Late
+from tilegym.autokernel.proposers.deadline import at_most
 from tilegym.autokernel.proposers.tune import numbers
 from tilegym.autokernel.repository import Repository
 from tilegym.autokernel.repository import write_proposal
@@ -214,3 +219,18 @@ def test_agent_config(tmp_path):
         path.write_text(text)
         with pytest.raises(AutokernelError, match="agent.json"):
             AgentConfig.from_file(path)
+
+
+def test_a_search_ends_in_time(task, monkeypatch):
+    def endless(definition):
+        while True:
+            with contextlib.suppress(Exception):
+                time.sleep(0.01)
+
+    with pytest.raises(Late), at_most(0.05):
+        endless(None)
+    monkeypatch.setattr(reuse, "match", endless)
+    monkeypatch.setattr(reuse, "_SECONDS", 0.05)
+    reuse._matches.cache_clear()
+    assert Reuse().propose(task) is None
+    reuse._matches.cache_clear()

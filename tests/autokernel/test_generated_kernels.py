@@ -15,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from common import PyTestCase
 from common import assert_launches_compile
+from common import device
 from common import dtypes
 from common import randn
+from common import recorded_launches
 from generate_regions import CASES
+from generate_regions import MASKED
 from generate_regions import PRODUCTS
 from generate_regions import N
 
@@ -51,7 +54,7 @@ def case(name: str):
     region = chosen.make(N)
     inputs = [randn(*shape, dtype=torch.bfloat16) for shape in chosen.inputs]
     if isinstance(region, torch.nn.Module):
-        region = region.to(torch.bfloat16)
+        region = region.to(device(), torch.bfloat16)
     kernel = generate(region, inputs, name)
     return kernel, loaded(kernel), region
 
@@ -122,6 +125,28 @@ class Test_Generate(PyTestCase):
         given = product_arguments(name, rows, 150, 77, dtype)
         self.assertCorrectness(entry, PRODUCTS[name][0], given)
 
+    @pytest.mark.parametrize("name", MASKED)
+    def test_truth_values_are_read_as_bytes(self, name, monkeypatch):
+        region, shapes, truths = MASKED[name]
+        names = inspect.signature(region).parameters
+        given = {n: randn(*s, dtype=torch.bfloat16, seed=i) for i, (n, s) in enumerate(zip(names, shapes, strict=True))}
+        given |= {n: given[n] > 0 for n in truths}
+        kernel = generate(region, list(given.values()))
+        assert check_source(kernel.source) == [] and kernel.trains != ("linear" in name)
+        gradient = tuple(n for n in names if n not in truths) if kernel.trains else False
+        self.assertCorrectness(loaded(kernel), region, given, gradient=gradient)
+        if kernel.trains:
+            monkeypatch.setattr(plan, "MAX_CACHED", 64)
+            monkeypatch.setattr(plan, "MAX_CACHED_BACKWARD", 64)
+            self.assertCorrectness(loaded(rewritten(kernel)), region, given, gradient=gradient)
+        leaves = [t.cpu().requires_grad_(kernel.trains and t.is_floating_point()) for t in given.values()]
+        with recorded_launches() as launches:
+            made = loaded(kernel)(*leaves)
+            if kernel.trains:
+                made.sum().backward()
+        passed = {a.dtype for _, args in launches for a in args if isinstance(a, torch.Tensor)}
+        assert torch.uint8 in passed and torch.bool not in passed
+
     @pytest.mark.parametrize("name", ["layer_norm_gelu", "eager_attention_probabilities", "norm_statistics"])
     def test_rows_longer_than_a_block_holds(self, name, monkeypatch):
         cached = case(name)[0]
@@ -191,7 +216,7 @@ def test_kernels_compile_for_every_architecture(name):
     _, entry, _ = case(name)
 
     def call():
-        leaves = [t.requires_grad_(i == 0) for i, t in enumerate(arguments(name, torch.bfloat16).values())]
+        leaves = [t.cpu().requires_grad_(i == 0) for i, t in enumerate(arguments(name, torch.bfloat16).values())]
         entry(*leaves).sum().backward()
 
     assert_launches_compile(call)
@@ -199,11 +224,8 @@ def test_kernels_compile_for_every_architecture(name):
 
 def test_matrix_products_compile_for_every_architecture():
     _, entry = product("rms_norm_linear")
-    assert_launches_compile(
-        lambda: [
-            entry(*product_arguments("rms_norm_linear", rows, 150, 77, torch.bfloat16).values()) for rows in (1, 19)
-        ]
-    )
+    given = [product_arguments("rms_norm_linear", rows, 150, 77, torch.bfloat16) for rows in (1, 19)]
+    assert_launches_compile(lambda: [entry(*(t.cpu() for t in tensors.values())) for tensors in given])
 
 
 @pytest.mark.parametrize("name", ["granite_residual", "qwen3_next_rms_norm_gated", "gated_mlp_half"])

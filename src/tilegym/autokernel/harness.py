@@ -30,6 +30,7 @@ ALLOWED = _ALLOCATIONS | frozenset(
     "transpose t unsqueeze squeeze expand slice select split split_with_sizes chunk unbind as_strided detach alias "
     "clone contiguous narrow unflatten movedim sym_size sym_stride lift_fresh".split()
 )
+_FILES_KEPT = 8
 POISONS = {"nan": (float("nan"), -77), "finite": (-1.5, 111)}
 
 
@@ -61,6 +62,29 @@ class Observer(TorchDispatchMode):
         return value
 
 
+class Files:
+    """Tensors that the judge has written, on ``device``. Those of the files that were used last stay there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._loaded: dict[str, dict[str, torch.Tensor]] = {}
+
+    def load(self, files: list[str]) -> dict[str, torch.Tensor]:
+        """What is in ``files``, together, by name."""
+        for file in files:
+            known = self._loaded.pop(file, None)
+            self._loaded[file] = known or {n: flat.to(self.device) for n, flat in tensors.read(Path(file)).items()}
+        found = {name: flat for file in files for name, flat in self._loaded[file].items()}
+        while len(self._loaded) > _FILES_KEPT:
+            del self._loaded[next(iter(self._loaded))]
+        return found
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors without gaps hold the same bytes: so NaN equals itself."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 class Candidate:
     """A candidate's function, and what is done with it.
 
@@ -71,16 +95,14 @@ class Candidate:
     """
 
     def __init__(self, root: str, solution: str, device: str) -> None:
-        self.device = torch.device(device)
         self.function = load_solution(Solution.from_json(solution), Path(root))
+        self.files = Files(torch.device(device))
+        self.device = self.files.device
 
-    def _load(self, files: list[str], described: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-        return [{name: flat.to(self.device) for name, flat in tensors.read(Path(f)).items()} for f in files]
-
-    def compile(self, file: str, described: str, architectures: list[str]) -> dict[str, Any]:
+    def compile(self, files: list[str], described: str, architectures: list[str]) -> dict[str, Any]:
         """Compiles for each architecture what one call launches, without running it."""
         described = json.loads(described)
-        (flats,) = self._load([file], described)
+        flats = self.files.load(files)
         launches: list[tuple[Any, tuple]] = []
         with _launches(lambda kernel, args: launches.append((kernel, args)), run=False), torch.no_grad():
             self.function(*tensors.unpack(flats, described).values())
@@ -94,19 +116,18 @@ class Candidate:
                     break
         return {"launches": len(launches), "errors": errors}
 
-    def run(self, files: list[str], described: str, output: str, poison: str, sanitize: bool) -> dict[str, Any]:
-        """Calls the candidate with each file's contents, all in the same memory; writes what comes out to ``output``.
+    def run(self, calls: list[list[str]], described: str, output: str, poison: str, sanitize: bool) -> dict[str, Any]:
+        """Calls the candidate with the contents of each call's files, all in the same memory.
 
-        The inputs as they are afterwards are written, too. Outputs are written after the last call, so that one which
-        a later call has overwritten is seen.
+        Outputs are written to ``output`` after the last call, so that one which a later call has overwritten is seen.
         """
         described = json.loads(described)
-        contents = self._load(files, described)
+        contents = [self.files.load(files) for files in calls]
         memory = {name: torch.empty_like(flat) for name, flat in contents[0].items()}
         threads = threading.active_count()
-        launched, results, kept, inputs_after, guards = [], [], {}, {}, True
+        launched, results, kept, changed, guards = [], [], {}, set(), True
         observer = Observer(poison)
-        for call, values in enumerate(contents):
+        for values in contents:
             for name, flat in memory.items():
                 flat.view(torch.uint8).copy_(values[name].view(torch.uint8))
             inputs = tensors.unpack(memory, described)
@@ -115,14 +136,15 @@ class Candidate:
                 result = self.function(*inputs.values())
             self._synchronize()
             results.append(result if isinstance(result, tuple | list) else (result,))
-            inputs_after |= {f"in{call}.{name}": flat.clone() for name, flat in memory.items()}
+            changed |= {name for name, flat in memory.items() if not _same_bits(flat, values[name])}
         for call, values in enumerate(results):
             for index, value in enumerate(values):
                 if isinstance(value, torch.Tensor):
                     kept[f"out{call}.{index}"] = value.detach()
         guards = all(tensors.guards_hold(flat, layout) for flat, layout in observer.allocated)
-        tensors.write(Path(output), {**{n: t.clone() for n, t in kept.items()}, **inputs_after})
+        tensors.write(Path(output), {n: t.clone() for n, t in kept.items()})
         return {
+            "changed": sorted(changed),
             "types": [[f"{type(v).__module__}.{type(v).__qualname__}" for v in values] for values in results],
             "forbidden": observer.forbidden,
             "guards": guards,
@@ -130,11 +152,31 @@ class Candidate:
             "threads": threading.active_count() - threads,
         }
 
-    def time(self, file: str, described: str, calls: int, cold: bool) -> dict[str, Any]:
+    def gradients(
+        self, files: list[str], described: str, upstream: str, wanted: list[str], output: str
+    ) -> dict[str, Any]:
+        """Calls the candidate with inputs of which ``wanted`` require grad, and goes back from ``upstream``.
+
+        The gradients go to ``output``, by the inputs' names; ``outputs`` are those that have any.
+        """
+        inputs = tensors.unpack(self.files.load(files), json.loads(described))
+        leaves = {name: inputs[name].detach().requires_grad_() for name in wanted}
+        with torch.enable_grad():
+            result = self.function(*(inputs | leaves).values())
+        results = result if isinstance(result, tuple | list) else (result,)
+        chosen = [i for i, v in enumerate(results) if isinstance(v, torch.Tensor) and v.requires_grad]
+        if not chosen:
+            return {"outputs": []}
+        given = tensors.read(Path(upstream))
+        backward = [given[str(i)].to(self.device) for i in chosen]
+        found = torch.autograd.grad([results[i] for i in chosen], leaves.values(), backward, allow_unused=True)
+        tensors.write(Path(output), {n: g.clone() for n, g in zip(leaves, found, strict=True) if g is not None})
+        return {"outputs": chosen}
+
+    def time(self, files: list[str], described: str, calls: int, cold: bool) -> dict[str, Any]:
         """Seconds of ``calls`` calls, as :func:`timed` gives them."""
-        described = json.loads(described)
-        (flats,) = self._load([file], described)
-        return timed(self.function, list(tensors.unpack(flats, described).values()), calls, cold, self.device)
+        inputs = tensors.unpack(self.files.load(files), json.loads(described))
+        return timed(self.function, list(inputs.values()), calls, cold, self.device)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -187,7 +229,8 @@ def _launches(see: Callable[[Any, tuple], None], run: bool = True) -> Iterator[N
     def on_gpu(stream, grid, kernel, args, **options):
         see(kernel, args)
         if run:
-            real(stream, grid, kernel, args, **options)
+            with _disable_current_modes():
+                real(stream, grid, kernel, args, **options)
 
     interpreter.launch, ct.launch = on_cpu, on_gpu
     try:

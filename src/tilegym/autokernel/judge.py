@@ -47,6 +47,8 @@ GATES = {
 }
 # A Definition with this tag may differ from run to run, within rounding.
 NONDETERMINISTIC = "nondeterministic"
+# Gradients of larger inputs are not asked for: a vocabulary's in fp64 are many gigabytes.
+_TRAINED_ELEMENTS = 1 << 27
 
 
 class Failed(Exception):
@@ -176,14 +178,15 @@ class _Trial:
         first = self.recorded[0][0].inputs
         self.numbers = {n: v for n, v in first.items() if not isinstance(v, torch.Tensor)}
         self.dishonest: dict[str, None] = {}
-        self.files = 0
+        self.outbox = tensors.Outbox(worker.folder)
+        self.weights: dict[str, torch.Tensor] = {}
         self.max_error = 0.0
 
     def g1(self) -> str:
         solution = self.proposal.solution.to_json()
         self._ask("candidate", root=str(self.root), solution=solution)
-        file, described = self._write(self._small(3))
-        found = self._ask("compile", file=file, described=described, architectures=list(self.task.architectures))
+        files, described = self.outbox.write(self._small(3).inputs)
+        found = self._ask("compile", files=files, described=described, architectures=list(self.task.architectures))
         if found["errors"]:
             raise Failed("crash", "; ".join(f"{arch}: {error}" for arch, error in found["errors"].items()))
         return f"{found['launches']} launches for {', '.join(self.task.architectures)}"
@@ -193,18 +196,80 @@ class _Trial:
 
     def g3(self) -> str:
         calls = [call for call, _ in self.recorded]
-        calls += list(sweep(self.definition, self.numbers, self.judge.kind, self.generator))
-        calls += list(strided(self._small(5)))
+        calls += list(sweep(self.definition, self.numbers, self.judge.kind, self.generator, self.weights))
         found = self._compare(calls)
         refused = []
-        for call in other_dtypes(self.definition, self._small(5)):
+        for call in (*strided(self._small(5)), *other_dtypes(self.definition, self._small(5))):
             try:
                 self._compare([call])
-            except Failed as failed:  # another dtype may be refused, and the model then keeps to PyTorch
+            except Failed as failed:  # other strides and dtypes may be refused, and the model then keeps to PyTorch
                 if failed.status != "crash" or not failed.detail.startswith("UnsupportedError"):
                     raise
                 refused.append(call.name)
-        return found + (f"; refused: {'; '.join(refused)}" if refused else "")
+        found += f"; refused: {'; '.join(refused)}" if refused else ""
+        return f"{found}; gradients: {self._gradients()}"
+
+    def _gradients(self) -> str:
+        """What the candidate does where gradients are wanted: right ones, or UnsupportedError.
+
+        A result without any would train a model wrongly, and nobody would know.
+        """
+        call, refused = self._small(5), 0
+        variable = set(self.definition.var_axes)
+        given = {n: v for n, v in call.inputs.items() if isinstance(v, torch.Tensor) and v.numel() <= _TRAINED_ELEMENTS}
+        floats = [n for n, v in given.items() if v.is_floating_point()]
+        data = [n for n in floats if variable & set(self.definition.inputs[n].shape)]
+        results = _tuple(self.run(*call.cast(torch.device("meta")).values()))
+        upstream = [torch.randn(v.shape, generator=self.generator).to(v.dtype) for v in results]
+        for wanted in filter(None, dict.fromkeys((tuple(floats), tuple(data)))):
+            expected = self._own_gradients(call, wanted, upstream, None)
+            exact = self._own_gradients(call, wanted, upstream, torch.float64)
+            if expected is None or exact is None:
+                return "the reference has none"
+            outputs, got = self._their_gradients(call, wanted, upstream)
+            if outputs is None:
+                refused += 1
+                continue
+            if set(outputs) != set(expected[0]):
+                raise Failed("incorrect", "results have no gradient: raise UnsupportedError where that is wanted")
+            for name, should, oracle in zip(wanted, expected[1], exact[1], strict=True):
+                wrong = difference(got.get(name, torch.zeros_like(should, device="cpu")), should, oracle)
+                if wrong is not None:
+                    raise Failed("incorrect", f"the gradient of {name!r}: {wrong}")
+        if refused and self.task.trains:
+            raise Failed("incorrect", "the region trains, and the kernel refuses inputs that require grad")
+        return "refused" if refused else "right"
+
+    def _own_gradients(
+        self, call: Call, wanted: tuple[str, ...], upstream: list[torch.Tensor], dtype: torch.dtype | None
+    ) -> tuple[list[int], tuple[torch.Tensor, ...]] | None:
+        """The reference's: which outputs have any, and the gradients of the inputs; None if there are none."""
+        inputs = call.cast(self.judge.device, dtype)
+        leaves = {name: inputs[name].requires_grad_() for name in wanted}
+        with torch.enable_grad():
+            outputs = _tuple(self.run(*(inputs | leaves).values()))
+        chosen = [i for i, value in enumerate(outputs) if value.requires_grad]
+        if not chosen:
+            return None
+        backward = [upstream[i].to(outputs[i]) for i in chosen]
+        found = torch.autograd.grad([outputs[i] for i in chosen], leaves.values(), backward, allow_unused=True)
+        pairs = zip(found, leaves.values(), strict=True)
+        return chosen, tuple(torch.zeros_like(leaf) if g is None else g for g, leaf in pairs)
+
+    def _their_gradients(
+        self, call: Call, wanted: tuple[str, ...], upstream: list[torch.Tensor]
+    ) -> tuple[list[int] | None, dict[str, torch.Tensor]]:
+        """The candidate's: which outputs have any, None if it refuses; and the gradients by the inputs' names."""
+        files, described = self.outbox.write(call.inputs)
+        given, output = self.worker.folder / "upstream.safetensors", self.worker.folder / "gradients.safetensors"
+        tensors.write(given, {str(i): value for i, value in enumerate(upstream)})
+        names = {"upstream": str(given), "output": str(output)}
+        answer = self.worker.ask("gradients", files=files, described=described, wanted=list(wanted), **names)
+        self.outbox.remove(files)
+        if answer.get("error", "").startswith("UnsupportedError"):
+            return None, {}
+        _answer(answer)
+        return answer["outputs"], tensors.read(output) if answer["outputs"] else {}
 
     def g4(self) -> str:
         return self._compare(list(extreme(self.definition, self._small(4), self.generator)))
@@ -218,7 +283,7 @@ class _Trial:
         return "equal bit for bit" if equal else "they differ, as the Definition declares"
 
     def g6(self) -> str:
-        one, two = self._small(6), self._small(6)
+        one, two = self._small(6), small(self.definition, self.numbers, self.generator, 6)
         first, second = self._outputs([one, two])
         for call, got, what in ((two, second, "new contents at the same addresses"), (one, first, "outputs kept")):
             wrong = self._wrong(call, got)
@@ -237,44 +302,32 @@ class _Trial:
         return "inputs untouched, outputs written, nothing remembered, nothing left to PyTorch"
 
     def _small(self, size: int) -> Call:
-        return small(self.definition, self.numbers, self.generator, size)
+        return small(self.definition, self.numbers, self.generator, size, self.weights)
 
     def _ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         return _answer(self.worker.ask(command, **arguments))
-
-    def _write(self, call: Call) -> tuple[str, str]:
-        flats, described = tensors.pack(call.inputs)
-        self.files += 1
-        path = self.worker.folder / f"call{self.files}.safetensors"
-        tensors.write(path, flats)
-        return str(path), json.dumps(described)
 
     def _outputs(
         self, calls: list[Call], poison: str = "nan", sanitize: bool = False
     ) -> list[tuple[torch.Tensor, ...]]:
         """The outputs of calls of one layout in the same memory; what was dishonest about them is noted."""
-        packed = [tensors.pack(call.inputs) for call in calls]
-        files = [self._write(call) for call in calls]
-        described, output = files[0][1], str(self.worker.folder / "output.safetensors")
-        names = [file for file, _ in files]
-        found = self._ask("run", files=names, described=described, output=output, poison=poison, sanitize=sanitize)
+        written = [self.outbox.write(call.inputs) for call in calls]
+        described, output = written[0][1], str(self.worker.folder / "output.safetensors")
+        files = [names for names, _ in written]
+        found = self._ask("run", calls=files, described=described, output=output, poison=poison, sanitize=sanitize)
         try:
             got = tensors.read(Path(output))
         except Exception as error:  # whatever the candidate has put there
             raise Failed("crash", f"its outputs cannot be read: {error}") from error
-        self._note(found, packed, got)
+        self._note(found)
         outputs = [_in_order(got, f"out{index}.") for index in range(len(calls))]
-        for file in (*names, output):
-            Path(file).unlink(missing_ok=True)
+        self.outbox.remove([file for names in files for file in names] + [output])
         return outputs
 
-    def _note(self, found: dict[str, Any], packed: list, got: dict[str, torch.Tensor]) -> None:
+    def _note(self, found: dict[str, Any]) -> None:
         notes = self.dishonest
-        for index, (flats, _) in enumerate(packed):
-            for name, flat in flats.items():
-                after = got.get(f"in{index}.{name}")
-                if after is None or not torch.equal(_bits(flat), _bits(after)):
-                    notes[f"input {name!r}, or memory beside it, was written to"] = None
+        for name in found["changed"]:
+            notes[f"input {name!r}, or memory beside it, was written to"] = None
         if found["forbidden"]:
             notes[f"PyTorch does the work: {', '.join(sorted(found['forbidden']))}"] = None
         if not found["guards"]:

@@ -9,16 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym.autokernel import tensors
 from tilegym.autokernel.profile import Recording
 from tilegym.inventory import Definition
+from tilegym.inventory import reference
 
 SIZES = (1, 7, 17, 1023)
 WORKING_DTYPES = ("float32", "float16", "bfloat16")
 # How many elements all inputs of a made-up call have at most.
-MAX_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 27}
-_MAX_KEPT = 256 << 20  # bytes of one recorded call; larger ones are made up again, with the same shapes
+MAX_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
+# Operators that add elements up.
+_SUMS = frozenset(
+    "sum mean var std var_mean norm linalg_vector_norm cumsum native_layer_norm _fused_rms_norm mm addmm bmm baddbmm "
+    "addmv mv dot convolution".split()
+)
+_LARGE = 1 << 19  # elements: making up more for every call would take most of the time
+_MAX_KEPT = 256 << 20  # bytes of one recorded tensor; larger ones are made up again, with the same shapes
 
 
 @dataclass(frozen=True)
@@ -38,39 +46,44 @@ class Call:
         found = {}
         for name, value in self.inputs.items():
             if isinstance(value, torch.Tensor):
-                value = value.to(device, dtype if value.is_floating_point() and dtype else value.dtype, copy=True)
+                value = value.to(device, copy=True)  # converted there: half as much to move, and faster
+                value = value.to(dtype) if value.is_floating_point() and dtype else value
             found[name] = value
         return found
 
 
 def save_recording(path: Path, definition: Definition, recording: Recording) -> None:
     """Writes the recorded inputs of a region to ``path`` and its calls to the JSON file beside it."""
-    flats, calls = {}, []
+    flats, calls, places, layouts = {}, [], {}, {}
     for index, (signature, values) in enumerate(recording.inputs.items()):
-        named = dict(zip(definition.inputs, values, strict=True))
-        size = sum(v.numel() * v.itemsize for v in values if isinstance(v, torch.Tensor))
-        packed, described = tensors.pack(named)
-        if size <= _MAX_KEPT:
-            flats |= {f"{index}.{name}": flat for name, flat in packed.items()}
-        calls.append({"calls": recording.calls[signature], "inputs": described, "kept": size <= _MAX_KEPT})
+        inputs, contents = {}, {}
+        for name, value in zip(definition.inputs, values, strict=True):
+            if not isinstance(value, torch.Tensor):
+                inputs[name] = value
+                continue
+            place = places.setdefault((name, id(value)), f"{index}.{name}")  # the same weights come with every call
+            if place not in layouts:
+                packed, described = tensors.pack({place: value})
+                layouts |= described
+                flats |= packed if value.nbytes <= _MAX_KEPT else {}
+            inputs[name], contents[name] = layouts[place], place
+        calls.append({"calls": recording.calls[signature], "inputs": inputs, "contents": contents})
     tensors.write(path, flats)
     path.with_suffix(".json").write_text(json.dumps(calls))
 
 
 def recorded(path: Path, generator: torch.Generator) -> list[tuple[Call, int]]:
     """The calls that :func:`save_recording` wrote, and how often each was made; contents not kept are made up."""
-    flats, found = tensors.read(path), []
+    flats, values, found = tensors.read(path), {}, []
     for index, call in enumerate(json.loads(path.with_suffix(".json").read_text())):
-        inputs = {}
-        for name, described in call["inputs"].items():
-            if not isinstance(described, list):
-                inputs[name] = described
-                continue
-            layout = tensors.layout_of(described)
-            if call["kept"]:
-                inputs[name] = layout.view(flats[f"{index}.{name}"])
-            else:
-                inputs[name] = _random(layout.shape, tensors.torch_dtype(layout.dtype), generator)
+        for name, place in call["contents"].items():
+            if place not in values:
+                layout = tensors.layout_of(call["inputs"][name])
+                if place in flats:
+                    values[place] = layout.view(flats[place])
+                else:
+                    values[place] = _random(layout.shape, tensors.torch_dtype(layout.dtype), generator)
+        inputs = {n: values[call["contents"][n]] if n in call["contents"] else v for n, v in call["inputs"].items()}
         found.append((Call(f"recorded call {index}", inputs), call["calls"]))
     return found
 
@@ -84,20 +97,40 @@ def _random(shape: Any, dtype: torch.dtype, generator: torch.Generator) -> torch
 
 
 def made(
-    definition: Definition, sizes: dict[str, int], numbers: dict[str, Any], generator: torch.Generator
+    definition: Definition,
+    sizes: dict[str, int],
+    numbers: dict[str, Any],
+    generator: torch.Generator,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Random inputs for given sizes of the variable axes."""
-    sizes = definition.const_axes | sizes
+    """Random inputs for given sizes of the variable axes.
+
+    Large inputs without such an axis are taken from ``weights``, and put there when they are first made.
+    """
+    variable, sizes = set(sizes), definition.const_axes | sizes
     found = {}
     for name, spec in definition.inputs.items():
         if spec.shape is None:
             found[name] = numbers[name]
-        else:
-            found[name] = _random([sizes[a] for a in spec.shape], tensors.torch_dtype(spec.dtype), generator)
+            continue
+        shape = torch.Size([sizes[a] for a in spec.shape])
+        lasting = weights is not None and variable and not variable & set(spec.shape) and shape.numel() > _LARGE
+        if lasting and name in weights:
+            found[name] = weights[name]
+            continue
+        found[name] = _random(shape, tensors.torch_dtype(spec.dtype), generator)
+        if lasting:
+            weights[name] = found[name]
     return found
 
 
-def sweep(definition: Definition, numbers: dict[str, Any], device: str, generator: torch.Generator) -> Iterator[Call]:
+def sweep(
+    definition: Definition,
+    numbers: dict[str, Any],
+    device: str,
+    generator: torch.Generator,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> Iterator[Call]:
     """Calls of many sizes: each variable axis takes each of :data:`SIZES`, the others being small."""
     axes = definition.var_axes
     if not axes:
@@ -107,7 +140,7 @@ def sweep(definition: Definition, numbers: dict[str, Any], device: str, generato
             sizes = {a: size if a == axis else others for a in axes}
             if _elements(definition, sizes) <= MAX_ELEMENTS[device]:
                 name = ", ".join(f"{a}={s}" for a, s in sizes.items())
-                yield Call(name, made(definition, sizes, numbers, generator))
+                yield Call(name, made(definition, sizes, numbers, generator, weights))
             if len(axes) == 1:
                 break
 
@@ -121,9 +154,16 @@ def _elements(definition: Definition, sizes: dict[str, int]) -> int:
     return total
 
 
-def small(definition: Definition, numbers: dict[str, Any], generator: torch.Generator, size: int = 3) -> Call:
+def small(
+    definition: Definition,
+    numbers: dict[str, Any],
+    generator: torch.Generator,
+    size: int = 3,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> Call:
     """A call with all variable axes small."""
-    return Call(f"size {size}", made(definition, dict.fromkeys(definition.var_axes, size), numbers, generator))
+    sizes = dict.fromkeys(definition.var_axes, size)
+    return Call(f"size {size}", made(definition, sizes, numbers, generator, weights))
 
 
 def other_dtypes(definition: Definition, call: Call) -> Iterator[Call]:
@@ -157,13 +197,35 @@ def _swapped(value: Any) -> Any:
     return value.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
+class _Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def adds_up(definition: Definition, call: Call) -> bool:
+    """Whether the reference adds up elements of its inputs, so that results may depend on the order."""
+    run = reference.load(definition.reference, definition.name)
+    with torch.no_grad(), _Names() as seen:
+        run(*call.cast(torch.device("meta")).values())
+    return bool(seen.names & _SUMS)
+
+
 def extreme(definition: Definition, call: Call, generator: torch.Generator) -> Iterator[Call]:
     """The same shapes with values at the edges: zeros, tiny, huge, infinities, NaN.
 
     They stand in the inputs that have a variable axis, since tiny weights would hide tiny data; without any, in all.
+    Huge values that are added up stay so small that no sum overflows in fp32, whatever its order: an order that does is
+    no more wrong than PyTorch's own.
     """
     variable = set(definition.var_axes)
     data = {name for name, spec in definition.inputs.items() if variable & set(spec.shape or ())} or set(call.inputs)
+    longest = max((max(v.shape, default=1) for v in call.inputs.values() if isinstance(v, torch.Tensor)), default=1)
+    held = torch.finfo(torch.float32).max / (32 * longest) if adds_up(definition, call) else float("inf")
 
     def special(value: float) -> Callable:
         return lambda v: v.masked_fill(torch.rand(v.shape, generator=generator) < 0.02, value)
@@ -174,7 +236,7 @@ def extreme(definition: Definition, call: Call, generator: torch.Generator) -> I
         "tiny values": lambda v: v * torch.finfo(v.dtype).tiny,
         "small values": lambda v: v * 1e-7,
         "large values": lambda v: v * 1000,
-        "huge values": lambda v: v.sign() * (torch.finfo(v.dtype).max / 4),
+        "huge values": lambda v: v.sign() * min(torch.finfo(v.dtype).max / 4, held),
         "some infinities": special(float("inf")),
         "some negative infinities": special(-float("inf")),
         "some NaN": special(float("nan")),

@@ -6,6 +6,7 @@ the devices at hand. A step that the ledger has is not done again; one that it l
 
 import contextlib
 import dataclasses
+import gc
 import json
 import shutil
 import time
@@ -38,6 +39,7 @@ from tilegym.autokernel.protocol import Proposer
 from tilegym.autokernel.protocol import Task
 from tilegym.autokernel.repository import Repository
 from tilegym.autokernel.workers import WorkerFailed
+from tilegym.bench import machine
 from tilegym.errors import AutokernelError
 
 MAX_ATTEMPTS = 5  # for one region without a keep
@@ -99,7 +101,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.ledger = Ledger(self.folder / "ledger.sqlite")
-        self.began = time.monotonic()
+        self.began, self.spent = time.monotonic(), 0.0
 
     def run(self) -> str:
         """Goes on from where the ledger ends; returns why it stopped.
@@ -109,17 +111,17 @@ class Loop:
         """
         self.repository.check_clean()
         self._check_same_settings()
-        spent = self.ledger.fact("seconds") or 0.0
+        self.spent = self.ledger.fact("seconds") or 0.0
         try:
             self._prepare()
             stop = None
             while stop is None:
-                self._finish_round()
-                self.ledger.note("seconds", spent + time.monotonic() - self.began)
-                stop = self._stop(spent) or self._open_round()
+                stop = self._finish_round() or self._stop() or self._open_round()
         except KeyboardInterrupt:
             stop = "stopped by hand; the same command goes on"
         finally:
+            self.model_judge.close()
+            self.ledger.note("seconds", self.seconds())
             self._tidy()
         self.ledger.note("stopped", stop)
         report.write(self.folder, self.ledger)
@@ -143,17 +145,20 @@ class Loop:
             return
         if self.ledger.fact("survey") is None:
             self.checkpoint("survey")
-            self.tell("profiling the unpatched model")
+            self._say("profiling the unpatched model")
             device, folder = torch.device(self.settings.device), Path(self.settings.folder)
+            recordings = self.folder / "recordings"
             rows, whole = self.survey(
-                self.settings.model, device, self.settings.architectures, folder, self.folder / "recordings"
+                self.settings.model, device, self.settings.architectures, folder, recordings, self._say
             )
             if device.type == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()  # the workers need what the model had
+            self.ledger.note("machine", machine.describe())
             self.ledger.note("survey", [[asdict(row) for row in rows], whole])
         if self.ledger.fact("measured") is None:
             self.checkpoint("baseline")
-            self.tell("measuring the unpatched model")
+            self._say("measuring the unpatched model")
             try:
                 self.ledger.note("measured", self.model_judge.baseline())
             except (WorkerFailed, Failed) as error:
@@ -163,17 +168,30 @@ class Loop:
         self.ledger.begin(self.ledger.fact("measured") | whole, [RegionRow(**row) for row in rows])
         report.write(self.folder, self.ledger)
 
-    def _stop(self, spent: float) -> str | None:
+    def seconds(self) -> float:
+        """How long the run has taken, all its parts together."""
+        return self.spent + time.monotonic() - self.began
+
+    def _say(self, line: str) -> None:
+        self.tell(f"{self.seconds():7.1f} s  {line}")
+
+    def _stop(self) -> str | None:
         if len(self.ledger.experiments()) >= self.settings.experiments:
             return f"the budget of {self.settings.experiments} experiments is spent"
-        if spent + time.monotonic() - self.began >= 60 * self.settings.minutes:
-            return f"the budget of {self.settings.minutes:g} minutes is spent"
-        return None
+        return self._late()
+
+    def _late(self) -> str | None:
+        if self.seconds() < 60 * self.settings.minutes:
+            return None
+        return f"the budget of {self.settings.minutes:g} minutes is spent; with more of them the same command goes on"
 
     def _open_round(self) -> str | None:
         """Opens the next round; returns why there is none, if there is none."""
         left = self.settings.experiments - len(self.ledger.experiments())
-        chosen = self.ranked()[: min(self.settings.width, left)]
+        chosen: list[RegionRow] = []
+        for row in self.ranked():
+            if len(chosen) < min(self.settings.width, left) and not any(self._nested(row, other) for other in chosen):
+                chosen.append(row)
         if not chosen:
             return "every region is covered or exhausted"
         self.checkpoint("open round")
@@ -184,38 +202,47 @@ class Loop:
         """The regions that are still open, the largest expected saving first.
 
         That is the region's share of the time, times what its bound leaves to gain, times how likely a keep is: the
-        run's past success, halved by every attempt that this region has seen.
+        run's past success, halved by every attempt that this region has seen. What is inside a larger region that is
+        covered, or the other way round, does not count.
         """
         total = self.ledger.fact("baseline")["profiled_seconds"]
         experiments = self.ledger.experiments()
         covered = {e.region for e in experiments if e.status == KEEP}
         attempts = {key: sum(e.region == key for e in experiments) for key in {e.region for e in experiments}}
         success = (len(covered) + 1) / (len(experiments) + 2)
-        open_rows = []
+        open_rows, now = [], self.coverage()
         for row in self.ledger.regions():
             tried = attempts.get(row.key, 0)
             if row.closed or row.key in covered or row.seconds < self.settings.least_share * total:
                 continue
+            grows = self.coverage(also=row.key) - now
+            if grows <= 0 or grows < self.settings.least_share:
+                self.ledger.close_region(row.key, "what is inside it, or around it, is covered")
+                continue
             if tried >= self.settings.attempts:
                 self.ledger.close_region(row.key, f"{tried} attempts without a keep")
                 continue
-            gain = row.seconds / total * (1 - min(row.bound / row.seconds, 1.0)) * success * 0.5**tried
+            gain = grows * (1 - min(row.bound / row.seconds, 1.0)) * success * 0.5**tried
             open_rows.append((-gain, row.key, row))
         return [row for _, _, row in sorted(open_rows)]
 
-    def _finish_round(self) -> None:
-        """Does what is left to do of the last round."""
+    def _finish_round(self) -> str | None:
+        """Does what is left to do of the last round; returns why it stopped before the end, if it did."""
         current = self.ledger.last_round()
         if current is None:
-            return
+            return None
         for key in current.regions:
             self._draw(current, key)
         for experiment in self._in_state("drawn"):
             self._commit(experiment)
         self._judge(self._in_state("committed"))
         for experiment in self.ledger.unfinished():
+            if (late := self._late()) is not None:
+                return late
             self._decide(experiment)
-        report.write(self.folder, self.ledger)
+            self.ledger.note("seconds", self.seconds())
+            report.write(self.folder, self.ledger)
+        return None
 
     def _in_state(self, state: str) -> list[Experiment]:
         return [e for e in self.ledger.unfinished() if e.state == state]
@@ -241,7 +268,8 @@ class Loop:
             if proposal is not None:
                 self.checkpoint("drawn")
                 number = self.ledger.draw(current, key, proposer.name, proposal, time.monotonic() - begin)
-                self.tell(f"{number}: {proposer.name} proposes {proposal.solution.name} for {key}")
+                took = time.monotonic() - begin
+                self._say(f"{number}: {proposer.name} proposes {proposal.solution.name} for {key} ({took:.1f} s)")
                 return
         self.checkpoint("close region")
         self.ledger.close_region(key, "; ".join(["no proposer has another idea", *problems]))
@@ -270,7 +298,8 @@ class Loop:
         for number, verdict in self.devices.judge(jobs) if jobs else ():
             self.checkpoint("judged")
             self.ledger.advance(number, "judged", verdict=verdict.to_json())
-            self.tell(f"{number}: {verdict.status}{f' at {verdict.gate}' if verdict.gate else ''}")
+            took = ", ".join(f"{record.gate} {record.seconds:.1f}" for record in verdict.gates)
+            self._say(f"{number}: {verdict.status}{f' at {verdict.gate}' if verdict.gate else ''} (seconds: {took})")
 
     def _decide(self, experiment: Experiment) -> None:
         if experiment.state == "judged":
@@ -280,7 +309,7 @@ class Loop:
             decision = self.decision(experiment)
             self.checkpoint("decide")
             self.ledger.decide(experiment.number, decision, experiment.model)
-            self.tell(f"{experiment.number}: {decision.status}: {decision.description}")
+            self._say(f"{experiment.number}: {decision.status}: {decision.description}")
             experiment = self._again(experiment)
         kept = ""
         if experiment.status == KEEP:
@@ -310,6 +339,9 @@ class Loop:
                     record = GateRecord("G8", False, detail, time.monotonic() - begin)
                     verdict.status, verdict.gate, verdict.log = failed.status, "G8", detail
             verdict.gates.append(record)
+            took = ", ".join(f"{step} {value:.1f}" for step, value in found.get("steps", {}).items())
+            took = took or f"{record.seconds:.1f}"
+            self._say(f"{experiment.number}: the model: {record.detail[:200]} (seconds: {took})")
         self.checkpoint("measured")
         self.ledger.advance(experiment.number, "measured", verdict=verdict.to_json(), model=json.dumps(found))
 
@@ -339,10 +371,20 @@ class Loop:
         return Decision(KEEP, "", what, after, throughput)
 
     def coverage(self, also: str = "") -> float:
-        """Displaced coverage: the share of the baseline's time that verified kernels have taken over."""
+        """Displaced coverage: the share of the baseline's time that verified kernels have taken over.
+
+        Time in a region inside a larger one counts once, if both are.
+        """
         served = {e.region for e in self.ledger.experiments() if e.status == KEEP} | {also}
-        total = self.ledger.fact("baseline")["profiled_seconds"]
-        return sum(row.seconds for row in self.ledger.regions() if row.key in served) / total
+        baseline = self.ledger.fact("baseline")
+        seconds = sum(row.seconds for row in self.ledger.regions() if row.key in served)
+        twice = sum(taken for group, key, taken in baseline.get("inside", ()) if group in served and key in served)
+        return (seconds - twice) / baseline["profiled_seconds"]
+
+    def _nested(self, one: RegionRow, other: RegionRow) -> bool:
+        """Whether one of two regions is inside the other."""
+        pair = {one.key, other.key}
+        return any({group, key} == pair for group, key, _ in self.ledger.fact("baseline").get("inside", ()))
 
     def _tidy(self) -> None:
         for path in sorted(self.repository.worktrees.glob("*")) if self.repository.worktrees.exists() else ():

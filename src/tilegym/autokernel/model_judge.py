@@ -3,10 +3,12 @@
 Unpatched, best so far and candidate each run in a worker of their own. They take turns, and the judge's clock counts.
 """
 
+import json
 import math
 import shutil
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,13 @@ from tilegym.autokernel.judge import Failed
 from tilegym.autokernel.model_worker import ModelSpec
 from tilegym.autokernel.sandbox import Limits
 from tilegym.autokernel.workers import Worker
+from tilegym.autokernel.workers import WorkerFailed
 from tilegym.autokernel.workers import WorkerHost
 from tilegym.bench import compare
 
 # The 95% quantiles of Student's t distribution, one side, by degrees of freedom.
 _T95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81, 1.80, 1.78, 1.77, 1.76, 1.75)
+_LEAST_ROUNDS = 4
 _MORE_MEMORY = 1.05  # peak memory may grow by this factor, for workspaces
 
 
@@ -32,7 +36,7 @@ class ModelRules:
     """What gate 8 asks for.
 
     Attributes:
-        rounds: how often the models take turns.
+        rounds: how often the models take turns at most; a comparison ends before, when it is decided.
         throughput: whether throughput decides; not in the interpreter, where kernels are slow.
         least_noise: the noise band is at least this wide.
     """
@@ -71,6 +75,7 @@ class ModelJudge:
         self, host: WorkerHost, settings: ModelSettings, rules: ModelRules, limits: Limits, folder: Path
     ) -> None:
         self.host, self.settings, self.rules, self.limits, self.folder = host, settings, rules, limits, folder
+        self._models: dict[str, Worker] = {}  # that have run, by the kernels in them
 
     def baseline(self) -> dict[str, Any]:
         """Runs the unpatched model; keeps its tokens and logits, and an oracle's; row one of the ledger.
@@ -79,9 +84,9 @@ class ModelJudge:
             WorkerFailed, Failed: the model cannot be run.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self.host.working("model", self.limits) as one, self.host.working("model", self.limits) as other:
-            for worker in (one, other):
-                _ask(worker, "model", **self.settings.arguments({}))
+        one = self._model({})
+        with self.host.working("model", self.limits) as other:
+            _ask(other, "model", **self.settings.arguments({}))
             tokens = one.folder / "tokens.safetensors"
             _ask(one, "generate", output=str(tokens))
             for name, oracle in (("logits", False), ("oracle", True)):
@@ -92,7 +97,6 @@ class ModelJudge:
             _ask(other, "generate")
             times = _turns([one, other], self.rules.rounds)
             last = _ask(one, "generate")
-            confined = one.confined
         noise = max(self.rules.least_noise, 2 * _spread(times[0], times[1]))
         seconds = statistics.median(times[0] + times[1])
         return {
@@ -101,11 +105,13 @@ class ModelJudge:
             "peak": last["peak"],
             "noise": noise,
             "dtype": found["dtype"],
-            "confined": confined,
+            "confined": one.confined,
         }
 
     def judge(self, kernels: dict[str, Any], best: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
         """Judges the model with ``kernels`` against the unpatched one and the one with ``best``.
+
+        Each runs in a process of its own. The unpatched one, the best and the candidate wait for the next call.
 
         Args:
             kernels, best: by region: ``root`` and ``solution``.
@@ -117,26 +123,62 @@ class ModelJudge:
         Raises:
             Failed, WorkerFailed: it is not good enough, or it died.
         """
-        with self.host.working("model", self.limits) as worker:
+        seconds, begin = {}, time.monotonic()
+
+        def lap(what: str) -> None:
+            nonlocal begin
+            seconds[what], begin = round(time.monotonic() - begin, 2), time.monotonic()
+
+        mine = _key(kernels)
+        self._keep_only({}, best)
+        worker = self.host.worker("model", self.limits)
+        try:
             _ask(worker, "model", **self.settings.arguments(kernels))
+            lap("load")
             generated = worker.folder / "generated.safetensors"
             given = worker.folder / "given.safetensors"
             logits = worker.folder / "logits.safetensors"
             _ask(worker, "generate", output=str(generated))
+            lap("first run")
             shutil.copy(self.folder / "tokens.safetensors", given)
             _ask(worker, "logits", tokens=str(given), output=str(logits))
             found = self._exactness(_read(generated, "tokens"), _read(logits, "logits"), baseline["dtype"])
-            with self.host.working("model", self.limits) as unpatched:
-                _ask(unpatched, "model", **self.settings.arguments({}))
-                _ask(unpatched, "generate")
-                if not best:
-                    found |= self._speed(worker, [unpatched], baseline)
-                else:
-                    with self.host.working("model", self.limits) as former:
-                        _ask(former, "model", **self.settings.arguments(best))
-                        _ask(former, "generate")
-                        found |= self._speed(worker, [unpatched, former], baseline)
-        return found
+            lap("exactness")
+            others = [self._model({})] + ([self._model(best)] if best else [])
+            lap("others")
+            found |= self._speed(worker, others, baseline)
+            lap("turns")
+        except BaseException as error:
+            _end(worker)
+            if isinstance(error, WorkerFailed):
+                self.close()  # whoever it was: the next call begins anew
+            raise
+        self._models[mine] = worker  # the best, if it is kept
+        return found | {"steps": seconds}
+
+    def close(self) -> None:
+        """Ends the models that were kept."""
+        self._keep_only()
+
+    def _keep_only(self, *sets: dict[str, Any]) -> None:
+        """Ends all models but those with one of these ``sets`` of kernels."""
+        wanted = {_key(kernels) for kernels in sets}
+        for key in [key for key in self._models if key not in wanted]:
+            _end(self._models.pop(key))
+
+    def _model(self, kernels: dict[str, Any]) -> Worker:
+        """The worker in which the model runs with ``kernels``, warmed up."""
+        key = _key(kernels)
+        if key not in self._models:
+            worker = self.host.worker("model", self.limits)
+            try:
+                _ask(worker, "model", **self.settings.arguments(kernels))
+                _ask(worker, "generate")
+            except BaseException:
+                _end(worker)
+                raise
+            self._models[key] = worker
+        return self._models[key]
 
     def _exactness(self, tokens: list[torch.Tensor], logits: list[torch.Tensor], dtype: str) -> dict[str, Any]:
         expected = _read(self.folder / "tokens.safetensors", "tokens")
@@ -164,7 +206,8 @@ class ModelJudge:
         }
 
     def _speed(self, worker: Worker, others: list[Worker], baseline: dict[str, Any]) -> dict[str, Any]:
-        times = _turns([worker, *others], self.rules.rounds)
+        least = 1 - baseline["noise"]
+        times = _turns([worker, *others], self.rules.rounds, lambda times: decided(times, least))
         last = _ask(worker, "generate")
         found = {
             "seconds": statistics.median(times[0]),
@@ -213,7 +256,26 @@ def _spread(one: list[float], other: list[float]) -> float:
     return statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
 
 
-def _turns(workers: list[Worker], rounds: int) -> list[list[float]]:
+def _key(kernels: dict[str, Any]) -> str:
+    return json.dumps({region: kernel["solution"] for region, kernel in kernels.items()}, sort_keys=True)
+
+
+def _end(worker: Worker) -> None:
+    worker.close()
+    shutil.rmtree(worker.folder, ignore_errors=True)
+
+
+def decided(times: list[list[float]], least: float) -> bool:
+    """Whether it is beyond doubt that the first model is at least ``least`` times as fast as others, or is not."""
+    if len(times[0]) < _LEAST_ROUNDS:
+        return False
+    found = [confident_ratio(other, times[0]) for other in times[1:]]
+    return all(low >= least for _, low in found) or any(mean * mean / low < least for mean, low in found)
+
+
+def _turns(
+    workers: list[Worker], rounds: int, enough: Callable[[list[list[float]]], bool] = lambda times: False
+) -> list[list[float]]:
     """Seconds of one run of each worker in every round, by the judge's clock; the order alternates."""
     times: list[list[float]] = [[] for _ in workers]
     for number in range(rounds):
@@ -222,6 +284,8 @@ def _turns(workers: list[Worker], rounds: int) -> list[list[float]]:
             begin = time.perf_counter()
             _ask(workers[index], "generate")
             times[index].append(time.perf_counter() - begin)
+        if enough(times):
+            break
     return times
 
 

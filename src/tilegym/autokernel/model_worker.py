@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 from tilegym.autokernel import tensors
+from tilegym.autokernel.harness import Files
 from tilegym.autokernel.harness import timed
 from tilegym.errors import ModelError
 from tilegym.errors import UnsupportedError
@@ -162,16 +165,14 @@ class ModelRuns:
 class ReferenceRuns:
     """A Definition's reference on a device, for its time; runs in a worker in which no candidate is."""
 
-    def __init__(self, definition_reference: str, device: str, compiled: bool = False) -> None:
-        self.device = torch.device(device)
-        run = reference.load(definition_reference, "reference")
-        self.function: Callable = torch.compile(run, dynamic=False) if compiled else run
+    def __init__(self, definition_reference: str, device: str) -> None:
+        self.files = Files(torch.device(device))
+        self.function = reference.load(definition_reference, "reference")
 
-    def time(self, file: str, described: str, calls: int, cold: bool) -> dict[str, Any]:
+    def time(self, files: list[str], described: str, calls: int, cold: bool) -> dict[str, Any]:
         """As of a candidate."""
-        flats = {name: flat.to(self.device) for name, flat in tensors.read(Path(file)).items()}
-        inputs = list(tensors.unpack(flats, json.loads(described)).values())
-        return timed(self.function, inputs, calls, cold, self.device)
+        inputs = list(tensors.unpack(self.files.load(files), json.loads(described)).values())
+        return timed(self.function, inputs, calls, cold, self.files.device)
 
 
 def or_original(function: Callable, source: str) -> Callable:
@@ -188,4 +189,11 @@ def or_original(function: Callable, source: str) -> Callable:
 
 
 def _solution(kernel: dict[str, Any]) -> Callable:
-    return load_solution(Solution.from_json(kernel["solution"]), Path(kernel["root"]))
+    """A kernel's function. Its files are copied: the model may run for longer than they stay where they are."""
+    solution, root = Solution.from_json(kernel["solution"]), Path(tempfile.mkdtemp(prefix="kernel-"))
+    for source in solution.sources:
+        target = root / source.path
+        if (Path(kernel["root"]) / source.path).is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(kernel["root"]) / source.path, target)
+    return load_solution(solution, root)

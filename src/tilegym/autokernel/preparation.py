@@ -1,6 +1,7 @@
 """Before the first experiment: the baseline, the regions, and a task for each."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,12 @@ def recording_path(folder: Path, key: str) -> Path:
 
 
 def survey(
-    settings: ModelSettings, device: torch.device, architectures: tuple[str, ...], folder: Path, recordings: Path
+    settings: ModelSettings,
+    device: torch.device,
+    architectures: tuple[str, ...],
+    folder: Path,
+    recordings: Path,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[RegionRow], dict[str, Any]]:
     """Runs the unpatched model, and writes down what its regions are, what they are called with and what they take.
 
@@ -39,6 +45,7 @@ def survey(
         architectures: of the tasks.
         folder: where, in the repository, kernels for it belong.
         recordings: where the recorded calls are put.
+        tell: is told what was done.
 
     Returns:
         (the regions, what was found about the whole: total seconds and the share in regions).
@@ -47,14 +54,17 @@ def survey(
         ModelError: the model cannot be used.
     """
     model, tokenizer = settings.spec.load(device)
+    tell("the model is loaded")
     batches = batches_of(model, tokenizer, settings.input_length)
 
-    def run() -> None:
-        generate.run_once(model, batches, settings.output_length)
+    def run(tokens: int) -> None:
+        generate.run_once(model, batches, tokens)
 
     recordings.mkdir(parents=True, exist_ok=True)
-    recorded = profile.record(model, [run])
-    profiled = profile.profile(model, run, device)
+    recorded = profile.record(model, [lambda: run(settings.output_length)])
+    tell(f"{len(recorded)} regions are called")
+    profiled = profile.profile(model, run, settings.output_length, device)
+    tell("profiled")
     timer = CudaTimer(0.2) if device.type == "cuda" else CpuTimer(0.05)
     roofline = measure_roofline(timer, model.dtype)
     family = model.config.get_text_config(decoder=True).model_type
@@ -64,7 +74,7 @@ def survey(
         seconds = profiled.seconds.get(region.key, 0.0)
         try:
             definition = profile.draft(region, recording, family)
-            profile.check_draft(definition, recording)
+            profile.check_draft(definition, recording, device)
         except InventoryError as error:
             rows.append(RegionRow(region.key, "", seconds, 0.0, str(error)))
             continue
@@ -84,5 +94,8 @@ def survey(
         save_recording(recording_path(recordings, region.key), definition, recording)
         closed = f"at {bound / seconds:.0%} of its bound" if seconds and bound >= NEAR_BOUND * seconds else ""
         rows.append(RegionRow(region.key, task.to_json(), seconds, bound, closed))
-    in_regions = sum(row.seconds for row in rows)
-    return rows, {"profiled_seconds": profiled.total, "in_regions": in_regions / profiled.total, "family": family}
+    groups = {group for group, _ in profiled.inside}
+    in_regions = sum(row.seconds for row in rows if row.key not in groups)
+    inside = [[*pair, seconds] for pair, seconds in profiled.inside.items()]
+    whole = {"profiled_seconds": profiled.total, "in_regions": in_regions / profiled.total, "inside": inside}
+    return rows, whole | {"family": family}

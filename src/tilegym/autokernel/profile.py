@@ -26,6 +26,7 @@ from tilegym.inventory import TensorSpec
 from tilegym.inventory import reference
 
 MAX_SAMPLES = 6  # calls of one region whose tensors are kept
+_OBSERVED_TOKENS = 6
 _RUNS = 3  # on a CPU; the quickest counts, the others met something else
 
 
@@ -42,10 +43,11 @@ class Recording:
 
 @dataclass(frozen=True)
 class Profiled:
-    """Seconds of one run: of each region by key, and of all of it."""
+    """Seconds of one run: of each region by key, of all of it, and of (a larger region, a region inside it) there."""
 
     seconds: dict[str, float]
     total: float
+    inside: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
 def _signature(value: Any) -> tuple:
@@ -55,8 +57,17 @@ def _signature(value: Any) -> tuple:
 
 
 def record(model: Any, runs: list[Callable[[], Any]]) -> dict[str, Recording]:
-    """Lets ``runs`` run, and records what the regions of ``model`` are called with, by the region's key."""
+    """Lets ``runs`` run, and records what the regions of ``model`` are called with, by the region's key.
+
+    Twice if there are larger regions: these are in the place of those inside them.
+    """
     found: dict[str, Recording] = {}
+    weights: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, torch.nn.Parameter):  # one copy of it for all calls
+            return weights[value] if value in weights else weights.setdefault(value, _kept(value))
+        return _kept(value)
 
     def recorder(region: Region) -> Callable:
         run, recording = reference.load(region.source, region.key), found.setdefault(region.key, Recording())
@@ -73,15 +84,17 @@ def record(model: Any, runs: list[Callable[[], Any]]) -> dict[str, Recording]:
             recording.calls[signature] += 1
             recording.trains |= torch.is_grad_enabled() and any(t.requires_grad for t in results)
             if signature not in recording.inputs and len(recording.inputs) < MAX_SAMPLES:
-                recording.inputs[signature] = tuple(_kept(v) for v in inputs)
+                recording.inputs[signature] = tuple(kept(v) for v in inputs)
                 recording.outputs[signature] = tuple(_kept(v) for v in results)
             return outputs
 
         return call
 
-    with install(model, {r.key: recorder(r) for r in find_regions(model)}):
-        for run in runs:
-            run()
+    regions = find_regions(model)
+    for grouped in sorted({r.grouped for r in regions}):
+        with install(model, {r.key: recorder(r) for r in regions if r.grouped == grouped}):
+            for run in runs:
+                run()
     return found
 
 
@@ -93,56 +106,111 @@ def _kept(value: Any) -> Any:
     return kept.copy_(value.detach()) if 0 not in value.stride() else value.detach().cpu()
 
 
-def profile(model: Any, run: Callable[[], Any], device: torch.device) -> Profiled:
-    """The time of each region in one ``run``: of the GPU's kernels, or on a CPU of the wall clock."""
-    regions = find_regions(model)
+def profile(model: Any, run: Callable[[int], Any], tokens: int, device: torch.device) -> Profiled:
+    """The time of each region in ``run(tokens)``: of the GPU's kernels, or on a CPU of the wall clock.
+
+    ``run`` generates that many tokens. On a GPU it is observed for a few, and the steps that follow are taken to be
+    like those: a trace has a million events else.
+    """
+    regions, clock = find_regions(model), _Clock()
     on_gpu = device.type == "cuda"
-    seconds: Counter = Counter()
+
+    def around(key: str) -> Callable[[], Any]:
+        return lambda: torch.profiler.record_function(key) if on_gpu else clock.around(key)
 
     def timed(region: Region) -> Callable:
-        function = reference.load(region.source, region.key)
+        function, within = reference.load(region.source, region.key), around(region.key)
 
         def call(*inputs):
-            with torch.profiler.record_function(region.key) if on_gpu else _clock(seconds, region.key):
+            with within():
                 return function(*inputs)
 
         return call
 
-    with install(model, {r.key: timed(r) for r in regions}):
-        run()  # what the first calls cost is not the model's
+    parts = {r.key: timed(r) for r in regions if not r.grouped}
+    groups = {r.key: around(r.key) for r in regions if r.grouped}
+    with install(model, parts, groups):
+        few = min(tokens, _OBSERVED_TOKENS)
+        run(few if on_gpu else tokens)  # what the first calls cost is not the model's
         if not on_gpu:
-            return min((_clocked(run, seconds) for _ in range(_RUNS)), key=lambda p: p.total)
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        ) as profiler:
-            run()
-            torch.cuda.synchronize(device)
-    keys = {r.key for r in regions}
+            return min((clock.of(lambda: run(tokens), set(groups)) for _ in range(_RUNS)), key=lambda p: p.total)
+        prompt = _traced(lambda: run(1), set(parts), set(groups), device)
+        return extrapolated(prompt, _traced(lambda: run(few), set(parts), set(groups), device), few, tokens)
+
+
+def extrapolated(prompt: Profiled, some: Profiled, few: int, tokens: int) -> Profiled:
+    """A run of ``tokens`` tokens, from those of one and of a ``few``."""
+    more = (tokens - few) / (few - 1) if few > 1 else 0.0
+
+    def scaled(first: float, value: float) -> float:
+        return value + more * max(value - first, 0.0)
+
+    def all_scaled(first: dict, values: dict) -> dict:
+        return {key: scaled(first.get(key, 0.0), value) for key, value in values.items()}
+
+    inside = all_scaled(prompt.inside, some.inside)
+    return Profiled(all_scaled(prompt.seconds, some.seconds), scaled(prompt.total, some.total), inside)
+
+
+def _traced(run: Callable[[], Any], parts: set[str], groups: set[str], device: torch.device) -> Profiled:
+    """The time of the GPU's kernels in ``run``, by the annotation in which they were launched."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        run()
+        torch.cuda.synchronize(device)
+    return attributed(profiler.events(), parts, groups)
+
+
+def attributed(events: Any, parts: set[str], groups: set[str]) -> Profiled:
+    """Adds up a profiler's events: all of the GPU, and those that belong to an annotation of this name."""
+    seconds: Counter = Counter()
+    inside: Counter = Counter()
     total = 0.0
-    for event in profiler.events():
+    for event in events:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             if not event.is_user_annotation:
                 total += event.time_range.elapsed_us() / 1e6
-        elif event.name in keys:
-            seconds[event.name] += event.device_time_total / 1e6
-    return Profiled(dict(seconds), total)
+        elif event.name in parts or event.name in groups:
+            taken = event.device_time_total / 1e6
+            seconds[event.name] += taken
+            parent = event.cpu_parent
+            while parent is not None and parent.name not in groups:
+                parent = parent.cpu_parent
+            if parent is not None:
+                inside[parent.name, event.name] += taken
+    return Profiled(dict(seconds), total, dict(inside))
 
 
-def _clocked(run: Callable[[], Any], seconds: Counter) -> Profiled:
-    """One run by the wall clock; ``seconds`` is where the regions' times are added up."""
-    seconds.clear()
-    begin = time.perf_counter()
-    run()
-    return Profiled(dict(seconds), time.perf_counter() - begin)
+class _Clock:
+    """The wall clock's seconds of regions, and of those inside others."""
 
+    def __init__(self) -> None:
+        self.seconds: Counter = Counter()
+        self.inside: Counter = Counter()
+        self.open: list[str] = []
 
-@contextlib.contextmanager
-def _clock(seconds: Counter, key: str) -> Iterator[None]:
-    begin = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[key] += time.perf_counter() - begin
+    @contextlib.contextmanager
+    def around(self, key: str) -> Iterator[None]:
+        """Adds the block's time to that of ``key``."""
+        self.open.append(key)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            taken = time.perf_counter() - begin
+            self.open.pop()
+            self.seconds[key] += taken
+            if self.open:
+                self.inside[self.open[-1], key] += taken
+
+    def of(self, run: Callable[[], Any], groups: set[str]) -> Profiled:
+        """One run."""
+        self.seconds.clear()
+        self.inside.clear()
+        begin = time.perf_counter()
+        run()
+        inside = {pair: value for pair, value in self.inside.items() if pair[0] in groups}
+        return Profiled(dict(self.seconds), time.perf_counter() - begin, inside)
 
 
 def draft(region: Region, recording: Recording, family: str) -> Definition:
@@ -252,13 +320,13 @@ def work(definition: Definition, recording: Recording) -> Work:
     return Work(moved, operations)
 
 
-def check_draft(definition: Definition, recording: Recording) -> None:
-    """Raises InventoryError unless the reference, on the CPU, gives the recorded outputs again, within rounding."""
+def check_draft(definition: Definition, recording: Recording, device: torch.device) -> None:
+    """Raises InventoryError unless the reference gives the recorded outputs again on ``device``, within rounding."""
     run = reference.load(definition.reference, definition.name)
     for signature, inputs in recording.inputs.items():
         with torch.no_grad():
-            got = run(*inputs)
+            got = run(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in inputs))
         got = got if isinstance(got, tuple) else (got,)
         for name, value, expected in zip(definition.outputs, got, recording.outputs[signature], strict=True):
-            if value.dtype != expected.dtype or not torch.allclose(value, expected, rtol=0.02, atol=0.02):
+            if value.dtype != expected.dtype or not torch.allclose(value.cpu(), expected, rtol=0.02, atol=0.02):
                 raise InventoryError(f"{definition.name}: the draft does not give {name!r} of the model again")

@@ -41,13 +41,25 @@ class Impure(Exception):
 class Reader(ast.NodeTransformer):
     """Rewrites pure expressions of ``function`` into ones that need nothing but torch, the region's inputs and helpers.
 
+    Args:
+        function, module: whose expressions are read.
+        linear: whether linear layers are computation, too, their weights being inputs.
+
     Attributes:
         tensors: for every tensor of the instance that was used, its path ("norm.weight") and its name as an input.
         helpers: source of the functions that the expressions call, by name.
     """
 
-    def __init__(self, function: Callable, module: nn.Module | None, prefix: str = "", owner: "Reader | None" = None):
+    def __init__(
+        self,
+        function: Callable,
+        module: nn.Module | None,
+        prefix: str = "",
+        owner: "Reader | None" = None,
+        linear: bool = False,
+    ):
         self.globals, self.module, self.prefix = function.__globals__, module, prefix
+        self.linear = linear or owner is not None and owner.linear
         self.tensors: dict[str, str] = owner.tensors if owner else {}
         self.helpers: dict[str, str] = owner.helpers if owner else {}
         parameters = list(inspect.signature(function).parameters)
@@ -79,7 +91,8 @@ class Reader(ast.NodeTransformer):
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.computes = self.computes or not _is_size(node)
+        constant = not any(isinstance(n, ast.Name) and n.id in self.locals for n in ast.walk(node))
+        self.computes = self.computes or not (constant or _is_size(node))
         return self._children(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
@@ -96,7 +109,7 @@ class Reader(ast.NodeTransformer):
         return _literal(self._static(node))
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        found, value = self._try_static(node)
+        found, value = self.try_static(node)
         if found:
             if isinstance(value, torch.Tensor):
                 return ast.Name(self._input(ast.unparse(node)), ast.Load())
@@ -110,11 +123,13 @@ class Reader(ast.NodeTransformer):
         return self.tensors.setdefault(path, path.replace(".", "_"))
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        found, function = self._try_static(node.func)
+        found, function = self.try_static(node.func)
         if not found:
             if isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
                 return self._method(node)
             raise Impure(ast.unparse(node.func))
+        if self.linear and is_linear(function) and len(node.args) == 1 and not node.keywords:
+            return self._linear(node, function)
         if isinstance(function, nn.Module):
             return self._call_helper(node, self._module_helper(function, node.func))
         name = _torch_function(function)
@@ -123,7 +138,15 @@ class Reader(ast.NodeTransformer):
             return ast.Call(_dotted(name), [self.visit(a) for a in node.args], [self.visit(k) for k in node.keywords])
         if isinstance(function, types.FunctionType):
             return self._call_helper(node, self._function_helper(inspect.unwrap(function)))
+        if isinstance(function, types.MethodType) and function.__self__ is self.module:
+            return self._call_helper(node, self._method_helper(function.__func__))
         raise Impure(ast.unparse(node.func))
+
+    def _linear(self, node: ast.Call, layer: nn.Linear) -> ast.AST:
+        self.computes = True
+        names = ["weight"] if layer.bias is None else ["weight", "bias"]
+        tensors = [ast.Name(self._input(f"{ast.unparse(node.func)}.{name}"), ast.Load()) for name in names]
+        return ast.Call(_dotted("torch.nn.functional.linear"), [self.visit(node.args[0]), *tensors], [])
 
     def _method(self, node: ast.Call) -> ast.AST:
         name = node.func.attr
@@ -158,6 +181,13 @@ class Reader(ast.NodeTransformer):
         if inspect.unwrap(forward) is not forward:
             raise Impure("its forward is decorated")
         return self._helper(name, forward, module, f"{self.prefix}{path}.")
+
+    def _method_helper(self, method: Callable) -> tuple[str, list[str]]:
+        """(what to call, the tensors of the instance that it needs) for a method of the instance itself."""
+        if inspect.unwrap(method) is not method:
+            raise Impure("the method is decorated")
+        name = re.sub(r"\W", "_", f"{self.prefix}{method.__name__}")
+        return self._helper(name, method, self.module, self.prefix)
 
     def _function_helper(self, function: types.FunctionType) -> tuple[str, list[str]]:
         return self._helper(function.__name__, function, None, "")
@@ -199,7 +229,8 @@ class Reader(ast.NodeTransformer):
             return ast.fix_missing_locations(ast.Assign(statement.targets, self.read(statement.value), lineno=0))
         raise Impure(type(statement).__name__)
 
-    def _try_static(self, node: ast.expr) -> tuple[bool, Any]:
+    def try_static(self, node: ast.expr) -> tuple[bool, Any]:
+        """(whether an expression is known before the call, its value)."""
         try:
             return True, self._static(node)
         except Impure:
@@ -235,6 +266,12 @@ class Reader(ast.NodeTransformer):
 
 WIDE = """def wide(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))"""
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether a part is a linear layer, and nothing has been done to it."""
+    own = type(layer) is nn.Linear and vars(layer).get("forward") is None
+    return own and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 def _literal(value: Any) -> ast.expr:

@@ -32,8 +32,10 @@ class Repository:
             raise AutokernelError(f"{root} is in no git repository with a commit: {error}") from error
 
     def check_clean(self) -> None:
-        """Raises AutokernelError unless everything in the user's tree is committed or ignored."""
-        dirty = _git(self.root, "status", "--porcelain").splitlines()
+        """Raises AutokernelError unless everything in the user's tree is committed or ignored, or the run's own."""
+        own = self.worktrees.resolve().parent
+        other = [f":(top,exclude){own.relative_to(self.root)}"] if own.is_relative_to(self.root) else []
+        dirty = _git(self.root, "status", "--porcelain", "--", ":(top)", *other).splitlines()
         if dirty:
             raise AutokernelError(
                 f"{self.root} has uncommitted changes ({dirty[0].strip()}"

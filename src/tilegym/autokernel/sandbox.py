@@ -49,6 +49,8 @@ def environment(folder: Path, device: str) -> dict[str, str]:
     """
     kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     private = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "TILEGYM_CACHE_DIR", "CUDA_CACHE_PATH"), str(folder))
+    kept["CUDA_TILE_CACHE_DIR"] = str(folder / "cutile")
+    kept["TILEGYM_DISABLE_AUTOTUNE"] = "1"  # a candidate is judged as it is; measuring takes its time limit
     kept |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": "1"}
     kept["CUDA_VISIBLE_DEVICES"] = "" if device == "cpu" else device
     return kept | private

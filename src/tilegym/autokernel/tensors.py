@@ -4,6 +4,7 @@ Every tensor travels as the flat memory that it lies in, with guard elements on 
 back sees every byte that was touched.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 GUARD_BYTES = 512  # on both sides; a multiple of every alignment that kernels ask for
 GUARD = 0xA5
+_LARGE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,46 @@ def pack(values: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any
         flats[name] = flat
         described[name] = [list(layout.shape), list(layout.strides), layout.dtype, layout.offset]
     return flats, described
+
+
+class Outbox:
+    """Writes the inputs of calls to files in ``folder``; what is large, weights above all, once for all calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._count = 0
+        # With the tensors themselves, so that their ids stay their own.
+        self._large: dict[tuple[str, int], tuple[torch.Tensor, str, list]] = {}
+
+    def write(self, inputs: dict[str, Any]) -> tuple[list[str], str]:
+        """(the files, what :func:`unpack` needs besides, as JSON) of one call's inputs, by name and in order."""
+        files, own, described = [], {}, {}
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and value.nbytes > _LARGE:
+                _, path, described[name] = self._large.get((name, id(value))) or self._keep(name, value)
+                files.append(path)
+            else:
+                own[name], described[name] = value, None  # in its place
+        flats, more = pack(own)
+        if flats:
+            files.append(self._file(flats))
+        return files, json.dumps(described | more)
+
+    def remove(self, files: list[str]) -> None:
+        """Removes files of a call that is over, but for those that others share."""
+        for file in set(files) - {path for _, path, _ in self._large.values()}:
+            Path(file).unlink(missing_ok=True)
+
+    def _keep(self, name: str, value: torch.Tensor) -> tuple[torch.Tensor, str, list]:
+        flats, described = pack({name: value})
+        self._large[name, id(value)] = value, self._file(flats), described[name]
+        return self._large[name, id(value)]
+
+    def _file(self, flats: dict[str, torch.Tensor]) -> str:
+        self._count += 1
+        path = self.folder / f"inputs{self._count}.safetensors"
+        write(path, flats)
+        return str(path)
 
 
 def layout_of(described: list) -> Layout:

@@ -1,12 +1,10 @@
 """Gate 7: how fast a kernel is, by the judge's own clock, and whether that can be true."""
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,9 +76,10 @@ def measure(kernel: Worker, plain: Worker, recorded: list[tuple[Call, int]], kin
         WorkerFailed: a worker died or took too long.
     """
     totals = [0.0] * 5
+    outboxes = {worker.pid: tensors.Outbox(worker.folder) for worker in (kernel, plain)}
     for call, count in recorded:
         series = {worker.pid: _Series([], [], []) for worker in (kernel, plain)}
-        prepared = {worker.pid: _prepare(worker, call) for worker in (kernel, plain)}
+        prepared = {pid: outbox.write(call.inputs) for pid, outbox in outboxes.items()}
         batches = {worker.pid: _calls(worker, prepared[worker.pid]) for worker in (kernel, plain)}
         for _ in range(ROUNDS[kind]):
             for worker in (kernel, plain):
@@ -92,20 +91,13 @@ def measure(kernel: Worker, plain: Worker, recorded: list[tuple[Call, int]], kin
     return Measured(*totals)
 
 
-def _prepare(worker: Worker, call: Call) -> tuple[str, str]:
-    flats, described = tensors.pack(call.inputs)
-    path = worker.folder / "timed.safetensors"
-    tensors.write(path, flats)
-    return str(path), json.dumps(described)
-
-
-def _calls(worker: Worker, prepared: tuple[str, str]) -> int:
+def _calls(worker: Worker, prepared: tuple[list[str], str]) -> int:
     """How many calls a batch has; what the worker says of its time decides nothing but this."""
     seconds = max(float(_time(worker, prepared, 1, cold=False)["wall"]), 1e-6)
     return min(max(int(_BATCH_SECONDS / seconds), 2), _MAX_CALLS)
 
 
-def _round(worker: Worker, prepared: tuple[str, str], calls: int, series: _Series) -> None:
+def _round(worker: Worker, prepared: tuple[list[str], str], calls: int, series: _Series) -> None:
     """Times two batches, of 1 and of ``calls`` more: what both have in common (messages, files) drops out."""
     batches = (1, calls + 1)
     elapsed, answer = [], {}
@@ -119,8 +111,8 @@ def _round(worker: Worker, prepared: tuple[str, str], calls: int, series: _Serie
         series.events += _time(worker, prepared, _COLD_CALLS, cold=True)["events"]
 
 
-def _time(worker: Worker, prepared: tuple[str, str], calls: int, cold: bool) -> dict[str, Any]:
-    answer = worker.ask("time", file=prepared[0], described=prepared[1], calls=calls, cold=cold)
+def _time(worker: Worker, prepared: tuple[list[str], str], calls: int, cold: bool) -> dict[str, Any]:
+    answer = worker.ask("time", files=prepared[0], described=prepared[1], calls=calls, cold=cold)
     if "error" in answer:
         raise WorkerFailed("crash", answer["error"])
     return answer
@@ -168,10 +160,3 @@ def count_ops(run: Callable, inputs: dict[str, Any]) -> int:
     with torch.no_grad(), _Count() as counter:
         run(*inputs.values())
     return counter.count
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Writes JSON as a whole or not at all."""
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(json.dumps(data, indent=2))
-    part.replace(path)

@@ -5,6 +5,7 @@ milliseconds (on a GPU in seconds: there it starts anew). Each child talks to th
 of JSON in, a line of JSON out.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -42,10 +43,13 @@ def serve(control: socket.socket, device: str) -> None:
             continue
         pid = os.fork()
         if pid == 0:
+            os.setsid()
             control.close()
             if device != "cpu":
                 # Whatever has touched the driver in this process would be broken in a copy of it.
                 os.set_inheritable(descriptors[0], True)
+                if request["kind"] == "kernel":  # models share what they compile: their kernels have been judged
+                    os.environ["CUDA_TILE_CACHE_DIR"] = os.path.join(request["folder"], "cutile")
                 arguments = ["child", str(descriptors[0]), device, json.dumps(request)]
                 os.execv(sys.executable, [sys.executable, "-m", "tilegym.autokernel.worker", *arguments])
             _child(socket.socket(fileno=descriptors[0]), device, request)
@@ -53,13 +57,13 @@ def serve(control: socket.socket, device: str) -> None:
         children.add(pid)
         control.sendall(json.dumps({"pid": pid}).encode() + b"\n")
     for pid in children:
-        os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _child(channel: socket.socket, device: str, request: dict[str, Any]) -> None:
     code = 1
     try:
-        os.setsid()
         os.chdir(request["folder"])
         for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TILEGYM_CACHE_DIR", "CUDA_CACHE_PATH"):
             os.environ[name] = request["folder"]
@@ -72,6 +76,8 @@ def _child(channel: socket.socket, device: str, request: dict[str, Any]) -> None
             total = torch.cuda.get_device_properties(0).total_memory
             if request["kind"] == "kernel":
                 torch.cuda.set_per_process_memory_fraction(min(1.0, limits.memory / total))
+            else:
+                import transformers.generation  # noqa: F401  # takes seconds, before anybody waits for them
         _answer(channel, device, confined)
         code = 0
     except BaseException:
@@ -98,7 +104,7 @@ def _answer(channel: socket.socket, device: str, confined: dict[str, bool]) -> N
                 subject, result = ModelRuns(device=torch_device, **arguments), {}
             elif command == "reference":
                 subject, result = ReferenceRuns(device=torch_device, **arguments), {}
-            elif command in ("compile", "run", "time", "generate", "logits"):
+            elif command in ("compile", "run", "gradients", "time", "generate", "logits"):
                 result = getattr(subject, command)(**arguments)
             else:
                 result = {"error": f"there is no command {command!r}"}

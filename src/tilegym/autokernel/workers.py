@@ -22,6 +22,7 @@ from tilegym.errors import AutokernelError
 
 _PACKAGE = Path(__file__).parents[2]
 _MAX_LINE = 16 << 20
+_START = 180.0  # seconds in which a worker has to be there
 _POLL = 0.05  # seconds between two looks at how much memory a worker has
 
 
@@ -40,7 +41,7 @@ class Worker:
         self.host, self.channel, self.pid, self.folder, self.limits = host, channel, pid, folder, limits
         self._buffer = b""
         self.ended: str | None = None
-        self.confined = self._receive(60.0)["confined"]
+        self.confined = self._receive(_START)["confined"]
 
     def ask(self, command: str, seconds: float | None = None, **arguments: Any) -> dict[str, Any]:
         """The answer to a request.
@@ -140,6 +141,7 @@ class WorkerHost:
         self._needs_network = False
         self._process: subprocess.Popen | None = None
         self._control: socket.socket | None = None
+        self._spare: dict[tuple[str, Limits], tuple[socket.socket, int, Path]] = {}
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -196,13 +198,21 @@ class WorkerHost:
             return found
 
     def _worker(self, kind: str, limits: Limits) -> Worker:
+        begun = self._spare.pop((kind, limits), None) or self._begin(kind, limits)
+        worker = Worker(self, *begun, limits)
+        if self.device != "cpu":  # there a process takes seconds to begin: the next one does so meanwhile
+            self._spare[kind, limits] = self._begin(kind, limits)
+        return worker
+
+    def _begin(self, kind: str, limits: Limits) -> tuple[socket.socket, int, Path]:
+        """(channel, process id, folder) of a process that will be a worker."""
         ours, theirs = socket.socketpair()
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=self.folder))
         request = {"folder": str(folder), "kind": kind, "limits": asdict(limits)}
         pid = self._ask(request, [theirs.fileno()])["pid"]
         theirs.close()
         self.resident = self.resident or sandbox.resident(pid) + (8 << 30)  # CUDA's own and the driver's, generously
-        return Worker(self, ours, pid, folder, limits)
+        return ours, pid, folder
 
     @contextlib.contextmanager
     def working(self, kind: str = "kernel", limits: Limits | None = None) -> Iterator[Worker]:
@@ -221,6 +231,9 @@ class WorkerHost:
 
     def close(self) -> None:
         """Ends all workers and removes their files."""
+        for channel, _, _ in self._spare.values():
+            channel.close()
+        self._spare.clear()
         if self._process is not None:
             self._control.close()
             try:

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Iterable
 
+import torch
+
 from tilegym.autokernel.generate.graph import REDUCTIONS
 from tilegym.autokernel.generate.graph import Value
 from tilegym.autokernel.generate.graph import topological
@@ -79,6 +81,13 @@ def literal(number: float) -> tuple[str, int]:
 
 def in_parentheses(text: str, binds: int, needs: int) -> str:
     return text if binds >= needs else f"({text})"
+
+
+def as_float(text: str, dtype: torch.dtype) -> str:
+    """The tile that ``text`` reads as kernels compute with it: numbers in fp32; truth values, which come as bytes."""
+    if dtype == torch.bool:
+        return f"{text} != 0"
+    return text if dtype == torch.float32 else f"{text}.astype(ct.float32)"
 
 
 def call(head: str, args: Iterable[str], indent: int = 0, tail: str = "") -> str:

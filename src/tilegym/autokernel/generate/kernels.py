@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from tilegym.autokernel.generate.body import Body
+from tilegym.autokernel.generate.body import as_float
 from tilegym.autokernel.generate.body import call
 from tilegym.autokernel.generate.graph import REDUCTIONS
 from tilegym.autokernel.generate.graph import Output
@@ -90,7 +91,7 @@ class KernelWriter:
             text = f"ct.gather({name}, ({rows}[:, None], 0))"
         else:
             text = f"ct.load({name}, (0,), (1,))[None, :]"
-        return text if value.dtype in (torch.bool, torch.float32) else f"{text}.astype(ct.float32)"
+        return as_float(text, value.dtype)
 
     def stored(self, output: Output) -> Value:
         """What has to be computed for ``output``: the last rounding is done by what stores it."""

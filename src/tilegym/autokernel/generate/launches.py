@@ -2,6 +2,7 @@
 
 import torch
 
+from tilegym.autokernel.generate.body import LINE
 from tilegym.autokernel.generate.body import call
 from tilegym.autokernel.generate.graph import Output
 from tilegym.autokernel.generate.graph import Value
@@ -118,8 +119,25 @@ def empty(output: Output, inputs: dict[str, Value], working: torch.dtype, import
     return f"{like}.new_empty({like}.shape[:-1], dtype={dtype})"
 
 
+def returned_values(made: list[str]) -> str:
+    """The statement that returns expressions, on as few lines as the formatter needs."""
+    line = f"    return {', '.join(made)}"
+    if len(line) <= LINE or len(made) == 1:
+        return line
+    return "    return (\n" + "".join(f"        {text},\n" for text in made) + "    )"
+
+
+def as_bytes(name: str, value: Value) -> str:
+    """An expression for an input as its kernel reads it: booleans as bytes.
+
+    Where a loop reads booleans ahead, tileiras 13.4 counts a bit for each on sm_90, and copies one byte in eight.
+    """
+    return f"{name}.view(torch.uint8)" if value.dtype == torch.bool else name
+
+
 def as_rows(name: str, value: Value, imports: Imports) -> str:
     """An expression for an input as its kernel takes it: [M, N], [M, 1], [N] or [1]."""
+    name = as_bytes(name, value)
     if value.steps:
         return f"{name}.reshape(-1, {'n' if value.cols else '1'})"
     if value.is_tile or (value.rows and value.shape and value.shape[-1] == 1):
@@ -147,18 +165,19 @@ def launch_lines(
     outputs = list(kernel.outputs)
     if kernel.kind == "flat":
         imports.update({(POINTWISE, "small_or_flat"), (TILING, "size_of")})
-        names = [*kernel.inputs, *(o.name for o in outputs)]
+        first = next(iter(kernel.inputs))
+        arrays = [*(as_bytes(name, value) for name, value in kernel.inputs.items()), *(o.name for o in outputs)]
         return [
-            call("arrays = small_or_flat", names, 4),
-            f"    grid, tile_m, tile_n = {plan}(*size_of(arrays[0]), {names[0]}.get_device())",
-            f"    launch({names[0]}, grid, {kernel.name}, (*arrays, tile_m, tile_n))",
+            call("arrays = small_or_flat", arrays, 4),
+            f"    grid, tile_m, tile_n = {plan}(*size_of(arrays[0]), {first}.get_device())",
+            f"    launch({first}, grid, {kernel.name}, (*arrays, tile_m, tile_n))",
         ]
     like = next(n for n, v in kernel.inputs.items() if v.is_tile and not v.steps)
     arrays = []
     for name, value in kernel.inputs.items():
         arrays.append("rows" if name == like else name if name in known else as_rows(name, value, imports))
     sums = kernel.sums
-    arrays += [f"{o.name}_parts" if o.vector else result_rows(o) for o in outputs]
+    arrays += [f"{o.name}_parts" if o.vector else o.name if o.name in known else result_rows(o) for o in outputs]
     for value in kernel.inputs.values():
         if value.steps:
             first, second = value.steps
@@ -166,7 +185,7 @@ def launch_lines(
     lines = []
     if "rows" not in known:
         imports.add((TILING, "rows_of"))
-        lines += [f"    rows = rows_of({like})", "    m, n = rows.shape"]
+        lines += [f"    rows = rows_of({as_bytes(like, kernel.inputs[like])})", "    m, n = rows.shape"]
     chosen = {"tiles": "grid, tile_m, tile_n", "wide": "kernel, grid, tile_n"}.get(
         kernel.kind, "kernel, grid, tile_m, tile_n"
     )

@@ -22,6 +22,7 @@ from tilegym.autokernel.generate.launches import Imports
 from tilegym.autokernel.generate.launches import empty
 from tilegym.autokernel.generate.launches import launch_lines
 from tilegym.autokernel.generate.launches import plan_source
+from tilegym.autokernel.generate.launches import returned_values
 from tilegym.autokernel.generate.operations import HELPER_IMPORTS
 from tilegym.autokernel.generate.operations import HELPERS
 from tilegym.autokernel.generate.plan import Kernel
@@ -138,9 +139,7 @@ class ModuleWriter:
             else:
                 body += lines
         self.imports.add((LIBRARY, "compilable"))
-        values = made[0] if len(made) == 1 else ", ".join(made)
-        returns = call("return ", made, 4) if len(values) > LINE - 12 else f"    return {values}"
-        fake_source = f"def {fake}({', '.join(names)}):\n{returns}\n"
+        fake_source = f"def {fake}({', '.join(names)}):\n{returned_values(made)}\n"
         launcher = f"@compilable(fake={fake})\n{head}\n" + "\n".join(body) + f"\n    return {outputs}\n"
         self.launchers += [fake_source, launcher]
         self.sections += self.launchers

@@ -9,6 +9,7 @@ import dataclasses
 import torch
 
 from tilegym.autokernel.generate.body import Body
+from tilegym.autokernel.generate.body import as_float
 from tilegym.autokernel.generate.body import call
 from tilegym.autokernel.generate.body import suggest
 from tilegym.autokernel.generate.errors import Unsupported
@@ -25,6 +26,7 @@ from tilegym.autokernel.generate.launches import LIBRARY
 from tilegym.autokernel.generate.launches import as_rows
 from tilegym.autokernel.generate.launches import launch_lines
 from tilegym.autokernel.generate.launches import plan_source
+from tilegym.autokernel.generate.launches import returned_values
 from tilegym.autokernel.generate.operations import ATOM
 from tilegym.autokernel.generate.plan import Tuning
 from tilegym.autokernel.generate.plan import plan_kernels
@@ -39,18 +41,17 @@ LOOP = "for k in range(ct.cdiv(K, TILE_K)):"
 class ProductKernel:
     """What the GEMM and the kernel for one row share: parameters, and the steps behind the products."""
 
-    def __init__(self, region: Region, inputs: dict[str, Value], constants: list[str]):
-        self.region = region
+    def __init__(self, region: Region, inputs: dict[str, Value], outputs: list[Output], constants: list[str]):
+        self.region, self.outputs = region, [o for o in outputs if behind_product(region, o)]
         self.weights = [p.weight for p in region.linears]
-        self.outputs = [o.name for o in region.outputs]
-        self.parameters = [*inputs, *self.weights, *self.outputs]
+        self.parameters = [*inputs, *self.weights, *(o.name for o in outputs)]
         self.constants = constants
         self.imports: set[tuple[str, str]] = {(TILING, "Int")}
-        dtype = None if region.dtype == torch.float32 else f"{self.outputs[0]}.dtype"
-        rough = dtype is not None and all(o.dtype == region.dtype for o in region.outputs)
+        dtype = None if region.dtype == torch.float32 else f"{self.outputs[0].name}.dtype"
+        rough = dtype is not None and all(o.dtype == region.dtype for o in self.outputs)
         self.body = Body(self.parameters, self.load, dtype, rough)
         self.body.taken |= {"m", "n", "k"}
-        self.body.stored_narrow = {self.stored(o) for o in region.outputs}
+        self.body.stored_narrow = {self.stored(o) for o in self.outputs}
 
     def load(self, value: Value) -> str:
         raise NotImplementedError
@@ -62,8 +63,8 @@ class ProductKernel:
 
     def finish(self, place: str) -> None:
         """The steps behind the products, and the stores."""
-        self.body.emit(self.stored(o) for o in self.region.outputs)
-        for output in self.region.outputs:
+        self.body.emit(self.stored(o) for o in self.outputs)
+        for output in self.outputs:
             text = f"{self.body.text(self.stored(output), ATOM)}.astype({output.name}.dtype)"
             self.body.call("ct.store", output.name, place, text)
 
@@ -72,15 +73,26 @@ class ProductKernel:
         return "\n".join(["@ct.kernel", head, f'    """{doc}"""', *self.body.lines, ""])
 
 
+def in_fp32(value: Value) -> torch.dtype:
+    """The dtype of an input that a helper has read as fp32: that, or still truth values."""
+    return torch.bool if value.dtype == torch.bool else torch.float32
+
+
+def behind_product(region: Region, output: Output) -> bool:
+    """Whether a result depends on the products; others are made on the way to their left operand."""
+    return bool({p.value for p in region.linears} & set(topological([output.value])))
+
+
 class GemmKernel(ProductKernel):
     """Tiles of the results; the left operand is an array."""
 
     def __init__(self, region: Region, inputs: dict[str, Value], left: str):
-        super().__init__(region, {left: None, **inputs}, ["TILE_M: Int", "TILE_N: Int", "TILE_K: Int"])
+        outputs = [o for o in region.outputs if behind_product(region, o)]
+        super().__init__(region, {left: None, **inputs}, outputs, ["TILE_M: Int", "TILE_N: Int", "TILE_K: Int"])
         body, weight = self.body, self.weights[0]
         self.imports |= {(MATMUL, name) for name in ("GROUP_M", "load_tile", "tile_of_block")}
-        tiles = f"ct.cdiv({left}.shape[0], TILE_M), ct.cdiv({weight}.shape[0], TILE_N)"
-        body.line(f"m, n = tile_of_block(ct.bid(0), {tiles}, GROUP_M)")
+        tiles = [f"ct.cdiv({left}.shape[0], TILE_M)", f"ct.cdiv({weight}.shape[0], TILE_N)"]
+        body.call("m, n = tile_of_block", "ct.bid(0)", *tiles, "GROUP_M")
         sums = {p.value: body.new_name(p.value.hint) for p in region.linears}
         for name in sums.values():
             body.line(f"{name} = ct.zeros((TILE_M, TILE_N), ct.float32)")
@@ -96,16 +108,17 @@ class GemmKernel(ProductKernel):
         self.finish("(m, n)")
 
     def load(self, value: Value) -> str:
+        dtype = value.dtype
         if value.is_tile:
             text = f"load_tile({value.hint}, m, n, TILE_M, TILE_N, False, True)"
         elif value.cols:
             self.imports.add((MATMUL, "load_bias"))
-            return f"load_bias({value.hint}, n, TILE_N)"
+            text, dtype = f"load_bias({value.hint}, n, TILE_N)", in_fp32(value)
         elif value.rows:
             text = f"load_tile({value.hint}, m, 0, TILE_M, 1, False, True)"
         else:
             text = f"ct.load({value.hint}, (0,), (1,))[None, :]"
-        return text if value.dtype in (torch.float32, torch.bool) else f"{text}.astype(ct.float32)"
+        return as_float(text, dtype)
 
 
 class GemvKernel(ProductKernel):
@@ -113,14 +126,15 @@ class GemvKernel(ProductKernel):
 
     def __init__(self, region: Region, inputs: dict[str, Value]):
         constants = ["K: Int", "TILE_N: Int", "TILE_K: Int", "OVERLAP: Bool"]
-        super().__init__(region, inputs, constants)
+        super().__init__(region, inputs, region.outputs, constants)
         body, self.before = self.body, True
         self.imports |= {(TILING, "Bool"), (TILING, "begin"), (LINEAR, "weight_tile")}
         body.columns = "K"
         body.line("n = ct.bid(0)")
         body.line("begin(OVERLAP)")
         left = region.left
-        order = topological([left])
+        beside = [o for o in region.outputs if o not in self.outputs]
+        order = topological([left, *(o.value for o in beside)])
         if any(v.op in REDUCTIONS for v in order):
             self.imports.add((TILING, "span"))
             body.inside = "span(k, TILE_K)[None, :] < K"
@@ -129,16 +143,24 @@ class GemvKernel(ProductKernel):
             values = [v for v in order if v.op in REDUCTIONS and stage[v] == step]
             body.emit_before_loop(frontier(topological(v.args[0] for v in values), lambda v: v.cols))
             body.reduce_in_loop(values, "TILE_K", LOOP, [])
-        body.emit_before_loop(frontier([*order, Value("end", (left,), True, True)], lambda v: v.cols))
+        ends = (left, *(o.value for o in beside))
+        body.emit_before_loop(frontier([*order, Value("end", ends, True, True)], lambda v: v.cols))
         sums = {p.value: body.new_name(f"{p.value.hint}_sums") for p in region.linears}
         for name in sums.values():
             body.line(f"{name} = ct.zeros((TILE_N, TILE_K), ct.float32)")
         outer = dict(body.scope)
         body.line(LOOP)
         body.indent = 8
-        body.emit([left])
+        body.emit([left, *(o.value for o in beside)])
         if not body.text(left).isidentifier():
             body.keep(left)
+        if beside:  # every block has them: the first writes them
+            body.line("if n == 0:")
+            body.indent = 12
+            for output in beside:
+                text = f"{body.text(output.value, ATOM)}.astype({output.name}.dtype)"
+                body.call("ct.store", output.name, "(0, k)", text)
+            body.indent = 8
         for product, name in zip(region.linears, sums.values(), strict=True):
             body.line(f"{name} = {name} + weight_tile({product.weight}, n, k, TILE_N, TILE_K) * {body.text(left)}")
         body.indent, body.scope, self.before = 4, outer, False
@@ -153,14 +175,15 @@ class GemvKernel(ProductKernel):
     def load(self, value: Value) -> str:
         place, size = ("k", "TILE_K") if self.before else ("n", "TILE_N")
         if value.is_tile:
-            return f"weight_tile({value.hint}, 0, {place}, 1, {size})"
-        if value.cols:
+            text, dtype = f"weight_tile({value.hint}, 0, {place}, 1, {size})", in_fp32(value)
+        elif value.cols:
             self.imports.add((MATMUL, "load_bias"))
-            return f"load_bias({value.hint}, {place}, {size})"
-        if value.rows:
-            return f"weight_tile({value.hint}, 0, 0, 1, 1)"
-        text = f"ct.load({value.hint}, (0,), (1,))[None, :]"
-        return text if value.dtype in (torch.float32, torch.bool) else f"{text}.astype(ct.float32)"
+            text, dtype = f"load_bias({value.hint}, {place}, {size})", in_fp32(value)
+        elif value.rows:
+            text, dtype = f"weight_tile({value.hint}, 0, 0, 1, 1)", in_fp32(value)
+        else:
+            text, dtype = f"ct.load({value.hint}, (0,), (1,))[None, :]", value.dtype
+        return as_float(text, dtype)
 
 
 GEMM_PLAN = '''@functools.lru_cache(maxsize=1024)
@@ -190,18 +213,23 @@ class ProductWriter:
         self.region, self.tuning, self.imports = region, tuning, imports
         self.helpers: set[str] = set()
         self.names: list[str] = []  # of the kernels
-        behind = topological(o.value for o in region.outputs)
+        main = [o for o in region.outputs if behind_product(region, o)]
+        self.beside = [o for o in region.outputs if not behind_product(region, o)]
+        behind = topological(o.value for o in main)
         before = topological([region.left])
         products = {p.value for p in region.linears}
-        if reductions(region.outputs) or any(v.op != "input" for v in set(before) & set(behind) - products):
+        if reductions(main) or any(v.op not in ("input", "constant") for v in set(before) & set(behind) - products):
             raise Unsupported("steps behind a matrix product that are more than elementwise")
-        if any(not products & set(topological([o.value])) for o in region.outputs):
-            raise Unsupported("a result that does not depend on the matrix product")
+        if not main or any(o.value not in before or not o.value.is_tile for o in self.beside):
+            raise Unsupported("a result that neither depends on the matrix product nor is a step to its left operand")
         if any(v.steps for v in (*before, *behind)):
             raise Unsupported("an input that is repeated over rows, beside a matrix product")
         self.before = {n: v for n, v in region.inputs.items() if v in before}
         self.behind = {n: v for n, v in region.inputs.items() if v in behind}
-        self.x = next(n for n, v in self.before.items() if v.is_tile)
+        tiles = [n for n, v in self.before.items() if v.is_tile and v.dtype != torch.bool]
+        if not tiles:
+            raise Unsupported("a left operand that is computed from no tensor of numbers")
+        self.x = tiles[0]
 
     def sections(self) -> list[str]:
         region, tuning = self.region, self.tuning
@@ -240,10 +268,9 @@ class ProductWriter:
             return [], []
         if region.left.dtype != region.dtype and region.dtype != torch.float32:
             raise Unsupported("a left operand that is not in the working dtype")
-        output = Output(left, region.left, region.dtype, self.before[self.x])
-        inner = Region(
-            f"{region.name}_prologue", self.before, [output], list(self.before), region.builder, region.dtype
-        )
+        outputs = [Output(left, region.left, region.dtype, self.before[self.x])]
+        outputs += [dataclasses.replace(o, name=f"{o.name}_rows") for o in self.beside]
+        inner = Region(f"{region.name}_prologue", self.before, outputs, list(self.before), region.builder, region.dtype)
         inner.width = region.width
         (kernel,) = plan_kernels(inner, False)
         kernel = dataclasses.replace(kernel, kind="tiles" if kernel.kind == "flat" else kernel.kind)
@@ -253,8 +280,10 @@ class ProductWriter:
         plan = plan_source(kernel, "prologue_plan", self.tuning, self.imports)
         self.names.append(kernel.name)
         name = "prologue_plan" if plan else "plan"
-        lines = launch_lines(kernel, name, region.dtype, {"rows"}, self.imports, "k")
-        return [writer.source, *([plan] if plan else [])], [f"    {left} = rows.new_empty(m, k)", *lines]
+        lines = launch_lines(kernel, name, region.dtype, {"rows", *(o.name for o in outputs)}, self.imports, "k")
+        arrays = [f"    {left} = rows.new_empty(m, k)"]
+        arrays += [f"    {o.name}_rows = {o.name}.view(m, k)" for o in self.beside]
+        return [writer.source, *([plan] if plan else [])], [*arrays, *lines]
 
     def _launch(self, left: str, prologue: list[str]) -> list[str]:
         region, x = self.region, self.x
@@ -262,16 +291,19 @@ class ProductWriter:
         weights = [p.weight for p in region.linears]
         fake, outputs = f"_{region.name}_outputs", [o.name for o in region.outputs]
         value = f"{x}.new_empty(*{x}.shape[:-1], {weights[0]}.shape[0])"
-        made = ", ".join(
-            value if o.dtype == region.dtype else value[:-1] + f", dtype={o.dtype})" for o in region.outputs
-        )
+        values = [f"{x}.new_empty({x}.shape)" if o in self.beside else value for o in region.outputs]
+        made = [
+            text if o.dtype == region.dtype else text[:-1] + f", dtype={o.dtype})"
+            for text, o in zip(values, region.outputs, strict=True)
+        ]
         count = len(outputs)
         results = "torch.Tensor" if count == 1 else f"tuple[{', '.join(['torch.Tensor'] * count)}]"
         parameters = [f"{n}: torch.Tensor" for n in names]
         head = call(f"def {region.name}_forward", parameters, tail=f" -> {results}:")
         arrays = {n: as_rows(n, v, self.imports) for n, v in region.inputs.items()}
         arrays[x] = "rows"
-        views = [f"{o}.view(m, n)" for o in outputs]
+        views = [f"{o.name}.view(m, {'k' if o in self.beside else 'n'})" for o in region.outputs]
+        behind = [v for v, o in zip(views, region.outputs, strict=True) if o not in self.beside]
         body = [
             f"    {', '.join(outputs)} = {fake}({', '.join(names)})",
             f"    rows, bits, device = rows_of({x}), {x}.dtype.itemsize * 8, {x}.get_device()",
@@ -286,9 +318,9 @@ class ProductWriter:
         ]
         operand = left if prologue else "rows"
         rest = [arrays[n] for n in self.behind]
-        body.append(call("arrays = ", [operand, *rest, *weights, *views], 4))
+        body.append(call("arrays = ", [operand, *rest, *weights, *behind], 4))
         body.append(f"    launch({x}, grid, kernel, (*arrays, tile_m, tile_n, tile_k))")
-        fake_source = f"def {fake}({', '.join(names)}):\n    return {made}\n"
+        fake_source = f"def {fake}({', '.join(names)}):\n{returned_values(made)}\n"
         launcher = f"@compilable(fake={fake})\n{head}\n" + "\n".join(body) + f"\n    return {', '.join(outputs)}\n"
         return [fake_source, launcher]
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from tilegym.autokernel.proposers.deadline import Late
+from tilegym.autokernel.proposers.deadline import at_most
 from tilegym.autokernel.protocol import Attempt
 from tilegym.autokernel.protocol import Proposal
 from tilegym.autokernel.protocol import Task
@@ -14,6 +16,7 @@ from tilegym.inventory import Solution
 from tilegym.inventory import SourceFile
 from tilegym.inventory.schema import CUDA_TILE
 
+_SECONDS = 30.0  # for one region; some graphs with many variable sizes would take minutes
 _SLOW = ("G7", "G8", "keep")
 
 
@@ -33,8 +36,9 @@ class Generate:
             return None
         tried = {text for attempt in own for text in attempt.files.values()}
         try:
-            first = generate(task.run(), examples(task), name=task.definition.name, trains=task.trains)
-        except Unsupported:
+            with at_most(_SECONDS):
+                first = generate(task.run(), examples(task), name=task.definition.name, trains=task.trains)
+        except (Unsupported, Late):
             return None
         for kernel in (first, *(variants(first) if own else ())):
             if kernel.source not in tried:
@@ -47,13 +51,22 @@ def _only_slow(attempt: Attempt) -> bool:
 
 
 def examples(task: Task) -> list[Any]:
-    """Inputs like those of the task's first sample; numbers are what they were."""
+    """Inputs like those of the task's first sample; numbers are what they were.
+
+    A variable axis is never 1 there, nor as long as another one: torch.export would take that for a rule.
+    """
+    sample, sizes = task.samples[0], dict(task.definition.const_axes)
+    for axis in task.definition.var_axes:
+        size = sample.axes[axis]
+        while size == 1 or size in sizes.values():
+            size += 1
+        sizes[axis] = size
     generator = torch.Generator().manual_seed(0)
     made = []
-    for value in task.samples[0].inputs.values():
+    for value, spec in zip(sample.inputs.values(), task.definition.inputs.values(), strict=True):
         if isinstance(value, TensorInfo):
-            dtype = torch_dtype(value.dtype)
-            made.append(torch.rand(value.shape, generator=generator).to(dtype))
+            shape, dtype = [sizes[axis] for axis in spec.shape], torch_dtype(value.dtype)
+            made.append(torch.rand(shape, generator=generator).to(dtype))
         else:
             made.append(value)
     return made

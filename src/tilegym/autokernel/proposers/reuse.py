@@ -2,6 +2,8 @@
 
 import functools
 
+from tilegym.autokernel.proposers.deadline import Late
+from tilegym.autokernel.proposers.deadline import at_most
 from tilegym.autokernel.protocol import Proposal
 from tilegym.autokernel.protocol import Task
 from tilegym.errors import InventoryError
@@ -17,6 +19,7 @@ from tilegym.inventory.adapters import View
 from tilegym.inventory.schema import CUDA_TILE
 
 _PACKAGE = "src/tilegym/"
+_SECONDS = 15.0  # for the search of one region's kernel; with many inputs it would take minutes
 
 
 class Reuse:
@@ -41,8 +44,9 @@ def _target(files: dict[str, str]) -> tuple:
 @functools.lru_cache(maxsize=256)
 def _matches(definition: str) -> tuple[Match, ...]:
     try:
-        return tuple(match(Definition.from_json(definition)))
-    except InventoryError:  # its reference cannot be run on made-up inputs
+        with at_most(_SECONDS):
+            return tuple(match(Definition.from_json(definition)))
+    except (InventoryError, Late):  # its reference cannot be run on made-up inputs, or there are too many ways to try
         return ()
 
 
