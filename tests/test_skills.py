@@ -190,7 +190,7 @@ def integrated(config: Path, monkeypatch) -> dict:
     from tilegym.integrate import steps
 
     monkeypatch.setattr(recipes, "_WAYS", {"rope": recipes._WAYS["rope"]})
-    monkeypatch.setattr(steps, "compiled", lambda launches, done, notices: ({"rope_kernel sm_90": ""}, ""))
+    monkeypatch.setattr(steps, "compiled", lambda launches, done, notices, binding: ({"rope_kernel sm_90": ""}, ""))
     folder = config.parent / "out"
     found = json_of(
         "integrate", str(config), "--random_weights", "--output", str(folder), "--output_length", "2", "--num_runs", "1"

@@ -22,9 +22,9 @@ def autokernel(
     model: str = typer.Argument(
         metavar="MODEL", help="A Hub id, folder, config file or preset; or FILE.py::FUNCTION that returns a model."
     ),
-    random_weights: bool = typer.Option(False, "--random-weights", help="A config is enough."),
+    random_weights: bool = typer.Option(False, "--random-weights", "--random_weights", help="A config is enough."),
     precision: str = typer.Option("bfloat16", help="Of weights and computation: bfloat16, float16 or float32."),
-    num_layers: int | None = typer.Option(None, help="Keep only this many layers."),
+    num_layers: int | None = typer.Option(None, "--num-layers", "--num_layers", help="Keep only this many layers."),
     run: str = typer.Option(
         "", "--run", help="The run's name; the same name goes on with a run. Default: the model's."
     ),
@@ -47,8 +47,8 @@ def autokernel(
         "reuse,generate,tune", help=f"Who proposes, in order; 'agent' needs --agent. {_SANDBOX}"
     ),
     agent: Path | None = typer.Option(None, help="A JSON file that says how the agent is called; see the docs."),
-    input_length: int = typer.Option(64, min=1, help="Tokens of the prompts."),
-    output_length: int = typer.Option(64, min=2, help="Tokens to generate."),
+    input_length: int = typer.Option(64, "--input-length", "--input_length", min=1, help="Tokens of the prompts."),
+    output_length: int = typer.Option(64, "--output-length", "--output_length", min=2, help="Tokens to generate."),
     seconds: float = typer.Option(120.0, min=1.0, help="The limit of one request to a kernel's worker."),
     memory: float | None = typer.Option(None, help="GiB that a kernel's worker may use. Default: 4, on a GPU 32."),
 ) -> None:
@@ -142,10 +142,12 @@ def _devices(asked: list[str]) -> tuple[str, ...]:
 
 
 def _gpus() -> dict[str, str]:
-    """The UUIDs of the GPUs, by index."""
+    """The UUIDs of the GPUs, by index; without nvidia-smi the indices that torch knows."""
+    import torch
+
     program = shutil.which("nvidia-smi")
     if program is None:
-        return {}
+        return {str(i): str(i) for i in range(torch.cuda.device_count())}
     query = [program, "--query-gpu=index,uuid", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     rows = [line.split(", ") for line in done.stdout.splitlines() if ", " in line]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import typer
@@ -18,6 +19,7 @@ from tilegym.integrate import report
 from tilegym.integrate.pipeline import Options
 from tilegym.integrate.pipeline import Outcome
 from tilegym.integrate.pipeline import integrate as run
+from tilegym.integrate.source_regions import look_up_commit
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -33,13 +35,18 @@ def integrate(
     output: Path | None = typer.Option(
         None,
         "--output",
-        help="The folder for patches and report. Default: ./tilegym-FAMILY; the patches of a family "
+        help="The folder for patches and report. Default: ./tilegym_FAMILY; the patches of a family "
         "that is new go into the package in a checkout.",
     ),
     force: bool = typer.Option(False, "--force", help="Go on though the family is patched already."),
     restart: bool = typer.Option(False, "--restart", help="Forget what an earlier run into the same folder found."),
     trust_remote_code: bool = typer.Option(
         False, "--trust-remote-code", help="Run code that comes with the model. Read it first."
+    ),
+    resolve_commits: bool = typer.Option(
+        False,
+        "--resolve-commits",
+        help="Ask GitHub once which commit the installed transformers release is, for links that never change.",
     ),
     precision: str = typer.Option("bfloat16", "--precision", help=", ".join(models.PRECISIONS)),
     output_length: int = typer.Option(32, "--output_length", min=2, help="New tokens of each timed run."),
@@ -53,13 +60,18 @@ def integrate(
     console = Console(stderr=as_json, width=None if sys.stdout.isatty() else 120)
     progress = Console(stderr=True)
 
+    start = time.monotonic()
+
     def tell(line: str) -> None:
-        progress.print(f"[dim]... {escape(line)}[/dim]", highlight=False, soft_wrap=True)
+        passed = f"{time.monotonic() - start:3.0f} s"
+        progress.print(f"[dim]... {passed}  {escape(line)}[/dim]", highlight=False, soft_wrap=True)
 
     options = Options(
         model, random_weights, plan_only, output, force, restart, trust_remote_code, precision, output_length, num_runs
     )
     try:
+        if resolve_commits and not look_up_commit():
+            tell("GitHub does not say which commit this transformers is: drafts link to the tag of its release")
         with _quiet_transformers(), _warnings_told(tell):
             outcome = run(options, tell)
     except KeyboardInterrupt:
@@ -83,7 +95,7 @@ def _show(outcome: Outcome, console: Console) -> None:
     console.print(f"\n[bold]{escape(outcome.options.model_id)}[/bold]: {plan.research.architecture}", highlight=False)
     for notice in outcome.notices:
         console.print(f"[yellow]note[/yellow] {escape(notice)}", highlight=False, soft_wrap=True)
-    rows = report.plan_rows(data["plan"], outcome.checks, outcome.dropped)
+    rows = report.plan_rows(data)
     _print(console, ["compute", "where", "kernel", "fit", "result" if outcome.checks else ""], rows)
     for missed in plan.research.unrecognised:
         console.print(f"    not recognised: {missed.implementation}: {missed.why}", highlight=False, soft_wrap=True)
@@ -92,7 +104,7 @@ def _show(outcome: Outcome, console: Console) -> None:
         return
     console.print(escape(report.compile_line(outcome.compiled)), highlight=False, soft_wrap=True)
     console.print(f"\n[bold green]PASS[/bold green] {escape(report.verdict(data))}", highlight=False, soft_wrap=True)
-    _print(console, ["", "unpatched", "TileGym", "TileGym is"], report.speed_rows(outcome.measured))
+    _print(console, ["", "unpatched", "TileGym", "speed-up"], report.speed_rows(outcome.measured))
     _print(console, ["flag", "tokens/s", "against unpatched", "greedy tokens"], report.flag_rows(outcome.measured))
     for side, output in zip(("unpatched", "TileGym"), outcome.outputs, strict=True):
         text = f"{side:10} [dim]{escape(output['prompt'])}[/dim]{escape(output['text'])}"

@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 from tilegym import ops
 from tilegym.cli import build_app
 from tilegym.errors import UnsupportedError
+from tilegym.integrate import emit
+from tilegym.transformers import generated
+from tilegym.transformers.general import Place
 
 ROOT = Path(__file__).parents[2]
 TINY_LLAMA = str(ROOT / "examples/models/tiny-llama")
@@ -37,6 +40,13 @@ def infer_json(*args):
     result = infer(*args, "--json")
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result, json.loads(result.stdout)
+
+
+def gpt2(folder):
+    """The path of a config of a family that nobody has patched by hand."""
+    path = folder / "config.json"
+    path.write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 256}')
+    return str(path)
 
 
 def write_config(path, **changes):
@@ -128,6 +138,32 @@ class Test_Patched:
         computes = {entry["compute"] for entry in summary["patched_modules"]}
         assert computes == COMPUTES
 
+    def test_a_family_without_a_patch_is_found_out(self, tmp_path):
+        result, summary = infer_json("--model_id", gpt2(tmp_path), "--random_weights", *TILEGYM, "--compare", *SHORT)
+        assert result.exit_code == 0 and summary["comparison"]["passed"]
+        computes = {entry["compute"] for entry in summary["patched_modules"]}
+        assert {"layer_norm", "linear", "attn"} <= computes
+        assert "no patch for gpt2" in result.stderr
+        result, summary = infer_json("--model_id", gpt2(tmp_path), "--random_weights", "--use_tilegym", *SHORT)
+        assert computes - {entry["compute"] for entry in summary["patched_modules"]} == {"attn"}
+
+    def test_a_patch_that_was_written_is_found_in_its_folder(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        folder = tmp_path / "tilegym_gpt2"
+        place = Place("torch.nn.modules.normalization.LayerNorm", "layer_norm",
+                      {"weight": "weight", "eps": "eps", "bias": "bias"})  # fmt: skip
+        texts = {
+            "__init__.py": emit.aggregate_text("gpt2", "gpt2", "GPT2LMHeadModel", ["layer_norm"]),
+            "monkey_patch_layer_norm.py": emit.patch_text("layer_norm", "GPT2LMHeadModel", (place,)),
+        }
+        emit.write(folder, texts)
+        try:
+            result, summary = infer_json("--model_id", gpt2(tmp_path), "--random_weights", *TILEGYM, *SHORT)
+        finally:
+            generated._folders.clear()
+        assert result.exit_code == 0 and {e["compute"] for e in summary["patched_modules"]} == {"layer_norm"}
+        assert str(folder) in "".join(result.stderr.split())
+
     def test_every_patched_compute_is_covered(self):
         result, summary = infer_json("--model_id", TINY_LLAMA, *TILEGYM, *SHORT, "--report_kernel_coverage")
         assert result.exit_code == 0
@@ -151,8 +187,8 @@ class Test_Patched:
         assert coverage["measure"] == "gpu_time_in_own_kernels"
         own = {entry["name"]: entry["calls"] for entry in coverage["entries"] if entry["own"]}
         assert len(own) >= 4, own
-        # 2 norms in each of 4 layers and a last one, in 6 forward passes.
-        assert sum(calls for name, calls in own.items() if "rms_norm" in name) == 54, own
+        # 2 norms in each of 4 layers and a last one, in 6 forward passes; in steps within what follows them.
+        assert sum(calls for name, calls in own.items() if "norm" in name) == 54, own
 
     def test_without_attention(self):
         _, summary = infer_json("--model_id", TINY_LLAMA, "--use_tilegym", *SHORT)
@@ -233,13 +269,11 @@ class Test_Bad_Input:
     def test_message(self, args, message):
         self.check(infer(*args), message)
 
-    def test_family_without_patches(self, tmp_path):
+    def test_nothing_to_patch(self, tmp_path):
         path = tmp_path / "config.json"
-        path.write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 256}')
-        result = infer("--model_id", str(path), "--random_weights", *TILEGYM, *SHORT)
-        self.check(result, "'gpt2'")
-        assert "llama, mistral, mixtral, " in result.stderr and "leave out --use_tilegym" in result.stderr
-        assert infer("--model_id", str(path), "--random_weights", *SHORT).exit_code == 0
+        path.write_text('{"model_type": "mamba", "num_hidden_layers": 1, "hidden_size": 32, "vocab_size": 256}')
+        result = infer("--model_id", str(path), "--random_weights", "--use_tilegym", *SHORT)
+        assert result.exit_code == 0 and "its parts are found out" in result.stderr
 
     def test_out_of_memory(self, tmp_path):
         config = write_config(tmp_path / "config.json", vocab_size=2**40)
