@@ -1,7 +1,40 @@
-"""Processes that test side by side share a GPU's memory: what a test has freed is given back to the others."""
+"""Tests that run side by side on GPUs: each process has a GPU of its own if there are several, and waits for memory."""
+
+import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
+
+WAITS = (5, 20, 60)  # seconds; other processes' large tests end within them
+
+
+def gpu_order(gpus: list[str], worker: str) -> list[str]:
+    """``gpus`` in the order in which pytest-xdist's ``worker`` (gw0, gw1, ...) sees them: first, each has its turn."""
+    turn = int(worker.removeprefix("gw") or 0) % max(len(gpus), 1)
+    return gpus[turn:] + gpus[:turn]
+
+
+def pytest_configure():
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else sorted(p.name[6:] for p in Path("/dev").glob("nvidia[0-9]*"))
+    if len(gpus) > 1 and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_order(gpus, worker))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test that finds too little of the GPU's memory runs again when others may have given theirs back."""
+    for wait in (*WAITS, None):
+        try:
+            return (yield) if wait == WAITS[0] else item.runtest()
+        except torch.OutOfMemoryError:
+            if wait is None:
+                raise
+        # Out of the except clause: the exception holds the frames, and they the tensors.
+        torch.cuda.empty_cache()
+        time.sleep(wait)
 
 
 @pytest.fixture(autouse=True)
