@@ -91,6 +91,11 @@ def _window_of(mask_function: Callable) -> int | None:
     return parts[0].__closure__[0].cell_contents
 
 
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, by Python and not while torch.compile looks at this."""
+    return not torch.compiler.is_compiling() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def causal_mask(
     batch_size: int,
     q_length: int,
@@ -111,11 +116,13 @@ def causal_mask(
         boolean mask.
         On a GPU it waits for the device only before a prefill, to learn that nothing is padded.
     """
-    tracing = is_tracing(attention_mask)
-    # torch.compile does not let one look into closures.
-    window = None if tracing or mask_function is causal_mask_function else _window_of(mask_function)
+    tracing = is_tracing(attention_mask)  # what the device holds cannot be looked at
+    # torch.compile does not let one look into closures. A CUDA graph being captured does, and has to hold the very mask
+    # that was given to the steps before it.
+    compiling = tracing and not _is_capturing()
+    window = None if compiling or mask_function is causal_mask_function else _window_of(mask_function)
     compact = mask_function is causal_mask_function or window is not None
-    if isinstance(q_offset, Tensor) and q_offset.device.type == "cpu" and not tracing:
+    if isinstance(q_offset, Tensor) and q_offset.device.type == "cpu" and not compiling:
         q_offset = int(q_offset)
     # How many keys there are up to the last query; a tensor where a static cache keeps count on the device.
     filled = q_offset + (q_length - kv_offset)

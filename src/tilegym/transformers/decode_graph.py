@@ -11,6 +11,7 @@ caches of the caller's) runs as transformers does it.
 import contextlib
 import warnings
 import weakref
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,17 +89,23 @@ class DecodeCache(Cache):
         self._first = next(layer for layer in self.layers if isinstance(layer, _Layer))
 
     def positions_of(self, layer: _Layer, count: int) -> Tensor:
-        """Where a layer puts its next ``count`` tokens; found by the first one for all."""
-        if layer is self._first:
+        """Where a layer puts its next ``count`` tokens; found for all by the first one that asks in a step."""
+        if layer is self._first or self._positions is None:
             self._positions = torch.arange(count, device=self.length.device) + self.length
         return self._positions
 
     def set_length(self, length: int) -> None:
         self.length.fill_(length)
+        self._positions = None
         self.started = length > 0
         if not self.started:
             for layer in self._recurrent:
                 layer.reset()
+
+    def advance(self) -> None:
+        """Counts the token that every layer has put in."""
+        self.length.add_(1)
+        self._positions = None
 
     def state(self) -> list[Tensor]:
         """What a step changes besides the keys and values that it appends."""
@@ -159,37 +166,59 @@ class Session:
             use_cache=True,
             return_dict=True,
         )
-        self.cache.length.add_(1)
+        self.cache.advance()
         self.positions.add_(1)
         return outputs.logits[:, -1]
 
     def _capture(self, model: nn.Module, padded: bool) -> None:
         state = [*self.cache.state(), self.positions]
-        values = [t.clone() for t in state]
-
-        def restore() -> None:
-            for tensor, value in zip(state, values, strict=True):
-                tensor.copy_(value)
-
-        stream = torch.cuda.Stream(self.tokens.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles and tunes kernels, and lets libraries make their workspaces
-                self._run(model, padded)
-                restore()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
-                self.logits[padded] = self._run(model, padded)
+            graph, self.logits[padded] = capture(lambda: self._run(model, padded), state, self.tokens.device)
         except Exception as error:  # whatever a model does that a graph cannot hold
             self.graphs[padded] = _NO_GRAPH
             why = str(error).strip().partition("\n")[0]
             warnings.warn(f"{type(model).__name__} decodes without a CUDA graph: {why}", FallbackWarning, stacklevel=2)
-            torch.cuda.synchronize()
         else:
             self.graphs[padded] = graph
+
+
+def capture(run: Callable[[], Any], state: list[Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Captures what ``run`` launches, after two runs on a stream of their own.
+
+    Args:
+        run: works on buffers that stay where they are, and never waits for the device.
+        state: what it changes and depends on; has its values again when this returns.
+        device: a GPU.
+
+    Returns:
+        (the graph, what ``run`` returned: every replay overwrites it).
+
+    Raises:
+        Exception: whatever ``run`` does that a graph cannot hold.
+    """
+    values = [t.clone() for t in state]
+
+    def restore() -> None:
+        for tensor, value in zip(state, values, strict=True):
+            tensor.copy_(value)
+
+    stream = torch.cuda.Stream(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles and tunes kernels, and lets libraries make their workspaces
+                run()
+                restore()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            result = run()
+    except Exception:
+        torch.cuda.synchronize()
+        raise
+    finally:
         restore()
+    return graph, result
 
 
 _NO_GRAPH = object()

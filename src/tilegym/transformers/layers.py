@@ -116,7 +116,8 @@ def linear_forward(backend: str | None) -> Callable:
     """Forward for an ``nn.Linear``. Autocast casts the arguments of PyTorch's function only."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(input.device.type):
+        kind = input.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
             return nn.functional.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias, backend=backend)
 
