@@ -148,8 +148,9 @@ def tutorial(bench, cache: TuningCache) -> None:
     lesson.step(
         "Other sizes",
         """
-        Sizes are rounded to powers of two in the key, so that one token more does not tune again. 24 rows are another
-        matter; of the four configurations, the predicate leaves one:
+        Sizes are rounded to powers of two in the key, and where one size more rounds to another power, a result for
+        nearly the same sizes serves: one token more never tunes again. 24 rows are another matter; of the four
+        configurations, the predicate leaves one:
         """,
     )
     small = a[:24]

@@ -42,13 +42,45 @@ def test_fastest_configuration_is_measured_once_and_launched(cache):
     assert len(bench.compiled) == 1
 
 
-@pytest.mark.parametrize("length", [100, 127, 128, 512, 1000, 4096])
-def test_one_token_more_does_not_tune_again(cache, length):
+@pytest.mark.parametrize("key", [None, "sizes"])
+@pytest.mark.parametrize("length", [100, 127, 128, 512, 724, 1000, 1448, 4096])
+def test_one_token_more_does_not_tune_again(cache, length, key):
+    """Nor does it in the next process; 724 and 1448 are the largest sizes that round to their powers of two."""
+    bench, later = FakeBench(), FakeBench()
+    options = {} if key is None else {"key": (length, torch.float32, -1)}
+    make_add(cache, bench, **options)(*inputs(length))
+    options = {} if key is None else {"key": (length + 1, torch.float32, -1)}
+    for add in (make_add(cache, later, **options), make_add(cache, later, **options)):
+        x, y, out = inputs(length + 1)
+        assert add(x, y, out).TILE == 64 and torch.equal(out, x + 1)
+    assert len(bench.compiled) == 1 and later.compiled == []
+
+
+def test_lengths_that_grow_by_one_never_tune_again(cache):
     bench = FakeBench()
     add = make_add(cache, bench)
-    add(*inputs(length))
-    add(*inputs(length + 1))
-    assert len(bench.compiled) == 1
+    for length in range(2, 200):
+        add(*inputs(length))
+    assert len(bench.compiled) == 1 and len(cache.all()) == 1
+    add(*inputs(300))
+    assert len(bench.compiled) == 2, "half as long again: another question"
+
+
+def test_nearly_the_same_sizes_of_another_kind_are_measured(cache):
+    bench = FakeBench()
+    make_add(cache, bench)(*inputs(724))
+    make_add(cache, bench)(*inputs(725, torch.float16))
+    make_add(cache, bench, [*SPACE, Config(TILE=64)])(*inputs(725))
+    assert len(bench.compiled) == 3
+
+
+def test_configuration_of_a_neighbour_has_to_suit(cache):
+    """The predicate forbids, one element further on, what was the fastest."""
+    bench = FakeBench()
+    add = make_add(cache, bench, SearchSpace(SPACE, predicate=lambda x, cfg: cfg.TILE != 64 or x.shape[0] < 725))
+    assert add(*inputs(724)).TILE == 64
+    assert add(*inputs(725)).TILE == 128
+    assert len(bench.compiled) == 2
 
 
 def test_other_dtype_or_bucket_is_measured_anew(cache):

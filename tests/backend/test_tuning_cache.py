@@ -40,6 +40,15 @@ def test_every_part_of_the_key_counts(cache, part):
     assert cache.get(_key()._replace(**{part: "other"})) is None
 
 
+def test_relatives(cache):
+    cache.put(_result("a")._replace(family="f", sizes=(724, 64)))
+    cache.put(_result("b")._replace(family="f", sizes=(3000, 64)))
+    cache.put(_result("c")._replace(family="g", sizes=(724, 64)))
+    assert [result.sizes for result in cache.relatives(*_key()[:3], "f")] == [(724, 64), (3000, 64)]
+    assert cache.relatives("Another GPU", *_key()[1:3], "f") == []
+    assert cache.relatives(*_key()[:2], "another source", "f") == []
+
+
 def test_clear(cache):
     cache.put(_result())
     cache.put(_result("x=float32[16]"))

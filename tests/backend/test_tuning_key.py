@@ -45,6 +45,36 @@ def test_describe():
     )
 
 
+def test_call_apart_from_its_sizes():
+    key = (724, 64, torch.float16, True, torch.Size([1, 724]), None, (False, 3))
+    call = tuning_key.Call.of_key(key)
+    assert call.sizes == (724, 64, 1, 724, 3)
+    assert (
+        call.form == tuning_key.Call.of_key((725, 64, torch.float16, True, torch.Size([1, 725]), None, (False, 3))).form
+    )
+    assert (
+        call.form
+        != tuning_key.Call.of_key((724, 64, torch.float16, False, torch.Size([1, 724]), None, (False, 3))).form
+    )
+    x = torch.zeros(100, 33)
+    assert tuning_key.Call.of_arguments(kernel, (x, [x, x], 100, 0.5, 96)) == (
+        "x=float32[#,#] arrays=#*float32[#,#] n=# scale=float TILE=96",
+        (100, 33, 2, 100, 33, 100),
+    )
+
+
+@given(st.integers(2, 2**40))
+def test_one_more_is_near(size):
+    assert tuning_key.near((size, 64), (size + 1, 64)) and tuning_key.near((size + 1, 64), (size, 64))
+
+
+def test_near():
+    assert tuning_key.near((724, 64, 1), (725, 64, 1)) and tuning_key.near((800,), (900,))
+    for other in ((800, 72, 1), (815, 64, 1), (724, 64, 2), (724, 64, 0), (724, 64)):
+        assert not tuning_key.near((724, 63, 1), other), other
+    assert not tuning_key.near((1000,), (1126,))
+
+
 def _kernel(source: str, folder) -> ct.kernel:
     """A kernel from a module in a file, so that its source can be read back."""
     path = folder / f"module_{len(list(folder.iterdir()))}.py"

@@ -10,7 +10,9 @@
         )
 
 A configuration is looked for among what this process has used, what this machine has measured (see
-:mod:`tilegym.backend.cutile.tuning_cache`) and what TileGym ships; else it is measured, on copies of the arguments.
+:mod:`tilegym.backend.cutile.tuning_cache`) and what TileGym ships, for sizes that round to the same powers of two; then
+among what was used here, or measured, for nearly the same sizes (:func:`tuning_key.near`), so that a prompt that is one
+token longer never tunes again. Else it is measured, on copies of the arguments.
 The first configuration is taken unmeasured where it is the only one that suits, with ``TILEGYM_DISABLE_AUTOTUNE=1``, in
 the interpreter, and, for as long as nothing is known, while a CUDA graph is captured or torch.compile traces.
 ``logging`` at level INFO for ``tilegym.autotuner`` tells what is measured.
@@ -34,9 +36,11 @@ from tilegym.backend.cutile import tuning
 from tilegym.backend.cutile import tuning_cache
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.tuning_cache import TuningKey
+from tilegym.backend.cutile.tuning_key import Call
 from tilegym.backend.cutile.tuning_key import describe
 from tilegym.backend.cutile.tuning_key import kernel_fingerprint
 from tilegym.backend.cutile.tuning_key import kernel_name
+from tilegym.backend.cutile.tuning_key import near
 from tilegym.backend.cutile.tuning_key import parameter_names
 from tilegym.backend.cutile.tuning_key import space_fingerprint
 from tilegym.backend.cutile.tuning_space import Config
@@ -89,6 +93,7 @@ class Autotuner:
         self._calls: dict[tuple, _Choice] = {}
         self._latest: dict[ct.kernel, Config] = {}
         self._winners: dict[TuningKey, Config] = {}
+        self._served: dict[tuple, dict[tuple[int, ...], Config]] = {}  # sizes of earlier calls, by family
         self.version = 0  # grows when results are forgotten: what a caller has kept of them is out of date
 
     def __call__(
@@ -137,7 +142,7 @@ class Autotuner:
             call = _look(kernel, args)
         choice, lasting = self._calls.get(call), False
         if choice is None:
-            choice, lasting = self._choose(grid_fn, kernel, args_fn, hints_fn, outputs)
+            choice, lasting = self._choose(grid_fn, kernel, args_fn, hints_fn, key, outputs)
         config = choice.config
         if config is not guess:
             args = args_fn(config)
@@ -164,6 +169,7 @@ class Autotuner:
         self._calls.clear()
         self._latest.clear()
         self._winners.clear()
+        self._served.clear()
 
     def _remember(self, call: tuple, choice: "_Choice") -> None:
         if len(self._calls) >= _MAX_REMEMBERED_CALLS:
@@ -176,14 +182,16 @@ class Autotuner:
         kernel: ct.kernel,
         args_fn: Callable,
         hints_fn: Callable | None,
+        call_key: tuple | None,
         outputs: tuple[str, ...] | None,
     ) -> tuple["_Choice", bool]:
         """The configuration for a call that looks like none before, and whether that is the last word."""
         parameters = {name: i for i, name in enumerate(parameter_names(kernel))}
         bench, arch = self._device(args_fn)
+        configs = self.space.configs(arch)
         suitable = [
             config
-            for config in self.space.configs(arch)
+            for config in configs
             if self.space.suits(config, arch, lambda config=config: NamedArgs(parameters, args_fn(config)))
         ]
         name = kernel_name(kernel)
@@ -196,23 +204,35 @@ class Autotuner:
 
         if bench is None or len(suitable) == 1 or env.disable_autotune():
             return choice_of(suitable[0]), True
-        written = [f"{config} {hints_fn(config) if hints_fn else ''}" for config in suitable]
+        written = {config: f"{config} {hints_fn(config) if hints_fn else ''}" for config in configs}
         key = TuningKey(
             gpu=bench.gpu,
             kernel=name,
             source=_fingerprint(kernel),
-            space=space_fingerprint(written),
+            space=space_fingerprint([written[config] for config in suitable]),
             shape=describe(kernel, args_fn(suitable[0])),
         )
+        call = Call.of_arguments(kernel, args_fn(configs[0])) if call_key is None else Call.of_key(call_key)
+        family = space_fingerprint([call.form, *written.values()])
+        served = self._served.setdefault((*key[:3], family), {})
         with _tuning_lock:
             winner = self._winners.get(key) or self._look_up(key, suitable)
+            if winner is not None:
+                self._winners[key] = winner
+            else:
+                winner = self._nearest(key, family, call.sizes, served, suitable)
             if winner is None:
                 if not bench.ready():
                     return choice_of(suitable[0]), False
-                winner = self._measure(
-                    key, [choice_of(config) for config in suitable], grid_fn, args_fn, bench, outputs
-                )
-            self._winners[key] = winner
+                choices = [choice_of(config) for config in suitable]
+                winner, time_us = self._measure(key, choices, grid_fn, args_fn, bench, outputs)
+                self._winners[key] = winner
+                if time_us is not None:
+                    result = tuning_cache.TuningResult(key, winner.options, time_us, family, call.sizes)
+                    (self._cache or tuning_cache.TuningCache()).put(result)
+            if len(served) >= _MAX_REMEMBERED_CALLS:
+                served.clear()
+            served[call.sizes] = winner
         return choice_of(winner), True
 
     def _device(self, args_fn: Callable) -> tuple[tuning.Bench | None, str]:
@@ -238,6 +258,24 @@ class Autotuner:
                     return config
         return None
 
+    def _nearest(
+        self,
+        key: TuningKey,
+        family: str,
+        sizes: tuple[int, ...],
+        served: dict[tuple[int, ...], Config],
+        suitable: list[Config],
+    ) -> Config | None:
+        """The configuration of a call that differs from this one in little but its sizes, the latest first."""
+        for others in reversed(served):
+            if served[others] in suitable and near(sizes, others):
+                return served[others]
+        for result in (self._cache or tuning_cache.TuningCache()).relatives(*key[:3], family):
+            for config in suitable:
+                if near(sizes, result.sizes) and tuning_cache.same_options(result.config, config.options):
+                    return config
+        return None
+
     def _measure(
         self,
         key: TuningKey,
@@ -246,7 +284,8 @@ class Autotuner:
         args_fn: Callable,
         bench: tuning.Bench,
         outputs: tuple[str, ...] | None,
-    ) -> Config:
+    ) -> tuple[Config, float | None]:
+        """The fastest, and the microseconds of a launch; the first, and None, where there is no room to measure."""
         parameters = choices[0].parameters
         candidates = [
             tuning.Candidate(
@@ -266,9 +305,8 @@ class Autotuner:
                 RuntimeWarning,
                 stacklevel=5,
             )
-            return choices[0].config
-        (self._cache or tuning_cache.TuningCache()).put(tuning_cache.TuningResult(key, winner.config.options, time_us))
-        return winner.config
+            return choices[0].config, None
+        return winner.config, time_us
 
 
 class _Choice(NamedTuple):

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from tilegym import env
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # of the SQLite file
+FILE_VERSION = 1  # of the JSON
 SHIPPED = Path(__file__).parent / "tuned"
 _BUSY_SECONDS = 30.0
 
@@ -35,11 +36,17 @@ class TuningKey(NamedTuple):
 
 
 class TuningResult(NamedTuple):
-    """The winner for one key: its options, and the microseconds that one launch took."""
+    """The winner for one key: its options, and the microseconds that one launch took.
+
+    ``family`` is equal for calls of one kernel and search space that differ in sizes only; ``sizes`` are those that
+    were measured. Only this machine's own results have them.
+    """
 
     key: TuningKey
     config: dict[str, Any]
     time_us: float
+    family: str = ""
+    sizes: tuple[int, ...] = ()
 
 
 class TuningCache:
@@ -55,27 +62,35 @@ class TuningCache:
     def get(self, key: TuningKey) -> TuningResult | None:
         """The result for ``key``, or None."""
         where = " AND ".join(f"{column} = ?" for column in TuningKey._fields)
-        rows = self._run(f"SELECT config, time_us FROM results WHERE {where}", key)
-        return TuningResult(key, json.loads(rows[0][0]), rows[0][1]) if rows else None
+        results = self._select(f"WHERE {where}", key)
+        return results[0] if results else None
+
+    def relatives(self, gpu: str, kernel: str, source: str, family: str) -> list[TuningResult]:
+        """The results for calls of one family."""
+        return self._select("WHERE gpu = ? AND kernel = ? AND source = ? AND family = ?", (gpu, kernel, source, family))
 
     def put(self, result: TuningResult) -> None:
         """Stores a result, in place of an earlier one for its key."""
-        self._run(
-            "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (*result.key, _as_json(result.config), result.time_us, time.time()),
-        )
+        values = (*result.key, _as_json(result.config), result.time_us, result.family, json.dumps(result.sizes))
+        marks = ", ".join("?" for _ in values)
+        self._run(f"INSERT OR REPLACE INTO results VALUES ({marks}, ?)", (*values, time.time()))
 
     def all(self) -> list[TuningResult]:
         """Every result, by GPU, kernel and shape."""
-        columns = ", ".join(TuningKey._fields)
-        rows = self._run(f"SELECT {columns}, config, time_us FROM results ORDER BY {columns}")
-        return [TuningResult(TuningKey(*row[:-2]), json.loads(row[-2]), row[-1]) for row in rows]
+        return self._select(f"ORDER BY {', '.join(TuningKey._fields)}")
 
     def clear(self) -> int:
         """Deletes every result and returns how many there were."""
         count = len(self.all())
         self._run("DELETE FROM results")
         return count
+
+    def _select(self, condition: str, values: Iterable[Any] = ()) -> list[TuningResult]:
+        columns = ", ".join((*TuningKey._fields, "config", "time_us", "family", "sizes"))
+        return [
+            TuningResult(TuningKey(*row[:-4]), json.loads(row[-4]), row[-3], row[-2], tuple(json.loads(row[-1])))
+            for row in self._run(f"SELECT {columns} FROM results {condition}", values)
+        ]
 
     def _run(self, statement: str, values: Iterable[Any] = ()) -> list[tuple]:
         for _ in range(2):
@@ -115,8 +130,8 @@ class TuningCache:
         columns = ", ".join(f"{column} TEXT NOT NULL" for column in (*TuningKey._fields, "config"))
         with connection:
             connection.execute(
-                f"CREATE TABLE results ({columns}, time_us REAL NOT NULL, created REAL NOT NULL, "
-                f"PRIMARY KEY ({', '.join(TuningKey._fields)}))"
+                f"CREATE TABLE results ({columns}, time_us REAL NOT NULL, family TEXT NOT NULL, sizes TEXT NOT NULL, "
+                f"created REAL NOT NULL, PRIMARY KEY ({', '.join(TuningKey._fields)}))"
             )
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
@@ -191,8 +206,8 @@ def load_results(path: Path) -> list[TuningResult]:
     """
     try:
         content = json.loads(path.read_text())
-        if content["schema"] != SCHEMA_VERSION:
-            raise ValueError(f"its schema is {content['schema']}, not {SCHEMA_VERSION}")
+        if content["schema"] != FILE_VERSION:
+            raise ValueError(f"its schema is {content['schema']}, not {FILE_VERSION}")
         return [
             TuningResult(TuningKey(content["gpu"], *(row[c] for c in TuningKey._fields[1:])), row["config"], row["us"])
             for row in content["results"]
@@ -211,10 +226,10 @@ def save_results(path: Path, results: list[TuningResult]) -> None:
     if len(gpus) != 1:
         raise ValueError(f"one file holds the results of one GPU; these are of {', '.join(gpus) or 'none'}")
     rows = []
-    for key, config, time_us in sorted(results, key=lambda result: result.key):
-        row = {**key._asdict(), "config": config, "us": round(time_us, 3)}
+    for result in sorted(results, key=lambda result: result.key):
+        row = {**result.key._asdict(), "config": result.config, "us": round(result.time_us, 3)}
         del row["gpu"]  # the file names it once
         rows.append(_as_json(row))
     body = ",\n".join("  " + row for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"schema": {SCHEMA_VERSION}, "gpu": {json.dumps(gpus[0])}, "results": [\n{body}\n]}}\n')
+    path.write_text(f'{{"schema": {FILE_VERSION}, "gpu": {json.dumps(gpus[0])}, "results": [\n{body}\n]}}\n')

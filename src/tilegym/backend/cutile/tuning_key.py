@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
+from typing import NamedTuple
 
 import cuda.tile as ct
 import torch
@@ -21,7 +22,8 @@ def bucket(size: int) -> int:
     """The power of two nearest to ``size`` by ratio, 0 for 0.
 
     Sizes of one bucket share a tuning result. The borders (23, 46, 91, 182, 363, 725, 1449, ...) lie between
-    the sizes that are common, so that 512 and 513 tokens, or 100 and 101, are one bucket.
+    the sizes that are common, so that 512 and 513 tokens, or 100 and 101, are one bucket. Across a border
+    :func:`near` sizes share it.
     """
     if size < 2:
         return size
@@ -29,35 +31,83 @@ def bucket(size: int) -> int:
     return power if size * size < 2 * power * power else 2 * power
 
 
-def describe(kernel: ct.kernel, args: Sequence[Any]) -> str:
+class Call(NamedTuple):
+    """A call apart from its sizes, and its sizes: calls with equal ``form`` differ in sizes only."""
+
+    form: str
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of_key(key: tuple) -> "Call":
+        """The call that a key of the caller's stands for: the ints in it, but for bools, are its sizes."""
+        sizes: list[int] = []
+
+        def form(value: Any) -> str:
+            if isinstance(value, tuple):
+                return f"({','.join(map(form, value))})"
+            if isinstance(value, int) and not isinstance(value, bool):
+                sizes.append(value)
+                return "#"
+            return str(value)
+
+        return Call(form(key), tuple(sizes))
+
+    @staticmethod
+    def of_arguments(kernel: ct.kernel, args: Sequence[Any]) -> "Call":
+        """The launch of ``kernel`` with ``args``."""
+        sizes: list[int] = []
+
+        def form(size: int) -> str:
+            sizes.append(size)
+            return "#"
+
+        return Call(describe(kernel, args, form), tuple(sizes))
+
+
+def near(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether calls of these sizes, one by one, are so alike that the fastest configuration of one serves the other.
+
+    They are at most an eighth apart, or one, but for 1 and 2: a second row, head or sequence is twice the work.
+    """
+    if len(sizes) != len(others):
+        return False
+    for size, other in zip(sizes, others, strict=True):
+        small, large = (size, other) if size < other else (other, size)
+        if large != small and (small < 2 or large - small > max(1, small // 8)):
+            return False
+    return True
+
+
+def describe(kernel: ct.kernel, args: Sequence[Any], size: Callable[[int], Any] = bucket) -> str:
     """Dtypes and bucketed sizes of a launch's arguments, as in ``x=bfloat16[8192,4096] n=4096 TILE=128``.
 
-    What is compiled in (``ct.Constant``) counts exactly, any other int by its bucket, a float not at all.
+    What is compiled in (``ct.Constant``) counts exactly, any other int by its bucket, a float not at all. ``size``
+    writes a size in another way.
     """
     # Imported here: it takes a while, and a process that has nothing to tune does not need it.
     from tilegym.interpreter import _cutile
 
     annotations = _cutile.parameter_annotations(kernel)
     return " ".join(
-        f"{name}={_describe(arg, getattr(annotation, 'constant', False))}"
+        f"{name}={_describe(arg, getattr(annotation, 'constant', False), size)}"
         for name, annotation, arg in zip(parameter_names(kernel), annotations, args, strict=True)
     )
 
 
-def _describe(arg: Any, constant: bool) -> str:
+def _describe(arg: Any, constant: bool, size: Callable[[int], Any]) -> str:
     if isinstance(arg, torch.Tensor):
-        sizes = ",".join(str(bucket(n)) for n in arg.shape)
+        sizes = ",".join(str(size(n)) for n in arg.shape)
         return f"{str(arg.dtype).removeprefix('torch.')}[{sizes}]{_stride_order(arg)}"
     if isinstance(arg, tuple):
-        return f"({','.join(_describe(item, constant) for item in arg)})"
+        return f"({','.join(_describe(item, constant, size) for item in arg)})"
     if isinstance(arg, list):
-        return f"{bucket(len(arg))}*{_describe(arg[0], constant) if arg else ''}"
+        return f"{size(len(arg))}*{_describe(arg[0], constant, size) if arg else ''}"
     if dataclasses.is_dataclass(arg):
-        values = (_describe(getattr(arg, field.name), constant) for field in dataclasses.fields(arg))
+        values = (_describe(getattr(arg, field.name), constant, size) for field in dataclasses.fields(arg))
         return f"{type(arg).__name__}({','.join(values)})"
     if constant or isinstance(arg, bool) or not isinstance(arg, int | float):
         return str(arg)
-    return "float" if isinstance(arg, float) else str(bucket(arg))
+    return "float" if isinstance(arg, float) else str(size(arg))
 
 
 def _stride_order(tensor: torch.Tensor) -> str:
