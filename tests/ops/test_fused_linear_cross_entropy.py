@@ -9,11 +9,17 @@ from common import dtypes
 from common import gpu
 from common import randn
 from common import sanitized
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from tilegym import interpreter
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import fused_linear_cross_entropy
+from tilegym.ops.cutile.fused_linear_cross_entropy import MOST_ROUNDED
 from tilegym.ops.cutile.fused_linear_cross_entropy import linear_cross_entropy_chunks
+from tilegym.ops.cutile.fused_linear_cross_entropy import rows_of_chunk
 from tilegym.ops.pytorch.fused_linear_cross_entropy import fused_linear_cross_entropy as reference
 
 M, H, V = 20, 24, 70
@@ -30,6 +36,24 @@ def arguments(*lead, dtype=torch.float32, bias=True, hidden=H, vocab=V, **option
         target=target,
         bias=randn(vocab, dtype=dtype, seed=3) if bias else None,
     ) | options  # fmt: skip
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of tensors that were made within the block and are still there; ``peak`` is the most."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        self.storages = {key: held for key, held in self.storages.items() if not held[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in before:
+                self.storages[key] = StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+        return out
 
 
 class Test_FusedLinearCrossEntropy(PyTestCase):
@@ -107,6 +131,57 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
         with Watch():
             fused_linear_cross_entropy(**kwargs, chunk_size=chunk_size, backend=backend).backward()
         assert largest == chunk_size
+
+    @pytest.mark.skipif(HAS_GPU, reason="counts what is allocated on a CPU")
+    @dtypes(torch.float32, torch.bfloat16)
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_peak_memory(self, dtype, reduction, monkeypatch):
+        """Both passes hold the gradients, a chunk's logits, and a few numbers for each token; no copy of a gradient."""
+        hidden, vocab, chunk, size = 128, 512, 16, dtype.itemsize
+        monkeypatch.setattr(interpreter, "launch", lambda *_: None)  # kernels allocate nothing
+
+        def peak(tokens):
+            kwargs = arguments(tokens, dtype=dtype, hidden=hidden, vocab=vocab, bias=False, reduction=reduction)
+            inputs = kwargs["hidden_states"].requires_grad_(), kwargs["weight"].requires_grad_()
+            with PeakMemory() as memory:
+                fused_linear_cross_entropy(**kwargs, chunk_size=chunk, backend="cutile").backward()
+            assert all(t.grad.dtype == dtype for t in inputs)
+            return memory.peak - tokens * hidden * size
+
+        weight, logits = vocab * hidden * size, chunk * vocab * size
+        for chunks in (1, MOST_ROUNDED):
+            assert weight + logits <= peak(chunks * chunk) <= weight + logits + 64 * chunks * chunk
+        # Beyond that the sum in fp32, and a last copy: still nothing that grows with tokens * vocabulary.
+        several = weight + logits if dtype == torch.float32 else 3 * weight
+        for chunks in (4 * MOST_ROUNDED, 8 * MOST_ROUNDED):
+            assert peak(chunks * chunk) <= several + 64 * chunks * chunk
+
+    @pytest.mark.parametrize("chunks", [MOST_ROUNDED, 8 * MOST_ROUNDED])
+    @dtypes(torch.float16, torch.bfloat16)
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_sums_over_many_chunks(self, chunks, dtype, reduction):
+        tokens = 512
+        kwargs = arguments(tokens, dtype=dtype, hidden=16, vocab=12, bias=False, reduction=reduction)
+        kwargs["target"] = (randn(tokens, seed=5).abs() * 3).long()
+        options = {"backend": "cutile", "chunk_size": tokens // chunks}
+        self.assertCorrectness(fused_linear_cross_entropy, reference, kwargs, options, ("hidden_states", "weight"))
+
+    def test_rows_of_chunk(self):
+        assert rows_of_chunk(8192, 128256, 4096) == 1024
+        assert rows_of_chunk(100, 128256, 4096) == 1024
+        assert rows_of_chunk(20000, 128256, 4096) == 2560
+        assert rows_of_chunk(8192, 16384, 4096) == 4096  # 128 MiB of logits
+        assert rows_of_chunk(10**6, 128256, 4096) == 4096
+        assert rows_of_chunk(10**6, 128256, 100) == 100
+        assert rows_of_chunk(0, 0, 7) == 7
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_upstream_gradient_of_one(self, reduction):
+        kwargs = arguments(reduction=reduction)
+        inputs = [kwargs[name].requires_grad_() for name in ("hidden_states", "weight", "bias")]
+        with sanitized():
+            got = torch.autograd.grad(fused_linear_cross_entropy(**kwargs, backend="cutile"), inputs)
+        torch.testing.assert_close(got, torch.autograd.grad(reference(**kwargs), inputs))
 
     def test_chunks_do_not_matter(self):
         kwargs = arguments(dtype=torch.bfloat16, reduction="none")
@@ -203,7 +278,7 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
     def test_compiles_for_every_architecture(self):
         kwargs = arguments(4, dtype=torch.bfloat16, hidden=8, vocab=5000)
         kwargs["hidden_states"].requires_grad_()
-        assert_launches_compile(lambda: fused_linear_cross_entropy(**kwargs, backend="cutile"))
+        assert_launches_compile(lambda: fused_linear_cross_entropy(**kwargs, backend="cutile").backward())
 
     @gpu
     def test_peak_memory_and_graph_capture(self):

@@ -408,7 +408,8 @@ def fused_linear_cross_entropy(
         target: [...] of classes in [0, V) or ignore_index, int64 or int32, as in :func:`cross_entropy`.
         bias: [V] or None, in the dtype of hidden_states.
         ignore_index: rows with this target count for nothing, in the gradients neither.
-        chunk_size: rows whose logits exist at a time.
+        chunk_size: the most rows whose logits exist at a time; fewer do where that takes no longer. In 16 bits the
+            gradient of weight is summed in fp32 if there are more than 8 * chunk_size rows, which takes more memory.
         reduction: "mean" over the rows that are not ignored (NaN if all are), "sum" or "none". With "none" the backward
             pass computes the logits again.
 

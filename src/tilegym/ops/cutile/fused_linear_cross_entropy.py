@@ -4,30 +4,77 @@ For each chunk: the logits, one GEMM; their losses; their gradient, written over
 hidden states and weight, two GEMMs. The GEMMs are torch's. With the reduction "mean" or "sum" all of this happens in
 the forward pass, for an upstream gradient of 1: the backward pass only scales. With "none" each row has an upstream
 gradient of its own, and the backward pass computes the logits again.
+
+What is held beside the gradients is one chunk's logits. The gradient of weight is summed over the chunks in weight's
+own dtype, a GEMM adding to what there is: then every chunk rounds the sum so far. Sums over n chunks that grow as a
+random walk does are off by sqrt((n + 1) / 2) times what one rounding is off, twice as far with MOST_ROUNDED of them.
+Where there are more, and in fp16, whose range sums may leave, they are added in fp32, which takes twice the memory.
 """
 
+import cuda.tile as ct
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile import pointwise
 from tilegym.ops.cutile.cross_entropy import add_losses
 from tilegym.ops.cutile.cross_entropy import cross_entropy_forward
 from tilegym.ops.cutile.cross_entropy import launch_backward
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.fused_linear_cross_entropy import check_fused_linear_cross_entropy
 
 NO_OPTIONS = (0.0, 0.0, 0.0)  # softcap, label smoothing, z-loss
+MOST_ROUNDED = 8
+PARTS = 8  # of a product that is added in fp32
+# Shorter chunks leave a GPU's multiprocessors idle (hidden states' gradient, 1024x4096, is 128 tiles of 128x256); so
+# many elements of logits are little beside a large model's other tensors.
+FEWEST_ROWS, FEW_ELEMENTS = 1024, 2**26
 
 
-def _gradients(hidden, weight, dhidden, dweight, dbias):
-    """Empty gradients: that of hidden in its dtype, the others, which are sums over chunks, in fp32."""
+@ct.kernel
+def scale_kernel(x, factor, TILE_M: Int, TILE_N: Int):
+    """x [M, N] times factor [1], in place. Where that is 1, as it is unless the loss is scaled, x is not read."""
+    number, across = ct.gather(factor, 0), ct.cdiv(x.shape[1], TILE_N)
+    tiles = ct.where(number == 1.0, 0, ct.cdiv(x.shape[0], TILE_M) * across)
+    for tile in range(ct.bid(0), tiles, ct.num_blocks(0)):
+        at = span(tile // across, TILE_M)[:, None], span(tile % across, TILE_N)[None, :]
+        ct.scatter(x, at, (ct.gather(x, at).astype(ct.float32) * number).astype(x.dtype))
+
+
+def rows_of_chunk(rows: int, vocabulary: int, chunk_size: int) -> int:
+    """How many of ``rows`` tokens have logits at a time: few, but not so few that the GEMMs or the sums suffer."""
+    few = -(-rows // MOST_ROUNDED)
+    return min(chunk_size, max(FEWEST_ROWS, FEW_ELEMENTS // max(vocabulary, 1), -(-few // 128) * 128))
+
+
+def _gradients(hidden, weight, dhidden, dweight, dbias, rounded=True):
+    """Gradients to be written: of hidden and weight in their dtype, but of weight in fp32 for fp16 and unless
+    ``rounded``; that of bias zeros in fp32."""
+    dtype = weight.dtype if rounded and weight.dtype != torch.float16 else torch.float32
     return (
         torch.empty_like(hidden, memory_format=torch.contiguous_format) if dhidden else hidden.new_empty(0),
-        weight.new_zeros(weight.shape if dweight else 0, dtype=torch.float32),
+        weight.new_empty(weight.shape if dweight else 0, dtype=dtype),
         weight.new_zeros(weight.shape[0] if dbias else 0, dtype=torch.float32),
     )
+
+
+def _add_product(total, a, b, first):
+    """total [V, H] + a [M, V] transposed @ b [M, H] into total, which is empty before the first."""
+    if total.dtype == a.dtype:
+        total.addmm_(a.t(), b, beta=0 if first else 1)
+        return
+    if first:
+        total.zero_()
+    # In parts, so that the product in a's dtype is small.
+    size = max(1, -(-a.shape[1] // PARTS))
+    for part, columns in zip(total.split(size), a.split(size, dim=1), strict=True):
+        part += columns.t() @ b
 
 
 def _fake(hidden, weight, bias, target, scale, ignore_index, chunk_size, dhidden, dweight, dbias):
@@ -52,30 +99,53 @@ def linear_cross_entropy_chunks(
     ``scale`` [M], fp32, is the upstream gradient of each loss.
     """
     losses = torch.empty(target.shape, dtype=torch.float32, device=target.device)
-    dh, dw, db = _gradients(hidden, weight, dhidden, dweight, dbias)
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    rows = rows_of_chunk(tokens, vocabulary, chunk_size)
+    dh, dw, db = _gradients(hidden, weight, dhidden, dweight, dbias, tokens <= rows * MOST_ROUNDED)
+    if tokens == 0:
+        dw.zero_()
+    buffer = hidden.new_empty(min(rows, tokens), vocabulary)
     # The operands have one dtype already; autocast would give the products another than their outputs'.
     with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, hidden.shape[0], chunk_size):
-            rows = slice(start, start + chunk_size)
-            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-            losses[rows], lse = cross_entropy_forward(logits, target[rows], ignore_index, *NO_OPTIONS)
+        for start in range(0, tokens, rows):
+            chunk = slice(start, start + rows)
+            x, labels = hidden[chunk], target[chunk]
+            logits = buffer[: x.shape[0]]
+            if bias is None:
+                torch.mm(x, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, x, weight.t(), out=logits)
+            losses[chunk], lse = cross_entropy_forward(logits, labels, ignore_index, *NO_OPTIONS)
             if not (dhidden or dweight or dbias):
                 continue
-            launch_backward(scale[rows], logits, target[rows], lse, None, ignore_index, *NO_OPTIONS)
+            launch_backward(scale[chunk], logits, labels, lse, None, ignore_index, *NO_OPTIONS)
             if dhidden:
-                torch.mm(logits, weight, out=dh[rows])
+                torch.mm(logits, weight, out=dh[chunk])
             if dweight:
-                dw += logits.t() @ hidden[rows]
+                _add_product(dw, logits, x, start == 0)
             if dbias:
                 db += logits.sum(0, dtype=torch.float32)
-    return losses, dh, dw, db
+    if dw.dtype != torch.float32 or weight.dtype == torch.float16:
+        return losses, dh, dw, db
+    buffer = logits = None  # goes before the copy comes
+    return losses, dh, dw.to(weight.dtype), db
+
+
+def _may_run_again() -> bool:
+    """Whether the graph that now runs backward may do so again, and what it saved has to stay as it is."""
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """gradient * scale in ``dtype``, computed in fp32 and rounded once, without a copy in fp32."""
+    """gradient * scale in ``dtype``, computed in fp32 and rounded once: in place of what is saved, where it may be."""
     if scale is None:
         return gradient.to(dtype)
-    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+    if gradient.dtype != dtype or gradient.dim() != 2 or _may_run_again():
+        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+    device = gradient.get_device()
+    (blocks,), *tiles = pointwise.plan(*gradient.shape, device)
+    launch(gradient, (min(blocks, 8 * sm_count(device)),), scale_kernel, (gradient, scale.view(1), *tiles))
+    return gradient
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
@@ -85,13 +155,19 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias))
         once = reduction != "none"
         wanted = tuple(once and needed for needed in ctx.needs_input_grad[:3])
-        ones = hidden.new_ones((), dtype=torch.float32).expand(target.shape)
-        losses, *gradients = linear_cross_entropy_chunks(hidden, weight, bias, target, ones, *ctx.sizes, *wanted)
+        scale = hidden.new_ones((), dtype=torch.float32)
+        # In fp16 the backward pass divides: the gradients of means may be too small for it before a loss is scaled up.
+        early = reduction == "mean" and hidden.dtype != torch.float16
+        if early:
+            scale = scale / (target != ignore_index).sum().clamp(min=1)
+        losses, *gradients = linear_cross_entropy_chunks(
+            hidden, weight, bias, target, scale.expand(target.shape), *ctx.sizes, *wanted
+        )
         if not once:
             ctx.save_for_backward(target, hidden, weight, bias)
             return losses
         loss, number = add_losses(losses, target, ignore_index, reduction == "mean")
-        ctx.save_for_backward(number, *gradients)
+        ctx.save_for_backward(number if reduction == "mean" and not early else None, *gradients)
         return loss
 
     @staticmethod
@@ -103,10 +179,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             _, *gradients = linear_cross_entropy_chunks(*saved, first, dloss.contiguous(), *ctx.sizes, *wanted)
             scale = None
         else:
-            gradients, scale = saved, dloss
-            if ctx.reduction == "mean":
-                # Where every row is ignored the gradients are 0 already.
-                scale = dloss / first.clamp(min=1)
+            # Where every row is ignored the gradients are 0 already.
+            gradients, scale = saved, dloss if first is None else dloss / first.clamp(min=1)
         results = (
             _scaled(gradient, scale, dtype) if needed else None
             for gradient, dtype, needed in zip(gradients, ctx.dtypes, wanted, strict=True)
