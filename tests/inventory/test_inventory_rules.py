@@ -249,6 +249,27 @@ def test_export_command_writes_what_the_real_package_reads(tmp_path):
     assert "swiglu" in their_set.definitions
 
 
+def test_an_exported_set_is_an_inventory(tmp_path):
+    assert _run("export", str(tmp_path), "swiglu", "rope").exit_code == 0
+    done = _run("validate", str(tmp_path))
+    assert done.exit_code == 0 and "All 2 Definitions" in done.stdout, done.stdout
+    mine, theirs = load(), load(folders_in(tmp_path))
+    assert theirs.definitions == {name: mine.definitions[name] for name in ("swiglu", "rope")}
+    assert theirs.solutions == {name: mine.solutions[name] for name in ("swiglu_cutile", "rope_cutile")}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00"], ids=["empty", "cut off", "list", "binary"])
+def test_what_is_no_json_is_said_once(content, tmp_path):
+    """The file is named with a remedy, and not its Solutions besides; other commands end with one sentence."""
+    assert _run("export", str(tmp_path), "swiglu").exit_code == 0
+    file = next(tmp_path.rglob("swiglu.json"))
+    file.write_bytes(content)
+    problems = json.loads(_run("validate", str(tmp_path), "--json").stdout)["problems"]
+    assert [(p["file"], p["field"]) for p in problems] == [(str(file), "file")] and problems[0]["remedy"]
+    error = _run("list", "--path", str(tmp_path)).exception
+    assert isinstance(error, InventoryError) and "tilegym inventory validate" in str(error) and "\n" not in str(error)
+
+
 @pytest.mark.parametrize("name", sorted(load().solutions))
 def test_every_shipped_entry_survives_the_real_package(name):
     models, catalog = real_models(), load()

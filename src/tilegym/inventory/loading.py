@@ -1,5 +1,6 @@
 """The Definitions and Solutions there are: those of the op library, and those of the model families."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterable
@@ -120,17 +121,36 @@ def read(model: type[_Model], file: Path) -> _Model:
         InventoryError: it cannot be read, or is not one; the message names every field at fault.
     """
     try:
-        return model.from_json(file.read_text())
+        return parse(model, file.read_bytes())
     except OSError as error:
         raise InventoryError(f"{file} cannot be read: {error.strerror}") from error
     except pydantic.ValidationError as error:
         faults = "; ".join(f"{path or 'file'}: {message}" for path, message in faults_of(error))
-        raise InventoryError(f"{repository_path(file)} is no {model.__name__}: {faults}") from error
+        raise InventoryError(
+            f"{repository_path(file)} is no {model.__name__}: {faults}; correct it, "
+            "`tilegym inventory validate FOLDER` says more"
+        ) from error
+
+
+def parse(model: type[_Model], text: bytes) -> _Model:
+    """The Definition or Solution in a file's bytes; a Solution also as FlashInfer-Bench has it, sources embedded.
+
+    Raises:
+        pydantic.ValidationError: it is none.
+    """
+    if model is Solution:
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+            data = json.loads(text)
+            if data["spec"]["language"] == "python" and all(source.get("content") for source in data["sources"]):
+                return model.from_flashinfer_bench(data)
+    return model.from_json(text)
 
 
 def faults_of(error: pydantic.ValidationError) -> list[tuple[str, str]]:
     """What pydantic found: pairs of a field's path and what is wrong with it."""
-    return [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors(include_url=False)]
+    return [
+        (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors(include_url=False)
+    ]
 
 
 def json_files(folder: Path) -> Iterator[Path]:
@@ -169,22 +189,3 @@ def _load(folders: list[Folder]) -> Catalog:
             table[entry.name] = entry
             catalog.files[model, entry.name] = file
     return catalog
-
-
-def looks_like(file: Path) -> type[Definition] | type[Solution]:
-    """Which of the two a JSON file is meant to be, by its fields.
-
-    Raises:
-        InventoryError: it is neither, or not JSON.
-    """
-    try:
-        data = json.loads(file.read_text())
-    except OSError as error:
-        raise InventoryError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise InventoryError(f"{file} is not JSON: {error}") from error
-    if isinstance(data, dict) and ("reference" in data or "axes" in data):
-        return Definition
-    if isinstance(data, dict) and ("sources" in data or "spec" in data):
-        return Solution
-    raise InventoryError(f"{file} is neither a Definition (with 'reference') nor a Solution (with 'sources')")

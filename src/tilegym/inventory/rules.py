@@ -15,6 +15,7 @@ from tilegym.inventory.inputs import cases
 from tilegym.inventory.loading import Folder
 from tilegym.inventory.loading import faults_of
 from tilegym.inventory.loading import json_files
+from tilegym.inventory.loading import parse
 from tilegym.inventory.loading import shipped_folders
 from tilegym.inventory.schema import Definition
 from tilegym.inventory.schema import Solution
@@ -48,6 +49,7 @@ def validate(folders: Iterable[Folder] | None = None, root: Path | None = None) 
     problems: list[Problem] = []
     definitions: dict[str, Definition] = {}
     solutions: dict[str, Solution] = {}
+    unread: set[str] = set()
     for model, table, files in (
         (Definition, definitions, [f for folder in folders for f in json_files(folder.definitions)]),
         (Solution, solutions, [f for folder in folders for f in json_files(folder.solutions)]),
@@ -56,11 +58,14 @@ def validate(folders: Iterable[Folder] | None = None, root: Path | None = None) 
         for file in files:
             shown = repository_path(file, root)
             try:
-                entry = model.from_json(file.read_bytes())
+                entry = parse(model, file.read_bytes())
             except pydantic.ValidationError as error:
                 problems += [Problem(shown, path or "file", m, _remedy_of(m, model)) for path, m in faults_of(error)]
+                unread.add(file.stem)
                 continue
             found = check_definition(entry) if model is Definition else check_solution(entry, definitions, root)
+            if model is Solution and entry.definition in unread:  # it is there, and its own faults have been said
+                found = [fault for fault in found if fault[0] != "definition"]
             if entry.name in table:
                 other = repository_path(places[entry.name], root)
                 found = [*found, ("name", f"{entry.name!r} is the name of {other} too", "rename one of the two")]
@@ -81,6 +86,8 @@ def _remedy_of(message: str, model: type) -> str:
         return f"remove it; the fields of a {model.__name__} are {', '.join(model.model_fields)}"
     if "Field required" in message:
         return "add it"
+    if "Invalid JSON" in message:
+        return "correct the text there, or write the file anew: JSON in UTF-8"
     return "write what is expected there; docs/inventory.md describes every field"
 
 
