@@ -89,12 +89,13 @@ def test_own_environment_variables_are_read_in_one_place():
     assert len(getters) == len(known), "one getter a variable"
     for path in SOURCES:
         assert _own_variables(path) <= known, f"{path.relative_to(ROOT)} names a variable that env.py does not"
-    # The interpreter and the pytest plugin stand below env.py and read their switch themselves; a benchmark sets one
-    # for the time of a run.
+    # The interpreter, the pytest plugin and what runs at Python's start stand below env.py and read their switch
+    # themselves; a benchmark sets one for the time of a run.
     allowed = {
         "src/tilegym/env.py",
         "src/tilegym/interpreter/install.py",
         "src/tilegym_pytest_plugin.py",
+        "src/tilegym_startup.py",
         "src/tilegym/bench/runner.py",
     }
     for path in SOURCES:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import cuda.tile as ct
 import pytest
@@ -150,6 +151,32 @@ def test_a_script_that_is_not_there(tmp_path):
 def test_the_environment_variable(tmp_path):
     text = "import tilegym.interpreter as i, cuda.tile as ct; print(i.is_installed(), ct.launch.__name__)"
     assert run(tmp_path, "script.py", text).stdout == "True interpreted_launch\n"
+
+
+def at_start(then: str) -> tuple[str, ...]:
+    """Options for Python to read what lies beside the package in site-packages, and to do ``then``."""
+    folder = Path(__file__).parents[2] / "src"
+    return "-c", f"import site, sys; site.addpackage({str(folder)!r}, 'tilegym_interpret.pth', set()); {then}"
+
+
+AS_A_SCRIPT = "import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def test_a_script_that_never_imports_tilegym(tmp_path):
+    done = run(tmp_path, "script.py", SCRIPT, *at_start(AS_A_SCRIPT))
+    assert (done.returncode, done.stdout) == (0, "[0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0] []\n"), done.stderr
+    assert done.stderr == ""
+
+
+def test_a_process_that_never_imports_cutile(tmp_path):
+    text = "import json, sys; print({'torch', 'tilegym', 'numpy'} & set(sys.modules), 'tilegym_startup' in sys.modules)"
+    assert run(tmp_path, "script.py", text, *at_start(AS_A_SCRIPT)).stdout == "set() True\n"
+    assert run(tmp_path, "script.py", text, *at_start(AS_A_SCRIPT), interpret=False).stdout == "set() False\n"
+
+
+def test_a_script_that_imports_tilegym_first_keeps_its_devices(tmp_path):
+    text = "import tilegym, torch, cuda.tile as ct; print(ct.launch.__name__, torch.cuda.is_available.__module__)"
+    assert run(tmp_path, "script.py", text, *at_start(AS_A_SCRIPT)).stdout == "interpreted_launch torch.cuda\n"
 
 
 PLUGIN = ("-m", "pytest", "-p", "no:cacheprovider", "-rs")
