@@ -140,6 +140,28 @@ def test_the_oracle_is_the_same_model_in_a_wider_precision(dtype):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+class Tied(torch.nn.Module):
+    """A module that holds a parameter of the one inside of it too, as BERT's output layer does its bias."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
+        self.bias = self.inner.bias
+
+    def forward(self, x):
+        return self.inner(x) + self.bias
+
+
+def test_parameters_of_two_modules_are_widened_once_and_put_back():
+    model = Tied()
+    with compare.widened(model) as wide:
+        for _ in range(2):
+            assert model(torch.ones(1, 3, dtype=wide)).dtype is wide
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
 def test_the_weights_come_back_if_the_oracle_fails():
     model = tiny_model(torch.bfloat16)
     with pytest.raises(RuntimeError), compare.widened(model):

@@ -164,6 +164,14 @@ def test_folder_without_tokenizer(tmp_path):
         models.load(str(folder), torch.float32, CPU, random_weights=False)
 
 
+def test_a_tokenizer_class_that_starts_out_empty_is_none(tmp_path):
+    """Cohere's makes a tokenizer without words where there is no file of one."""
+    write_config(tmp_path / "config.json", model_type="cohere")
+    assert models._load_tokenizer(str(tmp_path), True, {}) is None
+    with pytest.raises(ModelError, match="finds no tokenizer"):
+        models._load_tokenizer(str(tmp_path), False, {})
+
+
 def test_weights_larger_than_the_memory_are_refused_before_they_are_built(monkeypatch):
     monkeypatch.setattr(models, "free_memory", lambda device: 10 * 2**30)
     with pytest.raises(ModelError, match="out of memory: the weights take 15.0 GiB in bfloat16 and 10.0 GiB are free"):

@@ -78,6 +78,16 @@ def test_a_vision_model(tmp_path):
     assert "a vision model (vit)" in refused(config(tmp_path, model_type="vit"), "--random_weights")
 
 
+def test_a_model_that_sees_the_tokens_to_come(tmp_path):
+    """The families that can be either; of GPT-NeoX, a decoder all the same, the config says the same."""
+    sizes = dict(vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    sentence = refused(config(tmp_path, model_type="bert", **sizes), "--random_weights", "--plan-only")
+    assert "is an encoder (bert)" in sentence and '"is_decoder": true' in sentence
+    for decoder in ({"model_type": "bert", "is_decoder": True}, {"model_type": "gpt_neox", "is_decoder": False}):
+        result = run(config(tmp_path, **decoder, **sizes), "--random_weights", "--plan-only")
+        assert result.exit_code == 0, result.output
+
+
 def test_a_config_that_contradicts_itself(tmp_path):
     path = config(tmp_path, model_type="stablelm", hidden_size=64, num_attention_heads=7)
     assert "config" in refused(path, "--random_weights")

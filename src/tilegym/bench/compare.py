@@ -89,14 +89,17 @@ def widened(model: Any) -> Iterator[torch.dtype]:
     """
     wide = _WIDER[model.dtype]
     narrow: dict[torch.nn.Parameter, torch.Tensor] = {}
+    running: list[list[torch.nn.Parameter]] = []
 
     def convert(module: torch.nn.Module, args: Any) -> None:
-        for parameter in module.parameters(recurse=False):
+        # One that is tied to a parameter of the module around this one is wide already.
+        running.append([p for p in module.parameters(recurse=False) if p not in narrow])
+        for parameter in running[-1]:
             narrow[parameter] = parameter.data
             parameter.data = parameter.data.to(wide)
 
     def restore(module: torch.nn.Module, args: Any, output: Any) -> None:
-        for parameter in module.parameters(recurse=False):
+        for parameter in running.pop():
             parameter.data = narrow.pop(parameter)
 
     handles = []

@@ -211,6 +211,8 @@ def _load_tokenizer(model_id: str, random_weights: bool, extra: dict[str, bool])
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, **extra)
+        if not tokenizer.encode("a", add_special_tokens=False):  # some classes make an empty one where no file is
+            raise ValueError("it has no vocabulary")
     except Exception as error:  # as many reasons as there are kinds of tokenizer
         if random_weights:
             return None

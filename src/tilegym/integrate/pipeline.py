@@ -93,7 +93,7 @@ def integrate(options: Options, tell: Callable[[str], None] = lambda line: None)
     if options.precision not in models.PRECISIONS:
         raise ModelError(f"--precision {options.precision!r} is none of {', '.join(models.PRECISIONS)}")
     config = models.load_config(options.model_id, options.random_weights, options.trust_remote_code)
-    steps.check_kind(config, options.model_id)
+    steps.check_kind(config, options.model_id, options.trust_remote_code)
     device, backend, notice = choose_backend()
     tell(f"research: building a small {config.model_type} and probing its parts")
     plan = make_plan(steps.laid_out(config, options), options.trust_remote_code)

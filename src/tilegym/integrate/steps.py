@@ -1,5 +1,6 @@
 """What the steps of the pipeline are made of: checks of the input, and one candidate's verification."""
 
+import copy
 import functools
 from typing import Any
 
@@ -11,6 +12,8 @@ from tilegym.bench.prompts import Batch
 from tilegym.errors import ModelError
 from tilegym.integrate.capture import Recorded
 from tilegym.integrate.check import check_patch
+from tilegym.integrate.small_model import example
+from tilegym.integrate.small_model import small_model
 from tilegym.integrate.verify import Check
 from tilegym.integrate.verify import compile_ahead
 from tilegym.integrate.verify import compiler_is_there
@@ -28,8 +31,11 @@ def is_remote(config: Any) -> bool:
     return type(config).__module__.startswith("transformers_modules")
 
 
-def check_kind(config: Any, model_id: str) -> None:
-    """Raises ModelError unless ``config`` is that of a causal language model."""
+def check_kind(config: Any, model_id: str, trust_remote_code: bool = False) -> None:
+    """Raises ModelError unless ``config`` is that of a causal language model.
+
+    Some families can be either; of those a small model is asked.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = ""
@@ -43,6 +49,23 @@ def check_kind(config: Any, model_id: str) -> None:
             f"{model_id} is {kind} ({config.model_type}): integrate takes decoder-only language models; "
             "give the language model that is part of it, if there is one"
         )
+    if getattr(config, "is_decoder", None) is False and _sees_ahead(config, trust_remote_code):
+        raise ModelError(
+            f"{model_id} is an encoder ({config.model_type}), which sees the tokens to come: integrate takes decoders; "
+            'write "is_decoder": true into its config if it was trained as one'
+        )
+
+
+@torch.no_grad()
+def _sees_ahead(config: Any, trust_remote_code: bool) -> bool:
+    """Whether a model of ``config`` gives other logits for a token if a later one is another."""
+    small = small_model(config, trust_remote_code=trust_remote_code)
+    shrunk = copy.deepcopy(small.model.config)
+    shrunk.is_decoder = False
+    model, ids = small.make(shrunk).eval(), example(small.model, batch=1)
+    other = ids.clone()
+    other[:, -1] = ids[:, -1] % ids.max() + 1  # any other token
+    return not torch.equal(model(ids).logits[:, 0], model(other).logits[:, 0])
 
 
 def laid_out(config: Any, options: Any) -> nn.Module:
@@ -51,8 +74,6 @@ def laid_out(config: Any, options: Any) -> nn.Module:
     Raises:
         ModelError: the config contradicts itself.
     """
-    import copy
-
     from transformers import AutoModelForCausalLM
 
     extra = {"trust_remote_code": True} if options.trust_remote_code else {}
