@@ -67,6 +67,9 @@ def infer(
         "--report_kernel_coverage",
         help="The share of GPU time in TileGym's own kernels; on a CPU, of the time in dispatched ops.",
     ),
+    trust_remote_code: bool = typer.Option(
+        False, "--trust-remote-code", "--trust_remote_code", help="Run code that comes with the model. Read it first."
+    ),
     summary_file: Path | None = typer.Option(None, "--summary_file", help="Write all results to this file, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print all results as JSON to stdout, and nothing else there."),
 ) -> None:
@@ -94,6 +97,7 @@ def infer(
         warmup_runs=warmup_runs,
         profile=profile,
         report_kernel_coverage=report_kernel_coverage,
+        trust_remote_code=trust_remote_code,
     )
     # Width: a pipe has none, and 80 columns would cut the tables.
     console = Console(stderr=as_json, width=None if sys.stdout.isatty() else 120)

@@ -279,6 +279,24 @@ class Test_Bad_Input:
         config = write_config(tmp_path / "config.json", vocab_size=2**40)
         self.check(infer("--model_id", config, "--random_weights", *SHORT), "out of memory: the weights take")
 
+    def test_code_of_the_models_own_runs_if_that_is_allowed(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        folder = tmp_path / "model"
+        folder.mkdir()
+        classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+        write_config(folder / "config.json", model_type="own_llama", architectures=["OwnModel"], auto_map=classes)
+        (folder / "own.py").write_text(
+            "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+            "class OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n\n\n"
+            "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+        )
+        command = ["--model_id", str(folder), "--random_weights", *SHORT]
+        self.check(infer(*command), "brings code of its own: read that code, then add --trust-remote-code")
+        for spelling in ("--trust-remote-code", "--trust_remote_code"):
+            result, summary = infer_json(*command, spelling)
+            assert result.exit_code == 0 and summary["model"]["type"] == "own_llama"
+
     def test_option_out_of_range(self):
         result = infer("--model_id", TINY_LLAMA, "--output_length", "0")
         assert result.exit_code == 2

@@ -54,6 +54,7 @@ class Options:
     warmup_runs: int = 1
     profile: bool = False
     report_kernel_coverage: bool = False
+    trust_remote_code: bool = False
 
     def check(self) -> None:
         """Raises ModelError if the flags contradict each other."""
@@ -197,7 +198,8 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
     texts = prompts.read_prompts(options.input_text, options.sentence_file)
     device, backend, notice = choose_device(options)
     dtype = models.PRECISIONS[options.precision]
-    config = models.load_config(options.model_id, options.random_weights)
+    trusted = options.trust_remote_code
+    config = models.load_config(options.model_id, options.random_weights, trusted)
     if options.use_tilegym and not (source := _patch_of(config)):
         tell(f"no patch for {config.model_type}: its parts are found out and served where a kernel computes the same")
     elif options.use_tilegym and source != "by hand":
@@ -206,7 +208,7 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
     fewest = (options.input_length or 1) + options.output_length
     models.check_cache_memory(config, dtype, device, options.batch_size or 1, fewest)
     tell(f"{'building' if options.random_weights else 'loading'} {options.model_id} on {device_name(device)}")
-    loaded = models.load(options.model_id, dtype, device, options.random_weights, config)
+    loaded = models.load(options.model_id, dtype, device, options.random_weights, config, trust_remote_code=trusted)
     batches = prompts.make_batches(texts, loaded.tokenizer, config, options.batch_size, options.input_length)
     prompts.check_length(batches, options.output_length, config)
     for batch in batches:
