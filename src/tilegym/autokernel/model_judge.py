@@ -1,6 +1,7 @@
 """Gate 8: the whole model with a kernel in it: logits, greedy tokens, throughput, memory.
 
 Unpatched, best so far and candidate each run in a worker of their own. They take turns, and the judge's clock counts.
+Where there is a GPU the runs that count are replayed CUDA graphs; all of the compared models' or none's.
 """
 
 import json
@@ -18,9 +19,13 @@ import torch
 
 from tilegym.autokernel import tensors
 from tilegym.autokernel.judge import Failed
+from tilegym.autokernel.model_worker import EAGER
+from tilegym.autokernel.model_worker import WAYS
 from tilegym.autokernel.model_worker import ModelSpec
+from tilegym.autokernel.running import RunningModel
+from tilegym.autokernel.running import not_greedy
+from tilegym.autokernel.running import read
 from tilegym.autokernel.sandbox import Limits
-from tilegym.autokernel.workers import Worker
 from tilegym.autokernel.workers import WorkerFailed
 from tilegym.autokernel.workers import WorkerHost
 from tilegym.bench import compare
@@ -36,12 +41,14 @@ class ModelRules:
     """What gate 8 asks for.
 
     Attributes:
-        rounds: how often the models take turns at most; a comparison ends before, when it is decided.
+        rounds: how often the models take turns; a comparison ends before, when it is decided.
+        seconds: for how long they take further turns, while a comparison is not decided or the noise band is wide.
         throughput: whether throughput decides; not in the interpreter, where kernels are slow.
         least_noise: the noise band is at least this wide.
     """
 
     rounds: int = 8
+    seconds: float = 60.0
     throughput: bool = True
     least_noise: float = 0.005
 
@@ -75,37 +82,52 @@ class ModelJudge:
         self, host: WorkerHost, settings: ModelSettings, rules: ModelRules, limits: Limits, folder: Path
     ) -> None:
         self.host, self.settings, self.rules, self.limits, self.folder = host, settings, rules, limits, folder
-        self._models: dict[str, Worker] = {}  # that have run, by the kernels in them
+        self._models: dict[str, RunningModel] = {}  # that may be needed again, by the kernels in them
 
     def baseline(self) -> dict[str, Any]:
         """Runs the unpatched model; keeps its tokens and logits, and an oracle's; row one of the ledger.
+
+        Returns:
+            What was measured; "way" is how, one of :data:`WAYS`, and "why" says why it is none of those before.
 
         Raises:
             WorkerFailed, Failed: the model cannot be run.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        one = self._model({})
-        with self.host.working("model", self.limits) as other:
-            _ask(other, "model", **self.settings.arguments({}))
-            tokens = one.folder / "tokens.safetensors"
-            _ask(one, "generate", output=str(tokens))
+        one, twin = self._model({}), self._new({})
+        try:
+            tokens = one.file("tokens.safetensors")
+            run = one.ask("generate", output=str(tokens))
             for name, oracle in (("logits", False), ("oracle", True)):
-                output = one.folder / f"{name}.safetensors"
-                found = _ask(one, "logits", tokens=str(tokens), output=str(output), oracle=oracle)
+                output = one.file(f"{name}.safetensors")
+                found = one.ask("logits", tokens=str(tokens), output=str(output), oracle=oracle)
                 shutil.copy(output, self.folder / output.name)
             shutil.copy(tokens, self.folder / tokens.name)
-            _ask(other, "generate")
-            times = _turns([one, other], self.rules.rounds)
-            last = _ask(one, "generate")
-        noise = max(self.rules.least_noise, 2 * _spread(times[0], times[1]))
+            confined = one.begin().confined
+            unpatched, rounding = self._unpatched(found["dtype"])
+            # A model that is let through may be off by twice as much and a rounding, replayed or not. The difference of
+            # two logits, replayed, is then as far as four times that from the same, not replayed.
+            tie = 4 * (2 * unpatched.largest + rounding)
+            way, why = self._way({"original": one, "the same again": twin}, WAYS, tie)
+
+            def enough(times: list[list[float]]) -> bool:
+                return len(times[0]) >= self.rules.rounds and self._band(*times) <= self.rules.least_noise
+
+            times = self._turns([one, twin], way, enough)
+        finally:
+            twin.end()
         seconds = statistics.median(times[0] + times[1])
         return {
             "seconds": seconds,
-            "throughput": last["tokens"] / seconds,
-            "peak": last["peak"],
-            "noise": noise,
+            "throughput": run["tokens"] / seconds,
+            "peak": run["peak"],
+            "noise": self._band(*times),
+            "rounds": len(times[0]),
+            "way": way,
+            "why": why,
+            "tie": tie,
             "dtype": found["dtype"],
-            "confined": one.confined,
+            "confined": confined,
         }
 
     def judge(self, kernels: dict[str, Any], best: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +140,7 @@ class ModelJudge:
             baseline: what :meth:`baseline` returned.
 
         Returns:
-            What was measured.
+            What was measured; "way" and "why" as of the baseline.
 
         Raises:
             Failed, WorkerFailed: it is not good enough, or it died.
@@ -129,31 +151,35 @@ class ModelJudge:
             nonlocal begin
             seconds[what], begin = round(time.monotonic() - begin, 2), time.monotonic()
 
-        mine = _key(kernels)
         self._keep_only({}, best)
-        worker = self.host.worker("model", self.limits)
+        model = self._new(kernels)
         try:
-            _ask(worker, "model", **self.settings.arguments(kernels))
+            model.begin()
             lap("load")
-            generated = worker.folder / "generated.safetensors"
-            given = worker.folder / "given.safetensors"
-            logits = worker.folder / "logits.safetensors"
-            _ask(worker, "generate", output=str(generated))
+            model.warm_up()
             lap("first run")
+            generated, given, logits = (model.file(f"{name}.safetensors") for name in ("generated", "given", "logits"))
+            run = model.ask("generate", output=str(generated))
             shutil.copy(self.folder / "tokens.safetensors", given)
-            _ask(worker, "logits", tokens=str(given), output=str(logits))
-            found = self._exactness(_read(generated, "tokens"), _read(logits, "logits"), baseline["dtype"])
+            model.ask("logits", tokens=str(given), output=str(logits))
+            found = self._exactness(read(generated, "tokens"), read(logits, "logits"), baseline["dtype"])
             lap("exactness")
-            others = [self._model({})] + ([self._model(best)] if best else [])
+            models = {"candidate": model, "original": self._model({})} | ({"best": self._model(best)} if best else {})
+            for other in models.values():
+                other.warm_up()
             lap("others")
-            found |= self._speed(worker, others, baseline)
+            ways = WAYS[WAYS.index(baseline.get("way", EAGER)) :]
+            way, why = self._way(models, ways, baseline.get("tie", 0.0))
+            lap("graphs")
+            found |= {"way": way, "why": "; ".join(filter(None, (baseline.get("why"), why))), "peak": run["peak"]}
+            found |= self._speed(list(models.values()), run["tokens"], found, baseline)
             lap("turns")
         except BaseException as error:
-            _end(worker)
+            model.end()
             if isinstance(error, WorkerFailed):
                 self.close()  # whoever it was: the next call begins anew
             raise
-        self._models[mine] = worker  # the best, if it is kept
+        self._models[_key(kernels)] = model  # the best, if it is kept
         return found | {"steps": seconds}
 
     def close(self) -> None:
@@ -164,35 +190,34 @@ class ModelJudge:
         """Ends all models but those with one of these ``sets`` of kernels."""
         wanted = {_key(kernels) for kernels in sets}
         for key in [key for key in self._models if key not in wanted]:
-            _end(self._models.pop(key))
+            self._models.pop(key).end()
 
-    def _model(self, kernels: dict[str, Any]) -> Worker:
-        """The worker in which the model runs with ``kernels``, warmed up."""
-        key = _key(kernels)
-        if key not in self._models:
-            worker = self.host.worker("model", self.limits)
-            try:
-                _ask(worker, "model", **self.settings.arguments(kernels))
-                _ask(worker, "generate")
-            except BaseException:
-                _end(worker)
-                raise
-            self._models[key] = worker
-        return self._models[key]
+    def _new(self, kernels: dict[str, Any]) -> RunningModel:
+        return RunningModel(self.host, self.limits, self.settings.arguments(kernels))
+
+    def _model(self, kernels: dict[str, Any]) -> RunningModel:
+        """The model with ``kernels`` that is kept; where their files lie may have changed."""
+        model = self._models.setdefault(_key(kernels), self._new(kernels))
+        model.arguments = self.settings.arguments(kernels)
+        return model
+
+    def _unpatched(self, dtype: str) -> tuple[compare.Deviation, float]:
+        """(how far the unpatched model is from the oracle, a rounding in ``dtype`` of the largest logit)."""
+        oracle, unpatched = read(self.folder / "oracle.safetensors", "logits"), compare.Deviation()
+        for theirs, exact in zip(read(self.folder / "logits.safetensors", "logits"), oracle, strict=True):
+            unpatched.add(theirs, exact)
+        return unpatched, torch.finfo(tensors.torch_dtype(dtype)).eps * max(e.abs().max().item() for e in oracle)
 
     def _exactness(self, tokens: list[torch.Tensor], logits: list[torch.Tensor], dtype: str) -> dict[str, Any]:
-        expected = _read(self.folder / "tokens.safetensors", "tokens")
-        plain = _read(self.folder / "logits.safetensors", "logits")
-        oracle = _read(self.folder / "oracle.safetensors", "logits")
-        shapes = [[t.shape for t in values] for values in (tokens, expected, logits, plain)]
+        expected = read(self.folder / "tokens.safetensors", "tokens")
+        oracle = read(self.folder / "oracle.safetensors", "logits")
+        shapes = [[t.shape for t in values] for values in (tokens, expected, logits, oracle)]
         if shapes[0] != shapes[1] or shapes[2] != shapes[3]:
             raise Failed("incorrect", "the model gave another number of tokens or logits")
-        patched, unpatched = compare.Deviation(), compare.Deviation()
-        for ours, theirs, exact in zip(logits, plain, oracle, strict=True):
+        patched = compare.Deviation()
+        for ours, exact in zip(logits, oracle, strict=True):
             patched.add(ours, exact)
-            unpatched.add(theirs, exact)
-        scale = max(exact.abs().max().item() for exact in oracle)
-        rounding = torch.finfo(tensors.torch_dtype(dtype)).eps * scale
+        unpatched, rounding = self._unpatched(dtype)
         tie = 2 * (unpatched.largest + patched.largest) + rounding
         reason = compare.judge_logits(patched, unpatched, rounding)
         reason = reason or compare.judge_tokens(expected, tokens, oracle, tie)
@@ -205,32 +230,91 @@ class ModelJudge:
             "token_agreement": equal / sum(t.numel() for t in expected),
         }
 
-    def _speed(self, worker: Worker, others: list[Worker], baseline: dict[str, Any]) -> dict[str, Any]:
-        least = 1 - baseline["noise"]
-        times = _turns([worker, *others], self.rules.rounds, lambda times: decided(times, least))
-        last = _ask(worker, "generate")
-        found = {
-            "seconds": statistics.median(times[0]),
-            "throughput": last["tokens"] / statistics.median(times[0]),
-            "peak": last["peak"],
-        }
+    def _way(self, models: dict[str, RunningModel], ways: tuple[str, ...], tie: float) -> tuple[str, str]:
+        """(the first of ``ways`` that all models go, why it is none before it)."""
+
+        def wrong(tokens: list[torch.Tensor], logits: list[torch.Tensor]) -> str:
+            expected = read(self.folder / "tokens.safetensors", "tokens")
+            if [t.shape for t in tokens] != [t.shape for t in expected]:
+                return "a replayed run gives another number of tokens"
+            return not_greedy(tokens, logits, tie)
+
+        reasons: list[str] = []
+        for way in ways[:-1]:
+            refusals = (f"{name}: {why}" for name, model in models.items() if (why := model.refuses(way, wrong)))
+            reason = next(refusals, None)
+            if reason is None:
+                break
+            reasons.append(reason)
+        else:
+            way = ways[-1]  # eagerly all can run
+        return way, "; ".join(dict.fromkeys(reasons))
+
+    def _turns(
+        self, models: list[RunningModel], way: str, enough: Callable[[list[list[float]]], bool]
+    ) -> list[list[float]]:
+        """Seconds of one run of each model in every round, by the judge's clock; the order alternates.
+
+        Behind the rules' rounds there are more while there is time. Whether it is ``enough`` is asked only when their
+        number has doubled then: every look is a chance to be wrong.
+        """
+        for model in models:
+            model.warm_up()  # one that has failed at another way begins anew
+        times: list[list[float]] = [[] for _ in models]
+        rounds, begun = self.rules.rounds, time.monotonic()
+        seconds = self.rules.seconds if self.rules.throughput else 0.0
+        looks = {*range(_LEAST_ROUNDS, rounds), *(rounds << i for i in range(32))}
+        while (number := len(times[0])) < rounds or time.monotonic() - begun < seconds:
+            order = range(len(models))
+            for index in order if number % 2 == 0 else reversed(order):
+                begin = time.perf_counter()
+                models[index].ask("generate", way=way)
+                times[index].append(time.perf_counter() - begin)
+            if len(times[0]) in looks and enough(times):
+                break
+        return times
+
+    def _band(self, one: list[float], other: list[float]) -> float:
+        """How wide the noise band is, by the times of two models that are the same."""
+        return max(self.rules.least_noise, 2 * _spread(one, other))
+
+    def _speed(
+        self, models: list[RunningModel], tokens: int, found: dict[str, Any], baseline: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Compares the first of ``models`` with the others: the original, and the best if there is one."""
+        as_baseline = found["way"] == baseline.get("way", EAGER)
+
+        def noise(times: list[list[float]]) -> float:
+            if as_baseline:
+                return baseline["noise"]
+            half = len(times[1]) // 2  # the original is measured in another way: against itself, a round later
+            return self._band(times[1][0 : 2 * half : 2], times[1][1 : 2 * half : 2])
+
+        def enough(times: list[list[float]]) -> bool:
+            known = as_baseline or len(times[0]) >= self.rules.rounds
+            return known and decided(times, 1 - noise(times))
+
+        times = self._turns(models, found["way"], enough)
+        seconds = statistics.median(times[0])
+        speed = {"seconds": seconds, "throughput": tokens / seconds, "noise": noise(times), "rounds": len(times[0])}
         for name, other in zip(("original", "best"), times[1:], strict=False):
-            found[f"ratio_to_{name}"], found[f"least_ratio_to_{name}"] = confident_ratio(other, times[0])
+            speed[f"ratio_to_{name}"], speed[f"least_ratio_to_{name}"] = confident_ratio(other, times[0])
         if self.rules.throughput:
-            wrong = throughput_problem(found, baseline)
+            wrong = throughput_problem(found | speed, baseline | {"noise": speed["noise"]})
             if wrong is not None:
                 raise Failed("discard", wrong)
-        return found
+        return speed
 
 
 def throughput_problem(found: dict[str, Any], baseline: dict[str, Any]) -> str | None:
     """Why throughput or memory speaks against keeping, or None: both as :meth:`ModelJudge.judge` measures them."""
+    how = f" ({found['way']})" if "way" in found else ""
     for name in ("original", "best"):
         least = found.get(f"least_ratio_to_{name}")
         if least is not None and not least >= 1 - baseline["noise"]:
             return (
                 f"throughput may drop to {least:.4f} of the {name} one; the noise band ends at "
-                f"{1 - baseline['noise']:.4f}"
+                f"{1 - baseline['noise']:.4f}{how}"
             )
     if found["peak"] > _MORE_MEMORY * baseline["peak"]:
         return f"peak memory grows from {baseline['peak'] >> 20} to {found['peak'] >> 20} MiB"
@@ -260,45 +344,9 @@ def _key(kernels: dict[str, Any]) -> str:
     return json.dumps({region: kernel["solution"] for region, kernel in kernels.items()}, sort_keys=True)
 
 
-def _end(worker: Worker) -> None:
-    worker.close()
-    shutil.rmtree(worker.folder, ignore_errors=True)
-
-
 def decided(times: list[list[float]], least: float) -> bool:
     """Whether it is beyond doubt that the first model is at least ``least`` times as fast as others, or is not."""
     if len(times[0]) < _LEAST_ROUNDS:
         return False
     found = [confident_ratio(other, times[0]) for other in times[1:]]
     return all(low >= least for _, low in found) or any(mean * mean / low < least for mean, low in found)
-
-
-def _turns(
-    workers: list[Worker], rounds: int, enough: Callable[[list[list[float]]], bool] = lambda times: False
-) -> list[list[float]]:
-    """Seconds of one run of each worker in every round, by the judge's clock; the order alternates."""
-    times: list[list[float]] = [[] for _ in workers]
-    for number in range(rounds):
-        order = range(len(workers))
-        for index in order if number % 2 == 0 else reversed(order):
-            begin = time.perf_counter()
-            _ask(workers[index], "generate")
-            times[index].append(time.perf_counter() - begin)
-        if enough(times):
-            break
-    return times
-
-
-def _read(path: Path, name: str) -> list[torch.Tensor]:
-    try:
-        values = tensors.read(path)
-    except Exception as error:  # whatever a worker has put there
-        raise Failed("crash", f"what the model gave cannot be read: {error}") from error
-    return [values[key] for key in sorted(values, key=lambda k: int(k.removeprefix(name)))]
-
-
-def _ask(worker: Worker, command: str, **arguments: Any) -> dict[str, Any]:
-    answer = worker.ask(command, **arguments)
-    if "error" in answer:
-        raise Failed("crash", f"{answer['error']}\n{answer.get('trace', '')}".strip())
-    return answer

@@ -20,6 +20,8 @@ from tilegym.inventory import Solution
 from tilegym.inventory import load_solution
 from tilegym.inventory import reference
 
+# How a run goes, the least noisy way first: prompts and decoding steps replayed, the steps alone, or nothing.
+REPLAYED, STEPS, EAGER = WAYS = ("replayed", "steps replayed", "eager")
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then it",
     "In 1905 Albert Einstein published four papers which",
@@ -117,6 +119,7 @@ class ModelRuns:
     ):
         from tilegym.autokernel.regions import find_regions
         from tilegym.autokernel.regions import install
+        from tilegym.autokernel.replay import Replays
 
         self.device, self.output_length = torch.device(device), output_length
         self.model, tokenizer = ModelSpec(**spec).load(self.device)
@@ -127,21 +130,29 @@ class ModelRuns:
             raise ModelError(f"the model has no region {', '.join(sorted(missing))}")
         chosen = {key: or_original(_solution(kernel), regions[key].source) for key, kernel in kernels.items()}
         self.patches = install(self.model, chosen)
+        self.replays = Replays(self.model, self.batches, output_length)
 
-    def generate(self, output: str | None = None) -> dict[str, Any]:
-        """One timed run over all prompts; writes the tokens to ``output``."""
+    def generate(self, output: str | None = None, way: str = EAGER) -> dict[str, Any]:
+        """One run over all prompts, one of :data:`WAYS`; writes the tokens to ``output``.
+
+        Returns:
+            "tokens", their number, and "peak", bytes of memory; or "refused", why there is no run that way.
+        """
+        from tilegym.autokernel.replay import Refused
         from tilegym.bench import generate
 
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        run = generate.run_once(self.model, self.batches, self.output_length)
+        try:
+            if way == EAGER:
+                tokens = generate.run_once(self.model, self.batches, self.output_length).tokens
+            else:
+                tokens = self.replays.run(prompts=way == REPLAYED)
+        except Refused as refused:
+            return {"refused": str(refused)}
         if output is not None:
-            tensors.write(Path(output), {f"tokens{i}": t for i, t in enumerate(run.tokens)})
-        return {
-            "seconds": run.seconds,
-            "tokens": run.num_tokens,
-            "peak": generate.peak_memory(self.device),
-        }
+            tensors.write(Path(output), {f"tokens{i}": t for i, t in enumerate(tokens)})
+        return {"tokens": sum(t.numel() for t in tokens), "peak": generate.peak_memory(self.device)}
 
     def logits(self, tokens: str, output: str, oracle: bool = False) -> dict[str, Any]:
         """Writes the logits along given tokens: of cached decoding, or, as an oracle, in the next wider precision."""
@@ -149,7 +160,8 @@ class ModelRuns:
         from tilegym.bench import generate
 
         chosen = [t for _, t in sorted(tensors.read(Path(tokens)).items())]
-        steps = compare.compared_steps(self.batches, self.output_length, chosen[0].numel(), self.model.dtype)
+        vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
+        steps = compare.compared_steps(self.batches, self.output_length, vocab_size, self.model.dtype)
         if oracle:
             with compare.widened(self.model):
                 found = [
