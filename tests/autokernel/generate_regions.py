@@ -121,8 +121,26 @@ def per_head_norm(q, weight):
     return q * weight
 
 
+def phi_rotation(query_rot, cos, sin, query_pass):
+    rotated = torch.cat((-query_rot[..., 8:], query_rot[..., :8]), dim=-1)
+    query_rot = query_rot * cos.unsqueeze(1) + rotated * sin.unsqueeze(1)
+    return torch.cat((query_rot, query_pass), dim=-1)
+
+
+def normed_rotation(q, weight, cos, sin):
+    q = weight * (q.float() * torch.rsqrt(q.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(q.dtype)
+    first, second = q.chunk(2, dim=-1)
+    return q * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def mean_of_joined(first, second):
+    joined = torch.cat((second.square(), first[..., 3:]), dim=-1)
+    return joined - joined.mean(-1, keepdim=True)
+
+
 N = 77
 X = (2, 9, N)
+Q, K, COS, HALF_COS = (2, 4, 9, 16), (2, 2, 9, 16), (2, 9, 16), (2, 9, 8)
 CASES = {
     "granite_residual": RegionCase(lambda columns: granite_residual, (X, X), exact=True),
     "nemotron_gate": RegionCase(lambda columns: nemotron_gate, (X, X), exact=True),
@@ -159,6 +177,17 @@ CASES = {
     "relu_squared": RegionCase(_activation("relu2"), (X,), exact=True),
     "mish": RegionCase(_activation("mish"), (X,)),
     "apertus_xielu": RegionCase(_activation("xielu"), (X,), gradient=("x",)),
+    "llama_rotation": RegionCase(
+        _of("llama", "apply_rotary_pos_emb"), (Q, K, COS, COS), gradient=("q", "k"), exact=True
+    ),
+    "qwen3_5_rotation": RegionCase(
+        _of("qwen3_5", "apply_rotary_pos_emb"), (Q, K, HALF_COS, HALF_COS), gradient=("q", "k"), exact=True
+    ),
+    "phi_rotation": RegionCase(
+        lambda columns: phi_rotation, (Q, COS, COS, (2, 4, 9, 6)), gradient=("query_rot", "query_pass"), exact=True
+    ),
+    "normed_rotation": RegionCase(lambda columns: normed_rotation, ((2, 9, 16), (16,), COS, COS)),
+    "mean_of_joined": RegionCase(lambda columns: mean_of_joined, ((2, 9, 13), (2, 9, 20))),
 }
 
 
@@ -238,4 +267,37 @@ MASKED = {
     "masked_rows": (masked_rows, (X, (N,), (2, 9, 1)), ("padding",)),
     "masked_linear": (masked_linear, ((9, 40), (9, 40), (N, 40), (9, N)), ("mask", "keep")),
     "masked_linear_of_a_row": (masked_linear, ((1, 40), (1, 40), (N, 40), (1, N)), ("mask", "keep")),
+}
+
+
+def llama_frequencies(position_ids, inv_freq):
+    freqs = position_ids[..., None].float() * inv_freq.float()
+    emb = torch.cat((freqs, freqs), dim=-1)
+    return emb.cos() * 0.5, emb.sin() * 0.5
+
+
+def causal_softmax(attn_weights, positions, key_positions):
+    attn_weights = torch.where(positions + 1 > key_positions, attn_weights, -1e4)
+    return F.softmax(attn_weights, dim=-1)
+
+
+def scaled_by_position(hidden_states, position_ids):
+    return hidden_states * (1 + 0.1 * torch.log((2 * position_ids - 1)[..., None].to(hidden_states.dtype)))
+
+
+def biased_by_distance(attn_weights, slopes, distance):
+    return attn_weights - slopes * distance
+
+
+def token_types(hidden_states, token_type_ids, weight):
+    return torch.where(token_type_ids[..., None] == 1, hidden_states * weight, hidden_states)
+
+
+# With integers: the shapes of inputs, and which are integers.
+COUNTED = {
+    "llama_frequencies": (llama_frequencies, ((2, 9), (8,)), ("position_ids",)),
+    "causal_softmax": (causal_softmax, ((2, 3, 9, N), (9, 1), (N,)), ("positions", "key_positions")),
+    "scaled_by_position": (scaled_by_position, (X, (2, 9)), ("position_ids",)),
+    "biased_by_distance": (biased_by_distance, ((2, 3, 9, N), (1,), (2, 3, 9, N)), ("distance",)),
+    "token_types": (token_types, (X, (2, 9), (N,)), ("token_type_ids",)),
 }

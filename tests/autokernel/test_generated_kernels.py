@@ -20,6 +20,7 @@ from common import dtypes
 from common import randn
 from common import recorded_launches
 from generate_regions import CASES
+from generate_regions import COUNTED
 from generate_regions import MASKED
 from generate_regions import PRODUCTS
 from generate_regions import N
@@ -97,6 +98,19 @@ def product(name: str):
     return kernel, loaded(kernel)
 
 
+@functools.cache
+def counted(name: str, dtype: torch.dtype):
+    """A region with integers: its kernel, the entry point, the region, its inputs, and what it is differentiable in."""
+    region, shapes, integers = COUNTED[name]
+    names = inspect.signature(region).parameters
+    given = {n: randn(*s, dtype=dtype, seed=i) for i, (n, s) in enumerate(zip(names, shapes, strict=True))}
+    for i, n in enumerate(integers):
+        given[n] = torch.randint(1, 60, given[n].shape, generator=torch.Generator().manual_seed(i)).to(device())
+    kernel = generate(region, list(given.values()))
+    gradient = tuple(n for n, t in given.items() if n not in integers and t.numel() > 1)
+    return kernel, loaded(kernel), region, given, gradient
+
+
 def rewritten(kernel: GeneratedKernel) -> GeneratedKernel:
     """The kernel of the same region, planned anew."""
     return write(kernel.region, kernel.tuning, kernel.trains)
@@ -146,6 +160,18 @@ class Test_Generate(PyTestCase):
                 made.sum().backward()
         passed = {a.dtype for _, args in launches for a in args if isinstance(a, torch.Tensor)}
         assert torch.uint8 in passed and torch.bool not in passed
+
+    @pytest.mark.parametrize("name", COUNTED)
+    def test_integers(self, name):
+        kernel, entry, region, given, gradient = counted(name, torch.bfloat16)
+        assert check_source(kernel.source) == [] and kernel.trains
+        self.assertCorrectness(entry, region, given, gradient=gradient)
+        exact = {n: 2**24 + 1 + t if t.dtype == torch.int64 else t for n, t in given.items()}
+        if name == "causal_softmax":  # integers that fp32 does not have are compared as integers
+            torch.testing.assert_close(entry(**exact), region(**exact))
+        wrong = {n: t.int() if t.dtype == torch.int64 else t for n, t in given.items()}
+        with pytest.raises(UnsupportedError, match="dtype"):
+            entry(**wrong)
 
     @pytest.mark.parametrize("name", ["layer_norm_gelu", "eager_attention_probabilities", "norm_statistics"])
     def test_rows_longer_than_a_block_holds(self, name, monkeypatch):
@@ -211,13 +237,24 @@ class Test_Generate(PyTestCase):
             torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next_rms_norm_gated", "eager_attention_probabilities"])
+@pytest.mark.parametrize("name", ["qwen3_next_rms_norm_gated", "eager_attention_probabilities", "qwen3_5_rotation"])
 def test_kernels_compile_for_every_architecture(name):
     _, entry, _ = case(name)
 
     def call():
         leaves = [t.cpu().requires_grad_(i == 0) for i, t in enumerate(arguments(name, torch.bfloat16).values())]
-        entry(*leaves).sum().backward()
+        results = entry(*leaves)
+        (results[0] if isinstance(results, tuple) else results).sum().backward()
+
+    assert_launches_compile(call)
+
+
+def test_kernels_of_integers_compile_for_every_architecture():
+    _, entry, _, given, gradient = counted("llama_frequencies", torch.bfloat16)
+
+    def call():
+        results = entry(**{n: t.cpu().detach().requires_grad_(n in gradient) for n, t in given.items()})
+        sum(r.sum() for r in (results if isinstance(results, tuple) else (results,))).backward()
 
     assert_launches_compile(call)
 
@@ -290,8 +327,26 @@ UNSUPPORTED = {
     "the number of rows as a number": (lambda x: x / x.shape[0], [(4, 8)]),
     "two matrix products in a row": (lambda x, a, b: F.linear(F.linear(x, a), b), [(4, 8), (8, 8), (8, 8)]),
     "a reduction behind a matrix product": (lambda x, a: F.softmax(F.linear(x, a), -1), [(4, 8), (6, 8)]),
+    "parts beside a matrix product": (lambda x, a: F.linear(torch.cat((x, -x), -1), a), [(4, 8), (6, 16)]),
+    "parts along rows": (lambda x, y: torch.cat((x, y), 0) * 2.0, [(4, 8), (4, 8)]),
+    "a reduction of a part": (lambda x: torch.cat((x[..., :4], x - x[..., 4:].mean(-1, keepdim=True)), -1), [(4, 8)]),
     "a random number": (lambda x: x * torch.rand_like(x), [(4, 8)]),
 }
+
+
+OF_INTEGERS = {
+    "a quotient that is rounded": lambda x, counts: x * (counts // 2),
+    "a sum": lambda x, counts: x + counts.sum(-1, keepdim=True),
+    "bits": lambda x, counts: torch.where((counts & 1) == 1, x, 0.0),
+    "a truth value as a number": lambda x, counts: x * (counts > 3).long(),
+    "two widths": lambda x, counts: x * (counts.int() + counts),
+}
+
+
+@pytest.mark.parametrize("what", OF_INTEGERS)
+def test_what_integers_are_not_used_for_is_said(what):
+    with pytest.raises(Unsupported):
+        generate(OF_INTEGERS[what], [randn(4, 8), torch.arange(32).reshape(4, 8).to(device())], "region")
 
 
 @pytest.mark.parametrize("what", UNSUPPORTED)

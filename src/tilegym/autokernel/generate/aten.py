@@ -170,7 +170,7 @@ def _over_columns(imp: "Importer", node: Node, dim: Any) -> Value:
     dims = [dim] if isinstance(dim, int) else list(dim or range(rank))
     if [d % rank for d in dims] != [rank - 1]:
         raise Unsupported(f"{node.target} over other dimensions than the last")
-    return imp.argument(node.args[0])
+    return imp.whole(node.args[0])
 
 
 def _mean(imp: "Importer", value: Value) -> Value:
@@ -228,7 +228,7 @@ def _scaled(imp: "Importer", value: Value, weight: Any, bias: Any) -> Value:
 def _check_normalized(imp: "Importer", node: Node) -> Value:
     if len(node.args[1]) != 1:
         raise Unsupported("a normalisation over more than the last dimension")
-    return imp.argument(node.args[0])
+    return imp.whole(node.args[0])
 
 
 @handler("layer_norm")
@@ -249,6 +249,19 @@ def _rms_norm(imp: "Importer", node: Node) -> Value:
         raise Unsupported("rms_norm without eps, which then depends on the dtype")
     rstd = b.make("rsqrt", b.make("add", _mean(imp, b.make("mul", x, x)), float(eps)))
     return _scaled(imp, b.make("mul", x, rstd), weight, None)
+
+
+@handler("cat")
+def _cat(imp: "Importer", node: Node) -> Value:
+    tensors, dim = arguments(node, "tensors", "dim")
+    rank = node.meta["val"].dim()
+    if dim % rank != rank - 1:
+        raise Unsupported("cat along another dimension than the last")
+    parts, begin = [], 0
+    for tensor in tensors:
+        parts.append((begin, imp.argument(tensor)))
+        begin += tensor.meta["val"].shape[-1]
+    return imp.builder.joined(parts)
 
 
 @handler("linear")

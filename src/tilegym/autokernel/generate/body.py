@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from tilegym.autokernel.generate.graph import INTEGERS
 from tilegym.autokernel.generate.graph import REDUCTIONS
 from tilegym.autokernel.generate.graph import Value
 from tilegym.autokernel.generate.graph import topological
@@ -28,11 +29,16 @@ RESERVED = frozenset(
 ) | frozenset(HELPERS)
 
 
+def array_of(value: Value) -> Value:
+    """The input that a value reads."""
+    return value.args[0] if value.op == "shift" else value
+
+
 def suggest(value: Value) -> str:
     """What to call a value: as the region's source does, else by what it is."""
     if value.hint:
         return value.hint
-    if value.op in ("round", "detach"):
+    if value.op in ("round", "detach", "shift", "float"):
         return suggest(value.args[0])
     if value.op in REDUCTIONS:
         return {"max": "top", "min": "bottom"}.get(
@@ -62,6 +68,10 @@ def padding(value: Value, known: dict[Value, float | None]) -> float | None:
             number = 0.0 if value.cols else None
         elif value.op == "constant":
             number = value.number
+        elif value.op == "before":
+            number = 0.0
+        elif value.op == "shift":
+            number = 0.0 if value.number > 0 else None
         elif value.op in ("round", "detach"):
             number = padding(value.args[0], known)
         elif value.op in OPERATIONS:
@@ -73,7 +83,9 @@ def padding(value: Value, known: dict[Value, float | None]) -> float | None:
     return known[value]
 
 
-def literal(number: float) -> tuple[str, int]:
+def literal(number: float, dtype: torch.dtype | None = None) -> tuple[str, int]:
+    if dtype in INTEGERS:
+        return str(int(number)), UNARY if number < 0 else ATOM
     if math.isinf(number):
         return ("math.inf", ATOM) if number > 0 else ("-math.inf", UNARY)
     return repr(float(number)), UNARY if number < 0 else ATOM
@@ -84,10 +96,10 @@ def in_parentheses(text: str, binds: int, needs: int) -> str:
 
 
 def as_float(text: str, dtype: torch.dtype) -> str:
-    """The tile that ``text`` reads as kernels compute with it: numbers in fp32; truth values, which come as bytes."""
+    """The tile that ``text`` reads as kernels compute with it: fp32, integers, or truth values, which come as bytes."""
     if dtype == torch.bool:
         return f"{text} != 0"
-    return text if dtype == torch.float32 else f"{text}.astype(ct.float32)"
+    return text if dtype in (torch.float32, *INTEGERS) else f"{text}.astype(ct.float32)"
 
 
 def call(head: str, args: Iterable[str], indent: int = 0, tail: str = "") -> str:
@@ -124,6 +136,7 @@ class Body:
         self.imports: set[tuple[str, str]] = set()
         self.helpers: set[str] = set()
         self.padding: dict[Value, float | None] = {}
+        self.rows_read: dict[str, str] = {}  # by array: what its rows are called, where it is repeated over rows
 
     def line(self, text: str) -> None:
         self.lines.append(" " * self.indent + text if text else "")
@@ -152,12 +165,15 @@ class Body:
         """Writes what ``targets`` need; afterwards :meth:`text` has them."""
         targets = list(targets)
         order = topological(targets, self.scope)
-        uses = Counter(a for v in order for a in v.args)
+        uses = Counter(a for v in order if v.op != "shift" for a in v.args)
         uses.update(targets)
         repeated = {v.args[0] for v in order if v.op in REPEATS}
+        self.rows_read.clear()
         narrow = self._narrow(order)
-        for value in sorted(order, key=lambda v: v.op != "input"):
-            if value.op == "input":
+        for value in sorted(order, key=lambda v: v.op not in ("input", "shift")):
+            if value.op == "input" and not uses[value]:
+                continue  # it is only read from other columns on
+            if value.op in ("input", "shift"):
                 self.scope[value] = self.read(value), ATOM
                 continue
             text, binds = self._expression(value, value in narrow)
@@ -207,7 +223,9 @@ class Body:
     def read(self, value: Value) -> str:
         """Reads an input, and returns the name for what was read."""
         suffix = "tile" if value.is_tile else "row" if value.cols else "column"
-        name = self.new_name(f"{value.hint}_{suffix}")
+        if value.op == "shift":
+            suffix = "ahead" if value.number > 0 else "behind"
+        name = self.new_name(f"{array_of(value).hint}_{suffix}")
         self.assign(name, self.load(value))
         return name
 
@@ -234,9 +252,11 @@ class Body:
 
     def _expression(self, value: Value, narrow: bool) -> tuple[str, int]:
         if value.op == "constant":
-            return literal(value.number)
+            return literal(value.number, value.dtype)
         if value.op == "columns":
             return self.columns, ATOM
+        if value.op == "before":
+            return f"cols[None, :] < {int(value.number)}", COMPARISON
         if value.op == "round":
             self.helpers.add("rounded")
             return f"rounded({self.text(value.args[0])}, {self.dtype})", ATOM

@@ -3,10 +3,12 @@
 import re
 
 from tilegym.autokernel.generate.body import Body
+from tilegym.autokernel.generate.body import array_of
 from tilegym.autokernel.generate.graph import REDUCTIONS
 from tilegym.autokernel.generate.graph import Region
 from tilegym.autokernel.generate.graph import Value
 from tilegym.autokernel.generate.operations import ATOM
+from tilegym.autokernel.generate.operations import COMPARISON
 
 PLAIN = (
     (r"over_one_plus_exp\(1\.0, (.*), \S+\)$", r"sigmoid(\1)"),
@@ -20,11 +22,19 @@ PLAIN = (
 
 class _Formula(Body):
     def read(self, value: Value) -> str:
+        if value.op == "shift":
+            return f"{array_of(value).hint}[column {'+' if value.number > 0 else '-'} {abs(int(value.number))}]"
         return value.hint
 
+    def keep(self, value: Value) -> None:
+        if value.op != "float":
+            super().keep(value)
+
     def _expression(self, value: Value, narrow: bool) -> tuple[str, int]:
-        if value.op in ("round", "detach"):
+        if value.op in ("round", "detach", "float"):
             return self.scope[value.args[0]]
+        if value.op == "before":
+            return f"column < {int(value.number)}", COMPARISON
         if value.op in REDUCTIONS:
             return f"{value.op}({self.text(value.args[0])})", ATOM
         text, binds = super()._expression(value, narrow)
@@ -45,4 +55,9 @@ def formulas(region: Region) -> list[str]:
         body.scope[product.value] = f"linear({body.text(region.left)}, {product.weight})", ATOM
     body.emit(o.value for o in region.outputs)
     lines = [*body.lines, *(f"{o.name} = {body.text(o.value)}" for o in region.outputs)]
+    for output in region.outputs:
+        text = body.text(output.value)
+        if text.isidentifier() and lines.count(f"{output.name} = {text}") == 1 and text not in region.inputs:
+            lines.remove(f"{output.name} = {text}")  # it has a name of its own, which becomes the result's
+            lines = [re.sub(rf"\b{text}\b", output.name, line) for line in lines]
     return [line for text in lines for line in text.split("\n")]

@@ -4,6 +4,7 @@ Values of the forward pass are computed again, rounded as they were; the gradien
 are stored. What PyTorch rounds between two steps of its backward pass is not.
 """
 
+from tilegym.autokernel.generate.body import padding
 from tilegym.autokernel.generate.body import suggest
 from tilegym.autokernel.generate.errors import Unsupported
 from tilegym.autokernel.generate.graph import Builder
@@ -29,6 +30,7 @@ def gradient_region(region: Region) -> Region:
         name = f"d{output.name}" if len(output.name) == 1 else f"d_{output.name}"
         value = output.value
         g = Value("input", (), value.rows, value.cols, dtype=output.dtype, hint=name, shape=output.shape)
+        g.width = output.width
         upstream[name] = g
         gradients.setdefault(value, []).append(g)
     order = topological(o.value for o in region.outputs)
@@ -46,10 +48,13 @@ def gradient_region(region: Region) -> Region:
     for name, value in region.inputs.items():
         if value in gradients and is_differentiable(value):
             total = _total(builder, gradients[value])
-            like = value if value.is_tile else next(v for v in region.inputs.values() if v.is_tile)
+            tiles = [v for v in (*region.inputs.values(), *upstream.values()) if v.is_tile]
+            like = value if value.is_tile else tiles[0]
             like = shapes.get(like.shape, like)
+            if value.width and like not in upstream.values():  # what is there anyhow has the rows, too
+                like = next((g for g in upstream.values() if g.is_tile and g.shape[:-1] == like.shape[:-1]), like)
             name = f"d{name}" if len(name) == 1 else f"d_{name}"
-            outputs.append(Output(name, total, value.dtype, like, value.shape, not value.rows))
+            outputs.append(Output(name, total, value.dtype, like, value.shape, not value.rows, value.width))
     if not outputs:
         raise Unsupported("it is differentiable in none of its inputs")
     used = {*topological(o.value for o in outputs), *(o.like for o in outputs)}
@@ -71,7 +76,7 @@ def _is_truth(value: Value) -> bool:
 def _total(builder: Builder, parts: list[Value]) -> Value:
     total = parts[0]
     for part in parts[1:]:
-        total = builder.make("add", total, part)
+        total = builder.make("sub", total, *part.args) if part.op == "neg" else builder.make("add", total, part)
     return total
 
 
@@ -85,9 +90,21 @@ def _over_columns(builder: Builder, d: Value, value: Value, arg: Value) -> Value
     return builder.reduce("sum", d) if d.cols else builder.make("mul", d, builder.columns())
 
 
+def _shifted_back(builder: Builder, g: Value, by: int) -> Value:
+    """The gradient of an array that was looked at ``by`` columns further on: 0 in columns that nobody looked at."""
+    back = builder.shifted(g, -by)
+    if padding(g, {}) == 0.0:
+        return back
+    if by > 0:
+        return builder.make("where", builder.before(by), 0.0, back)
+    return builder.make("where", builder.before(builder.width + by), back, 0.0)
+
+
 def _derivatives(builder: Builder, value: Value, g: Value) -> list[Value | None]:
     if value.op in ("round", "sum"):
         return [g]
+    if value.op == "shift":
+        return [_shifted_back(builder, g, int(value.number))]
     operation = OPERATIONS.get(value.op)
     if operation is None or operation.derivative is None:
         if value.op == "pow" and value.args[1].op == "constant":

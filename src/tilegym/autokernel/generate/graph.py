@@ -15,6 +15,7 @@ import torch
 from tilegym.autokernel.generate.errors import Unsupported
 
 REDUCTIONS = frozenset({"sum", "max", "min"})
+INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(eq=False)
@@ -23,12 +24,15 @@ class Value:
 
     ``input``: an array of the region. ``constant``: ``number``. ``columns``: N. ``round``: its argument in ``dtype``.
     ``detach``: its argument, which passes no gradient on. ``sum``, ``max``, ``min``: over the columns.
+    ``shift``: its argument, an input, ``number`` columns further on; 0 beyond the input's ends. ``before``: whether a
+    column's number is less than ``number``.
 
     Attributes:
         rows, cols: which of the two dimensions it has.
-        dtype: of an input or a rounding; torch.bool for truth values, else None.
+        dtype: of an input or a rounding; torch.bool for truth values, of integers theirs, else None.
         hint: what the region's source calls it.
         shape: of an input, as torch.export knows it.
+        width: of an input, its columns, where those of all arrays are fixed since rows are put together from parts.
         steps: an input that is repeated over part of the rows: its row is r // a * b + r % b, with (a, b) the products
             of the leading sizes of a full input from ``steps[0]`` and from ``steps[1]`` on.
     """
@@ -42,10 +46,15 @@ class Value:
     hint: str | None = None
     shape: tuple = ()
     steps: tuple[int, int] | None = None
+    width: int | None = None
 
     @property
     def is_tile(self) -> bool:
         return self.rows and self.cols
+
+    @property
+    def is_integer(self) -> bool:
+        return self.dtype in INTEGERS
 
 
 def is_constant(value: Value, number: float) -> bool:
@@ -58,9 +67,10 @@ class Builder:
     def __init__(self, evaluate: Callable[..., float | None]):
         self._evaluate = evaluate
         self._values: dict[tuple, Value] = {}
+        self.width: int | None = None  # of the rows, where they are put together from parts
 
-    def constant(self, number: float) -> Value:
-        return self._unique(Value("constant", number=number))
+    def constant(self, number: float, dtype: torch.dtype | None = None) -> Value:
+        return self._unique(Value("constant", number=number, dtype=dtype))
 
     def columns(self) -> Value:
         return self._unique(Value("columns"))
@@ -70,6 +80,60 @@ class Builder:
             if value.dtype == dtype:
                 return value
         return self._unique(Value("round", (value,), value.rows, value.cols, dtype=dtype))
+
+    def before(self, number: int) -> Value:
+        """Whether a column's number is less than ``number``, where rows have ``width`` columns."""
+        if number <= 0 or number >= self.width:
+            return self.constant(float(number > 0))
+        return self._unique(Value("before", (), False, True, number=number, dtype=torch.bool))
+
+    def shifted(self, value: Value, by: int) -> Value:
+        """``value`` at the column that is ``by`` further on; arrays are 0 beyond their ends."""
+
+        def leaf(value: Value) -> Value:
+            if value.op == "before":
+                return self.before(value.number - by)
+            array, number = (value.args[0], value.number) if value.op == "shift" else (value, 0)
+            if number + by == 0:
+                return array
+            return self._unique(Value("shift", (array,), array.rows, True, number=number + by, dtype=array.dtype))
+
+        return self._mapped(value, leaf, {}) if by else value
+
+    def joined(self, parts: list[tuple[int, Value]]) -> Value:
+        """Values side by side, each with the column where it begins."""
+        (begin, last), *others = reversed(parts)
+        value = self.shifted(last, -begin)
+        for first, part in others:
+            value = self.make("where", self.before(begin), self.shifted(part, -first), value)
+            begin = first
+        return value
+
+    def _chosen(self, condition: Value, x: Value, y: Value) -> tuple[Value, Value]:
+        """What ``where`` chooses from, without the choices in it that its condition has settled."""
+        if condition.op != "before":
+            return x, y
+        end = condition.number
+        below = self._mapped(x, lambda v: self.constant(1.0) if v.op == "before" and v.number >= end else v, {})
+        above = self._mapped(y, lambda v: self.constant(0.0) if v.op == "before" and v.number <= end else v, {})
+        return below, above
+
+    def _mapped(self, value: Value, leaf: Callable[[Value], Value], done: dict[Value, Value]) -> Value:
+        """``value`` computed from other arrays and choices of columns; what has no columns stays."""
+        if not value.cols:
+            return value
+        if value not in done:
+            if value.op in ("input", "shift", "before"):
+                done[value] = leaf(value)
+            else:
+                args = tuple(self._mapped(a, leaf, done) for a in value.args)
+                if args == value.args:
+                    done[value] = value
+                elif value.op == "round":
+                    done[value] = self.rounded(args[0], value.dtype)
+                else:
+                    done[value] = self.make(value.op, *args, dtype=value.dtype)
+        return done[value]
 
     def reduce(self, op: str, value: Value) -> Value:
         if not value.cols:
@@ -83,6 +147,12 @@ class Builder:
             return values[0]
         if op == "mul" and is_constant(values[0], 1.0) or op == "add" and is_constant(values[0], 0.0):
             return values[1]
+        if op == "where":
+            if values[0].op == "constant":
+                return values[1] if values[0].number else values[2]
+            values = (values[0], *self._chosen(*values))
+            if values[1] is values[2]:
+                return values[1]
         if dtype is None and values and all(v.op == "constant" for v in values):
             number = self._evaluate(op, *(v.number for v in values))
             if number is not None:
@@ -103,6 +173,7 @@ class Output:
         like: the input whose leading sizes it has.
         shape: as torch.export knows it.
         vector: whether it is the value's sum over all rows, [N]: the gradient of a weight.
+        width: its columns, where those of all arrays are fixed.
     """
 
     name: str
@@ -111,6 +182,7 @@ class Output:
     like: Value
     shape: tuple = ()
     vector: bool = False
+    width: int | None = None
 
     @property
     def keepdim(self) -> bool:
@@ -143,6 +215,8 @@ class Region:
         width: N of the examples.
         builder: for further values of the same graph.
         linears, left: the matrix products, and their left operand.
+        parts: where results lie over different rows: regions of their own, and the arguments that each is called with.
+            The same region may come twice, with other arguments.
     """
 
     name: str
@@ -158,6 +232,12 @@ class Region:
     width: int = 0
     linears: list[Linear] = field(default_factory=list)
     left: Value | None = None
+    parts: list[tuple["Region", list[str]]] = field(default_factory=list)
+
+    @property
+    def different_parts(self) -> list["Region"]:
+        """The regions among ``parts``, each once."""
+        return list({id(part): part for part, _ in self.parts}.values())
 
     @property
     def values(self) -> list[Value]:
@@ -194,6 +274,8 @@ def in_order(region: Region) -> dict[str, Value]:
 
 def structure(region: Region) -> str:
     """A text that is equal for graphs that compute the same but for the dtypes that they round to."""
+    if region.parts:
+        return "\n".join(f"{structure(part)} {arguments}" for part, arguments in region.parts)
     numbers: dict[Value, int] = {}
     lines = []
 

@@ -1,7 +1,5 @@
 """Reads the aten graph of torch.export into the intermediate representation."""
 
-import ast
-import builtins
 import math
 import operator
 from collections.abc import Sequence
@@ -13,51 +11,29 @@ from torch.fx import Node
 
 from tilegym.autokernel.generate.aten import HANDLERS
 from tilegym.autokernel.generate.aten import SAME
+from tilegym.autokernel.generate.aten import arguments
 from tilegym.autokernel.generate.errors import Unsupported
+from tilegym.autokernel.generate.graph import INTEGERS
 from tilegym.autokernel.generate.graph import Builder
 from tilegym.autokernel.generate.graph import Linear
 from tilegym.autokernel.generate.graph import Output
 from tilegym.autokernel.generate.graph import Region
 from tilegym.autokernel.generate.graph import Value
 from tilegym.autokernel.generate.graph import in_order
+from tilegym.autokernel.generate.nodes import ancestors
+from tilegym.autokernel.generate.nodes import assigned_names
+from tilegym.autokernel.generate.nodes import common_dtype
+from tilegym.autokernel.generate.nodes import is_tensor
+from tilegym.autokernel.generate.nodes import last_line
+from tilegym.autokernel.generate.nodes import results_of
+from tilegym.autokernel.generate.nodes import sizes
+from tilegym.autokernel.generate.nodes import target_name
+from tilegym.autokernel.generate.operations import OF_INTEGERS
 from tilegym.autokernel.generate.operations import OPERATIONS
 from tilegym.autokernel.generate.operations import evaluate
 
 CUTS = ("chunk", "split", "split_with_sizes", "slice")
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.bool)
-
-
-def last_line(node: Node) -> str:
-    """The innermost source line that made ``node``, empty if it is not known."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    return lines[-1].strip() if lines else ""
-
-
-def assigned_names(line: str) -> list[str | None]:
-    """What a source line assigns to: one name, or those of a tuple; empty if it assigns to none."""
-    try:
-        statement = ast.parse(line).body[0]
-    except (SyntaxError, IndexError):
-        return []
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return []
-    target = statement.targets[0]
-    elements = target.elts if isinstance(target, ast.Tuple) else [target]
-    names = [e.id if isinstance(e, ast.Name) else None for e in elements]
-    return [None if n is None or hasattr(builtins, n) else n for n in names]
-
-
-def is_tensor(node: Any) -> bool:
-    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def sizes(node: Node) -> tuple:
-    """The sizes of a tensor as integers and expressions, which are equal only if they are so for all calls."""
-    return tuple(s.node.expr if isinstance(s, torch.SymInt) else s for s in node.meta["val"].shape)
-
-
-def target_name(node: Node) -> str:
-    return getattr(node.target, "__name__", str(node.target)).split(".")[0]
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.bool, *INTEGERS)
 
 
 class Importer:
@@ -67,12 +43,19 @@ class Importer:
         names: the parameters, in the order of the program's inputs.
         inputs: their example values.
         dtype: the working dtype.
+        chosen: which results are read; all if None.
     """
 
     truth = torch.bool
 
     def __init__(
-        self, program: ExportedProgram, names: Sequence[str], inputs: Sequence[Any], dtype: torch.dtype, name: str
+        self,
+        program: ExportedProgram,
+        names: Sequence[str],
+        inputs: Sequence[Any],
+        dtype: torch.dtype,
+        name: str,
+        chosen: Sequence[int] | None = None,
     ):
         self.builder = Builder(evaluate)
         self.nodes = list(program.graph.nodes)
@@ -88,13 +71,24 @@ class Importer:
         self.numbers = {n: x for n, x in zip(names, inputs, strict=True) if not isinstance(x, torch.Tensor)}
         if any(not isinstance(x, bool | int | float) for x in self.numbers.values()):
             raise Unsupported("an input is neither a tensor nor a number")
-        self.results = list(self.nodes[-1].args[0])
-        if not self.results or not all(map(is_tensor, self.results)):
-            raise Unsupported("it returns something else than tensors")
+        self.results = results_of(program)
+        if chosen is not None:
+            self.results = [self.results[i] for i in chosen]
+            used = ancestors(self.results)
+            self.names = [n for node, n in self.arguments.items() if node in used or n in self.numbers]
+            self.nodes = [node for node in self.nodes if node in used]
+        # Rows that are put together from parts: every array has a width of its own, which has to be known.
+        self.joins = any(n.op == "call_function" and target_name(n) == "cat" for n in self.nodes)
+        self.looked_at: dict[str, Node] = {}
+        self.common: torch.dtype | None = None
         self.inputs: dict[str, Value] = {}
         self.hints = self._names_of_lines()
         self.before_linear = self._prologue()
         self.lead, self.width = self._space(self.results)
+        if self.joins:
+            if not isinstance(self.width, int) or self.before_linear:
+                raise Unsupported("rows that are put together from parts of variable sizes, or beside a matrix product")
+            self.builder.width = self.width
 
     # Rows and columns.
 
@@ -114,7 +108,7 @@ class Importer:
         """The leading sizes that all rows lie over, and the number of columns."""
         made = [n for n in self.nodes if is_tensor(n) and n.users and sizes(n)]
         read = [n for n in made if n in self.arguments or target_name(n) in ("linear", "slice", "getitem")]
-        widths = {sizes(n)[-1] for n in read if n not in self.before_linear} - {1}
+        widths = {sizes(n)[-1] for n in (results if self.joins else read) if n not in self.before_linear} - {1}
         shapes = [sizes(r) for r in results]
         columns = [s[-1] for s in shapes if len(s) > 1 and s[-1] in widths]
         columns = columns or [s[-1] for s in sorted(map(sizes, read), key=len) if s[-1] != 1][-1:]
@@ -134,7 +128,9 @@ class Importer:
             # A statistic without its last dimension.
             if math.prod(shape) == math.prod(self.lead):
                 return True, False, None
-            raise Unsupported(f"a tensor of {list(shape)} among rows of {width} columns")
+            if not self.joins or not isinstance(shape[-1], int) or shape[-1] > width:
+                raise Unsupported(f"a tensor of {list(shape)} among rows of {width} columns")
+            cols = True
         lead = shape[:-1]
         if math.prod(lead) == math.prod(self.lead) and lead:
             return True, cols, None
@@ -182,13 +178,25 @@ class Importer:
     def argument(self, node: Any) -> Value:
         """The value of a node, or of a number."""
         if isinstance(node, bool | int | float):
-            return self.builder.constant(float(node))
-        if node in self.values:
-            return self.values[node]
-        if is_tensor(node) and node in self.arguments:
-            return self._input(node, self.arguments[node])
+            return self.builder.constant(float(node), self.common if self.common in INTEGERS else None)
+        if node in self.values or (is_tensor(node) and node in self.arguments):
+            value = self.values[node] if node in self.values else self._input(node, self.arguments[node])
+            return self._as_number(value) if value.is_integer and self.common is not None else value
         what = node.target if isinstance(node, Node) else repr(node)
         raise Unsupported(f"a value that depends on the number of rows or columns, or is no tensor: {what}")
+
+    def _as_number(self, value: Value) -> Value:
+        """An integer in the dtype in which a node's arguments meet."""
+        if self.common in INTEGERS:
+            return value
+        value = self.builder.make("float", value)
+        return value if self.common == torch.float32 else self.builder.rounded(value, self.common)
+
+    def whole(self, node: Node) -> Value:
+        """The value of a node that has all of the rows' columns, over which there can be a reduction."""
+        if self.joins and sizes(node)[-1] != self.width:
+            raise Unsupported("a reduction over a part of the columns")
+        return self.argument(node)
 
     def _input(self, node: Node, name: str) -> Value:
         dtype = node.meta["val"].dtype
@@ -196,6 +204,7 @@ class Importer:
             raise Unsupported(f"{name} is {dtype}")
         rows, cols, steps = self._extent(node)
         value = Value("input", (), rows, cols, dtype=dtype, hint=name, shape=sizes(node), steps=steps)
+        value.width = value.shape[-1] if self.joins and cols else None
         self.values[node] = self.inputs[name] = value
         return value
 
@@ -234,10 +243,16 @@ class Importer:
 
     def _read(self, node: Node) -> None:
         name = target_name(node)
+        if self.joins and (node.target is operator.getitem or name in CUTS):
+            self._part(node, name)
+            return
         if node.target is operator.getitem or name == "_assert_tensor_metadata" or node in self.values:
             return
         if not is_tensor(node) and name not in CUTS:
             return  # a size; argument() refuses it where it is used
+        if name == "unsqueeze" and self._looked_at(node):
+            return
+        self.common = common_dtype(node)
         if name in CUTS and node.args[0] in self.arguments:
             self._cut(node, name)
             return
@@ -248,7 +263,10 @@ class Importer:
         else:
             raise Unsupported(f"{node.target} is not known")
         made, hint = self.values[node], self.hints.get(node)
-        if hint and made.hint is None and made.op not in ("input", "constant"):
+        if any(a.is_integer for a in made.args) and made.op != "float":
+            if made.op not in OF_INTEGERS or any(not a.is_integer and a.dtype != torch.bool for a in made.args):
+                raise Unsupported(f"{node.target} of integers")
+        if hint and made.hint is None and made.op not in ("input", "constant", "shift"):
             made.hint = hint
 
     def _viewed(self, node: Node) -> Value:
@@ -265,6 +283,11 @@ class Importer:
         dtype = node.meta["val"].dtype
         if dtype in (torch.bool, torch.float32) or value.op == "constant":
             return value
+        if dtype in INTEGERS:
+            if value.dtype not in (None, dtype):
+                raise Unsupported(f"{value.dtype} as {dtype}")
+            value.dtype = dtype
+            return value
         if dtype != self.dtype:
             raise Unsupported(f"a value in {dtype} where the inputs are {self.dtype}")
         operation = OPERATIONS.get(value.op)
@@ -273,6 +296,50 @@ class Importer:
             value.dtype = dtype
             return value
         return self.builder.rounded(value, dtype)
+
+    def _looked_at(self, node: Node) -> bool:
+        """Reads an argument that lies over the rows only with a dimension more, which the entry point gives it."""
+        source, dim = node.args
+        name = self.arguments.get(source)
+        if name is None or source in self.values or self._lies_over_rows(source):
+            return False
+        known = self.looked_at.setdefault(name, node)
+        if known is not node and known.args != node.args:
+            raise Unsupported(f"{name} in two shapes")
+        if known is node:
+            self.statements.append(f"{name} = {name}.unsqueeze({dim})")
+        self.values[node] = self.argument(known) if known is not node else self._input(node, name)
+        return True
+
+    def _lies_over_rows(self, node: Node) -> bool:
+        try:
+            self._extent(node)
+        except Unsupported:
+            return False
+        return True
+
+    def _part(self, node: Node, name: str) -> None:
+        """Reads some of the columns of a value: it is looked at from another column on."""
+        if not is_tensor(node):
+            return  # several of them, which getitem takes
+        source, begin = node.args[0], 0
+        if name == "slice":
+            dim, first, step = arguments(node, "dim", "start", "step")
+            if sizes(node) == sizes(source):
+                self.values[node] = self.argument(source)
+                return
+            if dim % source.meta["val"].dim() != source.meta["val"].dim() - 1 or step != 1:
+                raise Unsupported("a slice along another dimension than the last, or with a step")
+            begin = (first or 0) + (sizes(source)[-1] if (first or 0) < 0 else 0)
+        else:
+            pieces, source = [int(v.shape[-1]) for v in source.meta["val"]], source.args[0]
+            if sum(pieces) != sizes(source)[-1]:
+                raise Unsupported(f"{node.target} along another dimension than the last")
+            begin = sum(pieces[: node.args[1]])
+        if sizes(node)[-1] == 1:
+            raise Unsupported("a part of a single column")
+        self.common = None
+        self.values[node] = self.builder.shifted(self.argument(source), begin)
 
     def _cut(self, node: Node, name: str) -> None:
         """Reads what cuts an argument along its columns: the entry point will do it, by a view."""
@@ -301,15 +368,23 @@ class Importer:
             self._input(user, names[i])
 
     def _output(self, i: int, node: Node) -> Output:
+        self.common = None
         value = self.argument(node)
         if value in self.inputs.values() or not value.rows:
             raise Unsupported("it returns an input, or something that has no rows")
         name = self.hints.get(node) or ("y" if len(self.results) == 1 else f"y{i}")
         name = self._new_name(name)
-        shape = sizes(node)
-        for like in self.inputs.values():
-            if like.is_tile and like.steps is None and like.shape[:-1] in (shape[:-1], shape):
-                return Output(name, value, node.meta["val"].dtype, like, shape)
+        shape, dtype = sizes(node), node.meta["val"].dtype
+        if self.joins and value.cols and shape[-1] != self.width:
+            raise Unsupported("results of different widths")
+        tiles = [
+            v for v in self.inputs.values() if v.is_tile and v.steps is None and v.shape[:-1] in (shape[:-1], shape)
+        ]
+        if self.joins:  # the nearest in width; or what has the rows alone
+            tiles = sorted(tiles, key=lambda v: v.shape != shape)
+            tiles += [v for v in self.inputs.values() if v.rows and not v.cols and v.shape == shape[:-1]]
+        if tiles:
+            return Output(name, value, dtype, tiles[0], shape, width=self.width if self.joins and value.cols else None)
         raise Unsupported(f"a result of {list(shape)}, whose rows no input has")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from tilegym.autokernel.generate.body import Body
+from tilegym.autokernel.generate.body import array_of
 from tilegym.autokernel.generate.body import as_float
 from tilegym.autokernel.generate.body import call
 from tilegym.autokernel.generate.graph import REDUCTIONS
@@ -38,6 +39,12 @@ def constants(kind: str) -> list[str]:
 def repeated_sizes(kernel: Kernel) -> list[str]:
     """The parameters that say how inputs are repeated over rows."""
     return [f"{n}_{step}" for n, v in kernel.inputs.items() if v.steps for step in ("outer", "inner")]
+
+
+def rows_like(inputs: dict[str, Value]) -> str:
+    """The name of an input that has all rows; of one with columns, if there is any."""
+    full = [n for n, v in inputs.items() if v.rows and not v.steps]
+    return next((n for n in full if inputs[n].cols), full[0])
 
 
 def frontier(order: list[Value], inner: Callable[[Value], bool]) -> list[Value]:
@@ -77,16 +84,22 @@ class KernelWriter:
     # Memory.
 
     def load(self, value: Value) -> str:
-        name, rows = value.hint, "rows"
-        if value.steps:
-            rows = self.body.new_name(f"{name}_rows")
+        cols, rows = "cols", "rows"
+        if value.op == "shift":
+            cols += f" {'+' if value.number > 0 else '-'} {abs(int(value.number))}"
+        value = array_of(value)
+        name = value.hint
+        if value.steps and name in self.body.rows_read:
+            rows = self.body.rows_read[name]
+        elif value.steps:
+            rows = self.body.rows_read[name] = self.body.new_name(f"{name}_rows")
             self.body.line(f"{rows} = rows // {name}_outer * {name}_inner + rows % {name}_inner")
         if self.kernel.kind == "flat":
             text = f"ct.gather({name}, place)"
         elif value.is_tile:
-            text = f"{self.use(ROW_NORMS, 'load')}({name}, {rows}, cols)"
+            text = f"{self.use(ROW_NORMS, 'load')}({name}, {rows}, {cols})"
         elif value.cols:
-            text = f"ct.gather({name}, cols)[None, :]"
+            text = f"ct.gather({name}, {cols})[None, :]"
         elif value.rows:
             text = f"ct.gather({name}, ({rows}[:, None], 0))"
         else:
@@ -151,7 +164,7 @@ class KernelWriter:
         for output in sums:
             totals[output] = body.new_name(f"{output.name}_sum")
             body.line(f"{totals[output]} = ct.zeros((TILE_M, TILE_N), ct.float32)")
-        like = next(n for n, v in self.kernel.inputs.items() if v.is_tile)
+        like = rows_like(self.kernel.inputs)
         count = f"{self.use(TILING, 'row_count')}({like})"
         body.line(f"for tile in range(ct.bid(0), ct.cdiv({count}, TILE_M), ct.num_blocks(0)):")
         body.indent = 8

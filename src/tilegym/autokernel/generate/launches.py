@@ -9,6 +9,7 @@ from tilegym.autokernel.generate.graph import Value
 from tilegym.autokernel.generate.kernels import POINTWISE
 from tilegym.autokernel.generate.kernels import ROW_NORMS
 from tilegym.autokernel.generate.kernels import TILING
+from tilegym.autokernel.generate.kernels import rows_like
 from tilegym.autokernel.generate.plan import Kernel
 from tilegym.autokernel.generate.plan import Tuning
 
@@ -109,10 +110,13 @@ def empty(output: Output, inputs: dict[str, Value], working: torch.dtype, import
     """An expression that makes an empty tensor for a result."""
     like, dtype = output.like.hint, dtype_text(output.dtype, working, inputs)
     if output.vector:
-        return f"{like}.new_empty({like}.shape[-1], dtype={dtype})"
+        return f"{like}.new_empty({output.width or f'{like}.shape[-1]'}, dtype={dtype})"
     if output.value.cols and output.shape == output.like.shape and output.dtype == output.like.dtype:
         imports.add((ROW_NORMS, "contiguous_like"))
         return f"contiguous_like({like})"
+    if output.width and output.width != output.like.width:
+        lead = f"{like}.shape[:-1]" if len(output.shape) == len(output.like.shape) else f"{like}.shape"
+        return f"{like}.new_empty(*{lead}, {output.width}, dtype={dtype})"
     if output.keepdim:
         last = f"{like}.shape[-1]" if output.value.cols or output.shape == output.like.shape else "1"
         return f"{like}.new_empty(*{like}.shape[:-1], {last}, dtype={dtype})"
@@ -139,7 +143,7 @@ def as_rows(name: str, value: Value, imports: Imports) -> str:
     """An expression for an input as its kernel takes it: [M, N], [M, 1], [N] or [1]."""
     name = as_bytes(name, value)
     if value.steps:
-        return f"{name}.reshape(-1, {'n' if value.cols else '1'})"
+        return f"{name}.reshape(-1, {(value.width or 'n') if value.cols else 1})"
     if value.is_tile or (value.rows and value.shape and value.shape[-1] == 1):
         imports.add((TILING, "rows_of"))
         return f"rows_of({name})"
@@ -153,14 +157,26 @@ def as_rows(name: str, value: Value, imports: Imports) -> str:
 def result_rows(output: Output) -> str:
     if not output.shape:  # a statistic, made as [M, 1]
         return output.name
-    width = "n" if output.value.cols or output.shape == output.like.shape else "1"
+    width = (output.width or "n") if output.value.cols or output.shape == output.like.shape else 1
     return f"{output.name}.view(m, {width})"
 
 
 def launch_lines(
-    kernel: Kernel, plan: str, working: torch.dtype, known: set[str], imports: Imports, n: str = "n"
+    kernel: Kernel,
+    plan: str,
+    working: torch.dtype,
+    known: set[str],
+    imports: Imports,
+    n: str = "n",
+    width: int | None = None,
 ) -> list[str]:
-    """The statements that plan and launch one kernel; ``known``: arrays that are [M, ...] already; ``n``: columns."""
+    """The statements that plan and launch one kernel.
+
+    Args:
+        known: arrays that are [M, ...] already.
+        n: what the number of columns is called.
+        width: their number, where it is fixed.
+    """
     imports.add((LAUNCH, "launch"))
     outputs = list(kernel.outputs)
     if kernel.kind == "flat":
@@ -172,7 +188,7 @@ def launch_lines(
             f"    grid, tile_m, tile_n = {plan}(*size_of(arrays[0]), {first}.get_device())",
             f"    launch({first}, grid, {kernel.name}, (*arrays, tile_m, tile_n))",
         ]
-    like = next(n for n, v in kernel.inputs.items() if v.is_tile and not v.steps)
+    like = rows_like(kernel.inputs)
     arrays = []
     for name, value in kernel.inputs.items():
         arrays.append("rows" if name == like else name if name in known else as_rows(name, value, imports))
@@ -184,8 +200,8 @@ def launch_lines(
             arrays += [f"{like}.shape[{first}:-1].numel()", f"{like}.shape[{second}:-1].numel()"]
     lines = []
     if "rows" not in known:
-        imports.add((TILING, "rows_of"))
-        lines += [f"    rows = rows_of({as_bytes(like, kernel.inputs[like])})", "    m, n = rows.shape"]
+        lines.append(f"    rows = {as_rows(like, kernel.inputs[like], imports)}")
+        lines.append("    m, n = rows.shape" if width is None else f"    m, n = rows.shape[0], {width}")
     chosen = {"tiles": "grid, tile_m, tile_n", "wide": "kernel, grid, tile_n"}.get(
         kernel.kind, "kernel, grid, tile_m, tile_n"
     )
@@ -193,7 +209,7 @@ def launch_lines(
     for o in sums:
         imports.add((ROW_NORMS, "sums_of_blocks"))
         dtype = dtype_text(o.dtype, working, kernel.inputs)
-        lines.append(f"    {o.name}_parts, {o.name} = sums_of_blocks({like}, grid[0], n, True, {dtype})")
+        lines.append(f"    {o.name}_parts, {o.name} = sums_of_blocks({like}, grid[0], {o.width or 'n'}, True, {dtype})")
     constants = {"wide": f"{n}, tile_n"}.get(kernel.kind, f"{n}, tile_m, tile_n")
     function = kernel.name if kernel.kind == "tiles" else "kernel"
     line = f"    launch({like}, grid, {function}, ({', '.join(arrays)}, {constants}))"
@@ -201,8 +217,8 @@ def launch_lines(
         lines.append(call("arrays = ", arrays, 4) if len(arrays) > 1 else f"    arrays = ({arrays[0]},)")
         line = f"    launch({like}, grid, {function}, (*arrays, {constants}))"
     lines.append(line)
-    for i in range(0, len(sums), 2):
+    for width in dict.fromkeys(o.width for o in sums):
+        pairs = [f"({o.name}_parts, {o.name})" for o in sums if o.width == width]
         imports.add((ROW_NORMS, "add_blocks"))
-        pairs = [f"({o.name}_parts, {o.name})" for o in sums[i : i + 2]]
-        lines.append(f"    add_blocks(grid[0], {', '.join(pairs)})")
+        lines += [f"    add_blocks(grid[0], {', '.join(pairs[i : i + 2])})" for i in range(0, len(pairs), 2)]
     return lines

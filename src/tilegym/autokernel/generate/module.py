@@ -64,8 +64,8 @@ def returned(count: int) -> str:
 class ModuleWriter:
     """Writes the file of a region without matrix products; ``source`` is its text."""
 
-    def __init__(self, region: Region, tuning: Tuning, trains: bool = True):
-        self.region, self.tuning = region, tuning
+    def __init__(self, region: Region, tuning: Tuning, trains: bool = True, prefix: str = ""):
+        self.region, self.tuning, self.trains, self.prefix = region, tuning, trains, prefix
         self.imports: Imports = {ERRORS}
         self.helpers: set[str] = set()
         self.sections: list[str] = []
@@ -73,7 +73,7 @@ class ModuleWriter:
         self.kernels: list[Kernel] = []
         self.names: list[str] = []
         self.gradient, self.why_not = None, "gradients are not asked for"
-        if trains:
+        if trains and not region.parts:
             try:
                 self.gradient = gradient_region(region)
             except Unsupported as error:
@@ -84,6 +84,9 @@ class ModuleWriter:
 
     def write(self) -> None:
         region = self.region
+        if region.parts:
+            self._write_parts()
+            return
         if region.linears:
             products = ProductWriter(region, self.tuning, self.imports)
             self.left_input = products.x
@@ -92,7 +95,7 @@ class ModuleWriter:
             self.names = products.names
             self.sections.append(self._entry())
             return
-        self._pass(region, f"{region.name}_forward", "plan", f"_{region.name}_outputs", False)
+        self._pass(region, f"{region.name}_forward", f"{self.prefix}plan", f"_{region.name}_outputs", False)
         if self.gradient is not None:
             self.passed = [o for o in self.gradient.outputs if o.value.op == "input" and not o.vector]
             self.computed = [o for o in self.gradient.outputs if o not in self.passed]
@@ -101,13 +104,30 @@ class ModuleWriter:
                 used = {*_used(self.computed), *(o.like for o in self.computed)}
                 inner.inputs = {n: v for n, v in inner.inputs.items() if v in used}
                 self.gradient.inputs = inner.inputs
-                self._pass(inner, inner.name, "backward_plan", f"_{region.name}_gradients", True)
+                fake = f"_{region.name}_gradients"
+                self._pass(inner, inner.name, f"{self.prefix}backward_plan", fake, True)
             self.sections.append(self._function())
         self.sections.append(self._entry())
 
+    def _write_parts(self) -> None:
+        """Each part with an entry point of its own, and one that calls them."""
+        region = self.region
+        parts = region.different_parts
+        prefixes = [f"{p.name}_" if len(parts) > 1 else "" for p in parts]
+        writers = [ModuleWriter(p, self.tuning, self.trains, x) for p, x in zip(parts, prefixes, strict=True)]
+        for writer in writers:
+            self.imports |= writer.imports
+            self.helpers |= writer.helpers
+            self.sections += writer.sections
+            self.names += writer.names
+        self.gradient = writers[0].gradient if all(w.gradient is not None for w in writers) else None
+        self.why_not = next((w.why_not for w in writers if w.gradient is None), "")
+        calls = [f"{part.name}({', '.join(arguments)})" for part, arguments in region.parts]
+        self.sections.append("\n".join([*self._head(), returned_values(calls), ""]))
+
     def _pass(self, region: Region, function: str, plan: str, fake: str, backward: bool) -> None:
         """The kernels of a region, and the function that launches them."""
-        kernels = plan_kernels(region, backward)
+        kernels, width = plan_kernels(region, backward), region.builder.width
         self.kernels += kernels
         self.names += [f"{k.name} ({k.kind})" for k in kernels]
         body, known = [], set()
@@ -130,7 +150,7 @@ class ModuleWriter:
             text = plan_source(kernel, name, self.tuning, self.imports)
             if text:
                 self.launchers.append(text)
-            lines = launch_lines(kernel, name if text else "plan", region.dtype, known, self.imports)
+            lines = launch_lines(kernel, name if text else "plan", region.dtype, known, self.imports, width=width)
             if i < len(kernels) - 1:
                 body += lines[:2]
                 body += [f"    {o.name} = rows.new_empty(m, 1, dtype=torch.float32)" for o in kernel.outputs]
@@ -181,7 +201,8 @@ class ModuleWriter:
         like = region.outputs[0].like
         lines = []
         working = [n for n, v in region.inputs.items() if v.dtype == region.dtype]
-        wrong = [f"{working[0]}.dtype not in DTYPES", *(f"{n}.dtype != {working[0]}.dtype" for n in working[1:])]
+        wrong = [f"{n}.dtype not in DTYPES" for n in working[:1]]
+        wrong += [f"{n}.dtype != {working[0]}.dtype" for n in working[1:]]
         wrong += [f"{p.weight}.dtype != {working[0]}.dtype" for p in region.linears]
         fixed = [(n, v) for n, v in region.inputs.items() if v.dtype != region.dtype]
         wrong += [f"{n}.dtype != {v.dtype}" for n, v in fixed]
@@ -190,11 +211,12 @@ class ModuleWriter:
             shapes = product_checks(region, self.left_input)
             return lines + _refuse(shapes, "the shapes or strides are not those of the region")
         shapes = []
-        if region.size is not None:
-            shapes.append(f"{like.hint}.shape[-1] != {region.size}")
+        if region.size is not None and like.is_tile:
+            shapes.append(f"{like.hint}.shape[-1] != {like.width or region.size}")
         if not like.shape[:-1] or len(like.shape) < 2:
             raise Unsupported("its inputs have no rows")
         shapes += [text for v in region.inputs.values() if v is not like for text in _shape_checks(v, like)]
+        shapes = list(dict.fromkeys(shapes))
         lines += _refuse(shapes, "the shapes are not those of the region") if shapes else []
         if region.size is None and any(k.kind == "rows" for k in self.kernels):
             lines += self._refuse_long(like, "MAX_CACHED")
@@ -205,15 +227,19 @@ class ModuleWriter:
         self.imports.add((ROW_NORMS, limit))
         return _refuse([f"{like.hint}.shape[-1] > {limit}"], "a row is longer than a block holds")
 
-    def _entry(self) -> str:
+    def _head(self) -> list[str]:
+        """The first lines of the entry point."""
         region = self.region
         annotated = [
             f"{n}: {type(region.numbers[n]).__name__ if n in region.numbers else 'torch.Tensor'}"
             for n in region.signature
         ]
         head = call(f"def {region.name}", annotated, tail=f" -> {returned(len(region.outputs))}:")
-        lines = [head, f'    """{self._summary()}', "", *_described(region), '    """']
-        lines += [f"    {view}" for view in region.views]
+        return [head, f'    """{self._summary()}', "", *_described(region), '    """']
+
+    def _entry(self) -> str:
+        region = self.region
+        lines = [*self._head(), *(f"    {view}" for view in region.views)]
         lines += self._checks()
         names = argument_names(region) if region.linears else list(region.inputs)
         floats = [n for n, v in region.inputs.items() if v.dtype.is_floating_point]
@@ -234,6 +260,8 @@ class ModuleWriter:
         return "\n".join([*lines, ""])
 
     def _summary(self) -> str:
+        if self.region.parts:
+            return "Computes its results, one after the other, as at the top of this file."
         return f"Computes {' and '.join(f'``{o.name}``' for o in self.region.outputs)} as at the top of this file."
 
     # The file.
@@ -254,24 +282,28 @@ class ModuleWriter:
 
 def header(region: Region) -> str:
     text = [f'"""``{region.name}``, with PyTorch\'s rounding at every step. Without it:', ""]
-    text += formulas(region)
+    for part in region.different_parts or [region]:
+        text += formulas(part)
     return "\n".join([*text, '"""', ""])
 
 
 def _described(region: Region) -> list[str]:
     """The arguments, with shapes and dtypes."""
-    like = region.outputs[0].like
     lines = ["    Args:"]
+    known = {}
+    for part, names in region.parts or [(region, region.signature)]:
+        arrays = zip(names, map(part.inputs.get, part.signature), strict=True)
+        known |= {name: (value, part) for name, value in arrays if value is not None}
     weights = {p.weight for p in region.linears}
     before = topological([region.left]) if region.left is not None else []
     cut = {n for view in region.views for n in re.findall(r"= (\w+)", view)}
     for name in region.signature:
-        value = region.inputs.get(name)
-        if value is not None:
-            shape = _shape_text(value, like)
+        if name in known:
+            value, part = known[name]
+            shape = _shape_text(value, part.outputs[0].like)
             if value in before:
                 shape = shape.replace("N", "K")
-            lines.append(f"        {name}: {shape}, {_dtype_text(value.dtype, region.dtype)}.")
+            lines.append(f"        {name}: {shape}, {_dtype_text(value.dtype, part.dtype)}.")
         elif name in weights:
             lines.append(f"        {name}: [N, K], in one of DTYPES.")
         elif name in cut:
@@ -285,10 +317,11 @@ def _described(region: Region) -> list[str]:
 
 
 def _shape_text(value: Value, like: Value) -> str:
+    n = value.width or "N"
     if value.is_tile:
-        return "[..., N]" if value.steps is None else "[..., N], repeated over leading dimensions"
+        return f"[..., {n}]" if value.steps is None else f"[..., {n}], repeated over leading dimensions"
     if value.cols:
-        return "[N]" if len(value.shape) == 1 else "[1, ..., N]"
+        return f"[{n}]" if len(value.shape) == 1 else f"[1, ..., {n}]"
     if value.rows:
         return "[..., 1]" if value.shape[-1] == 1 and len(value.shape) == len(like.shape) else "[...]"
     return "one number"
@@ -306,11 +339,16 @@ def _shape_checks(value: Value, like: Value) -> list[str]:
         leading = rank - len(value.shape)
         ones = ["1"] * (last - max(first, leading))
         before = [f"*{base}.shape[{leading or ''}:{first}]"] if first > leading else []
-        after = [f"*{base}.shape[{last}:]"] if value.cols else [f"*{base}.shape[{last}:-1]", "1"]
+        if value.cols and value.width == like.width:
+            after = [f"*{base}.shape[{last}:]"]
+        else:
+            after = [f"*{base}.shape[{last}:-1]", str(value.width or 1)]
         sizes = [*before, *ones, *after]
         return [f"{base}.dim() != {rank}", f"{name}.shape != ({', '.join(sizes)})"]
     if value.shape == like.shape:
         return [f"{name}.shape != {base}.shape"]
+    if value.width and (not value.rows or value.width != like.width):
+        return [f"{name}.shape != ({f'*{base}.shape[:-1], {value.width}' if value.rows else f'{value.width},'})"]
     if value.is_tile:
         return [f"{name}.shape[-1] != {base}.shape[-1]", f"{name}.numel() != {base}.numel()"]
     if value.cols:
@@ -319,6 +357,8 @@ def _shape_checks(value: Value, like: Value) -> list[str]:
         return [f"{name}.shape != (*{base}.shape[:-1], 1)"]
     if value.rows and value.shape == like.shape[:-1]:
         return [f"{name}.shape != {base}.shape[:-1]"]
+    if value.rows and not like.is_tile:
+        return [f"{name}.numel() != {base}.numel()"]
     if value.rows:
         return [f"{name}.numel() * {base}.shape[-1] != {base}.numel()"]
     return [f"{name}.numel() != 1"]

@@ -192,6 +192,8 @@ OPERATIONS: dict[str, Operation] = {
     "less_equal": _compare("<=", lambda x, y: x <= y),
     "equal": _compare("==", lambda x, y: x == y),
     "not_equal": _compare("!=", lambda x, y: x != y),
+    # An integer as a number in fp32.
+    "float": Operation("{0}.astype(ct.float32)", ATOM, (ATOM,), float, lambda b, v, g: [None], "number"),
     # What passes no gradient on: the texts of its argument and of it are the same.
     "detach": Operation("{0}", ATOM, (ATOM,), lambda x: x, lambda b, v, g: [None], "top", exact=True),
     "not": Operation("~{0}", UNARY, (UNARY,), lambda x: not x, None, "outside"),
@@ -201,6 +203,8 @@ OPERATIONS: dict[str, Operation] = {
 # Arguments that a text has twice are named first, so that they are written, and computed, once.
 REPEATS = frozenset({"relu", "silu", "sign"})
 TRUTHS = frozenset({"greater", "greater_equal", "less", "less_equal", "equal", "not_equal", "not", "and", "or"})
+# What is computed of integers as of integers: the texts hold for both.
+OF_INTEGERS = frozenset({"add", "sub", "mul", "neg", "where", *TRUTHS} - {"not", "and", "or"})
 
 # Functions that texts call, written into the file that needs them.
 HELPERS = {

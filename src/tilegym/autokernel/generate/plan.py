@@ -107,7 +107,7 @@ def plan_kernels(region: Region, backward: bool) -> list[Kernel]:
     if statistics:
         return [Kernel(name, "wide" if wide else "rows", inputs, outputs)]
     arrays = [*inputs.values(), *(o.value for o in outputs)]
-    flat = all(a.is_tile and a.steps is None for a in arrays)
+    flat = region.builder.width is None and all(a.is_tile and a.steps is None for a in arrays)
     return [Kernel(name, "flat" if flat else "tiles", inputs, outputs)]
 
 

@@ -15,9 +15,10 @@ from torch.export import Dim
 from torch.export import ExportedProgram
 
 from tilegym.autokernel.generate.errors import Unsupported
+from tilegym.autokernel.generate.graph import INTEGERS
 from tilegym.autokernel.generate.graph import Region
 from tilegym.autokernel.generate.graph import structure
-from tilegym.autokernel.generate.importer import Importer
+from tilegym.autokernel.generate.parts import read_program
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -64,6 +65,8 @@ def as_function(region: Callable | torch.nn.Module, inputs: Sequence[Any]) -> tu
 def export(function: Callable, inputs: Sequence[Any], dynamic_columns: bool = True) -> ExportedProgram:
     """The graph of ``function`` for any number of rows, and, if asked, of columns.
 
+    Integers have none: they are positions, mostly, one a row.
+
     Raises:
         Unsupported: torch.export cannot trace it.
     """
@@ -71,7 +74,7 @@ def export(function: Callable, inputs: Sequence[Any], dynamic_columns: bool = Tr
     def dynamic(x: Any) -> dict[int, Any] | None:
         if not isinstance(x, torch.Tensor):
             return None
-        dims = x.dim() if dynamic_columns else x.dim() - 1
+        dims = x.dim() if dynamic_columns or x.dtype in INTEGERS else x.dim() - 1
         return {i: Dim.AUTO for i in range(dims)}
 
     shapes = (tuple(dynamic(x) for x in inputs),)
@@ -98,15 +101,22 @@ def _cast(inputs: Sequence[Any], old: torch.dtype, new: torch.dtype) -> list[Any
     return [x.to(new) if isinstance(x, torch.Tensor) and x.dtype == old else x for x in tensors]
 
 
-def _read(function: Callable, names: list[str], inputs: Sequence[Any], dtype: torch.dtype, name: str) -> Region:
-    """The region, for every number of columns if it does not depend on it, else for the inputs'."""
+def _read(
+    function: Callable, names: list[str], inputs: Sequence[Any], dtype: torch.dtype, name: str, modes: list[bool]
+) -> Region:
+    """The region, for every number of columns if it does not depend on it, else for the inputs'.
+
+    ``modes``: whether to try the former, and whether the latter; where it depends on it, it does so in every dtype.
+    """
     reason = None
-    for dynamic_columns in (True, False):
+    for dynamic_columns in tuple(modes):
         try:
-            program = export(function, inputs, dynamic_columns)
-            return Importer(program, names, inputs, dtype, name).region()
+            region = read_program(export(function, inputs, dynamic_columns), names, inputs, dtype, name)
         except Unsupported as error:
             reason = error
+        else:
+            modes[:] = [m for m in modes if m <= dynamic_columns]
+            return region
     raise reason
 
 
@@ -122,11 +132,17 @@ def trace(region: Callable | torch.nn.Module, inputs: Sequence[Any], name: str) 
     function, names, values = as_function(region, inputs)
     given = _working_dtype(values)
     read: dict[torch.dtype, Region] = {}
+    modes = [True, False]
     for dtype in DTYPES:
         # What cannot be traced in another dtype is not offered in it.
         with contextlib.nullcontext() if dtype == given else contextlib.suppress(Unsupported):
-            read[dtype] = _read(function, names, _cast(values, given, dtype), dtype, name)
+            read[dtype] = _read(function, names, _cast(values, given, dtype), dtype, name, modes)
     same = [d for d, r in read.items() if structure(r) == structure(read[given])]
     result = read[torch.bfloat16] if given == torch.float32 and torch.bfloat16 in same else read[given]
     result.dtypes = tuple(same)
+    for part in result.different_parts or [result]:
+        part.dtypes = result.dtypes
+        if not part.linears and not any(v.dtype == part.dtype for v in (*part.inputs.values(), *part.outputs)):
+            # Nothing is in the working dtype: a model's positions and frequencies are not.
+            part.dtype, part.dtypes = torch.float32, (torch.float32,)
     return result
