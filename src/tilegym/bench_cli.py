@@ -88,8 +88,9 @@ def bench(
     if not gpu:
         if backend not in (None, "pytorch"):
             raise spec.BenchmarkError(f"--backend {backend}: without a GPU only the pytorch backend is measured")
+        added = " and what --providers adds" if providers else ""
         print(
-            "No NVIDIA GPU is visible: only the pytorch backend is measured, on the CPU and at small sizes. "
+            f"No NVIDIA GPU is visible: only the pytorch backend{added} is measured, on the CPU and at small sizes. "
             "These figures say nothing about the kernels; small tensors stay in the cache, so that they can pass the "
             "roofline of a large copy."
         )
@@ -113,6 +114,7 @@ def bench(
         "backend": backend,
         "budget_ms": budget or (60.0 if minutes else 100.0 if quick else 300.0),
     }
+    _check_writable(output)
     with terminate_like_ctrl_c():
         if gpu:
             files = [str(part) for path in providers or () for part in ("--providers", path)]
@@ -128,6 +130,18 @@ def bench(
         raise typer.Exit(130)
     if run.wrong:
         raise typer.Exit(1)
+
+
+def _check_writable(output: Path) -> None:
+    """Raises BenchmarkError now, not after minutes of work, if nothing can be written to ``output``."""
+    from tilegym.bench import spec
+
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise spec.BenchmarkError(f"--output {output} cannot be written: {error.strerror}") from error
+    if not os.access(output, os.W_OK):
+        raise spec.BenchmarkError(f"--output {output} cannot be written: no permission")
 
 
 def _chosen(names: list[str] | None, folder: Path, providers: list[Path]) -> list:
@@ -186,9 +200,11 @@ def _without(tasks: list, hosted: list, folders: list[Path], dtype: str) -> tupl
 def _print_list(tasks: list, gpu: bool) -> None:
     from tilegym.bench.spec import OURS
 
+    width = max((len(benchmark.op) for benchmark, _, _ in tasks), default=0)
     for benchmark, shape, modes in tasks:
-        names = [name for name, p in benchmark.providers.items() if not p.missing() and (gpu or name == OURS)]
-        print(f"{benchmark.op:16} {shape.label:40} {', '.join(modes)}; {', '.join(names)}")
+        measured = benchmark.providers if gpu else {OURS, *benchmark.extra}
+        names = [name for name, provider in benchmark.providers.items() if name in measured and not provider.missing()]
+        print(f"{benchmark.op:{width}} {shape.label:40} {', '.join(modes)}; {', '.join(names)}")
 
 
 def _warm(arguments: list[str], count: int | None, host_only: bool, minutes: float | None) -> None:
@@ -214,12 +230,16 @@ def _measure(tasks: list, hosted: list, settings: dict, options: dict, clock, ou
     from tilegym.bench import runner
     from tilegym.bench.roofline import measure_roofline
     from tilegym.bench.schedule import OutOfTime
+    from tilegym.bench.spec import BenchmarkError
     from tilegym.bench.timing import CpuTimer
     from tilegym.bench.timing import CudaTimer
 
     timer = (CudaTimer if torch.cuda.is_available() else CpuTimer)(settings["budget_ms"] * 1e-3)
     run, ended = report.Run(machine.describe(), settings), ""
-    hosted = hosted if timer.compares else []
+    if not timer.compares:
+        if hosted and not tasks:
+            raise BenchmarkError("nothing to measure: the host's time is that of launching on a GPU")
+        hosted = []
     session = runner.Session(timer, None, **options)
     limit = SHAPE_SECONDS if clock.limited else float("inf")
 

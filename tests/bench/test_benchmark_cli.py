@@ -76,7 +76,32 @@ def test_without_a_gpu_it_says_so_and_measures_only_the_pytorch_backend(run, tmp
     assert stored["complete"] and stored["machine"]["gpu"] is None and stored["host"] == []
     assert stored["settings"]["dtype"] == "fp32"
     assert (tmp_path / "out" / "swiglu_forward.png").exists()
-    assert "swiglu           forward  4x8" in done.output
+    assert "swiglu forward  4x8 " in done.output
+
+
+def test_plug_ins_are_measured_without_a_gpu_too(run, tmp_path):
+    plug_in = tmp_path / "mine.py"
+    plug_in.write_text(
+        "import torch\n"
+        "PROVIDERS = {'swiglu': {'mine': lambda a, b: torch.nn.functional.silu(a) * b, 'off': lambda a, b: a}}\n"
+    )
+    done = run("--providers", str(plug_in), "--mode", "forward", "--model", "llama")
+    assert done.exit_code == 0 and "only the pytorch backend and what --providers adds is measured" in done.output
+    rows = {row["provider"]: row["status"] for row in results(tmp_path)["results"]}
+    assert rows == {spec.OURS: "ok", "mine": "ok", "off": "WRONG"}
+    assert "mine" in run("--providers", str(plug_in), "--list").output
+    assert run("--providers", str(plug_in), "--mode", "forward", "--only", "mine").exit_code == 0
+    assert {row["provider"] for row in results(tmp_path)["results"]} == {"mine"}
+
+
+def test_columns_are_as_wide_as_the_longest_name(run, tmp_path):
+    path = tmp_path / "files" / "bench_small.py"
+    path.write_text(path.read_text() + "import dataclasses\n")
+    long = "dataclasses.replace(BENCHMARKS[0], op='swiglu_of_a_longer_name')"
+    path.write_text(path.read_text() + f"BENCHMARKS.append({long})\n")
+    for output in (run("--mode", "forward", "--model", "llama").output, run("--list", "--model", "llama").output):
+        lines = [line for line in output.splitlines() if line.startswith("swiglu")]
+        assert len(lines) == 2 and len({line.index("second") for line in lines}) == 1, output
 
 
 def test_with_a_comparing_timer_everything_is_measured(run, tmp_path, monkeypatch):
@@ -107,11 +132,19 @@ def test_selecting(run, tmp_path):
         (("--model", "gpt"), "nothing to measure"),
         (("--backend", "cutile"), "without a GPU only the pytorch backend"),
         (("--providers", "nowhere.py"), "nowhere.py is not a Python file"),
+        (("--host-only",), "nothing to measure: the host's time is that of launching on a GPU"),
     ),
 )
 def test_bad_input_is_one_clear_error(run, arguments, message):
     error = run(*arguments).exception
     assert isinstance(error, spec.BenchmarkError) and message in str(error)
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(spec.BenchmarkError, match=r"--output .*file/out cannot be written: Not a directory"):
+        bench_cli._check_writable(tmp_path / "file" / "out")
+    bench_cli._check_writable(tmp_path / "new" / "out")
 
 
 def test_ctrl_c_keeps_what_is_done(run, tmp_path, monkeypatch):
@@ -154,6 +187,8 @@ def test_plug_in_providers(tmp_path):
         ("PROVIDERS = {'swiglu': {'mine': print}}", "already"),
         ("PROVIDERS = {'swish': {}}", "no benchmark of 'swish'"),
         ("PROVIDERS = []", "no dictionary PROVIDERS"),
+        ("x = 1\nPROVIDERS = ", r"mine.py cannot be imported: SyntaxError: .*line 2"),
+        ("x = 1\nPROVIDERS = y", r"mine.py, line 2 cannot be imported: NameError: name 'y' is not defined"),
     ):
         plug_in.write_text(content)
         with pytest.raises(spec.BenchmarkError, match=message):

@@ -93,11 +93,11 @@ def test_unreadable_results_are_one_clear_error(content, tmp_path):
 
 def test_table(run):
     text = report.table(run)
-    line = next(line for line in text.splitlines() if line.startswith("rms_norm         forward"))
+    line = next(line for line in text.splitlines() if line.startswith("rms_norm forward"))
     assert "40.0 ±  2%" in line and "3355 GB/s" in line and "80%" in line
     assert "torch 60.0 (1.50x)" in line and "liger WRONG" in line and "absent" not in line
     assert "550 TFLOP/s" in text
-    assert "rms_norm         tilegym 9.50, torch 8.30" in text
+    assert "rms_norm tilegym 9.50, torch 8.30" in text
     assert "rms_norm 8192x4096, liger WRONG: result 0: error 1.0e-01 rms" in text
     assert "rms_norm 8192x4096, tilegym failed: RuntimeError: boom" in text
 

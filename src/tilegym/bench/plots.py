@@ -44,6 +44,7 @@ def _panel(axes, bound: str, shapes: dict[str, dict[str, Result]], run: Run) -> 
     unit, figure, scale, ceiling, label = PANELS[bound]
     top = run.roofline[ceiling] / scale
     axes.axhline(top, color="black", linestyle="--", linewidth=1, label=f"{label} {top:.4g} {unit}")
+    highest = top
     names = dict.fromkeys(name for row in shapes.values() for name in row)
     for name in names:
         points = [
@@ -56,9 +57,10 @@ def _panel(axes, bound: str, shapes: dict[str, dict[str, Result]], run: Run) -> 
             # The slow end of the spread gives the low end of the rate.
             below = [m * (1 - r.seconds / r.high) for m, (_, r) in zip(middle, points, strict=True)]
             above = [m * (r.seconds / r.low - 1) for m, (_, r) in zip(middle, points, strict=True)]
+            highest = max(highest, *map(sum, zip(middle, above, strict=True)))
             axes.errorbar([x for x, _ in points], middle, yerr=(below, above), marker="o", capsize=2, label=name)
-    axes.set_xticks(range(len(shapes)), list(shapes), rotation=60, ha="right", fontsize=8)
+    axes.set_xticks(range(len(shapes)), list(shapes), rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
     axes.set_ylabel(unit)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.05 * highest)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)

@@ -168,14 +168,14 @@ def cases(results: Iterable[Result]) -> dict[tuple[str, str, str], dict[str, Res
     return grouped
 
 
-def _line(key: tuple[str, str, str], row: dict[str, Result]) -> str:
+def _line(key: tuple[str, str, str], row: dict[str, Result], op_width: int, shape_width: int) -> str:
     op, mode, shape = key
-    head = f"{op:16} {mode:8} {shape:26}"
+    head = f"{op:{op_width}} {mode:8} {shape:{shape_width}}"
     ours = row.get(OURS)
     if ours is None or not ours.measured:
-        head += f"{ours.status if ours else '-':>9}{'':26}"
+        head += f"{ours.status if ours else '-':>9}{'':28}"
     else:
-        figures = f"{microseconds(ours.seconds):>9} ±{spread(ours):>4} {rate(ours):>12} {ours.roofline_share:>5.0%}"
+        figures = f"{microseconds(ours.seconds):>9} ±{spread(ours):>4} {rate(ours):>15} {ours.roofline_share:>5.0%}"
         head += figures + (f"  [{ours.note}]" if ours.note else "")
     others = []
     for name, other in row.items():
@@ -193,18 +193,20 @@ def _line(key: tuple[str, str, str], row: dict[str, Result]) -> str:
 def table(run: Run) -> str:
     """The run as compact lines: a heading, one line a case, one line an op for host time, and what went wrong."""
     lines = [f"{run.machine.get('device_name')}, {run.settings['dtype']}"]
+    op_width = max((len(row.op) for row in (*run.results, *run.host)), default=0)
     if run.roofline:
         lines.append(
             f"roofline of this run: copy {run.roofline['bandwidth'] / 1e9:.0f} GB/s, "
             f"GEMM {run.roofline['rate'] / 1e12:.3g} TFLOP/s"
         )
     if run.results:
+        shape_width = max(len(row.shape) for row in run.results)
         lines += [
             "",
-            f"{'op':16} {'pass':8} {'shape':26}{'us':>9}{'':7}{'rate':>12} {'roof':>6}  "
+            f"{'op':{op_width}} {'pass':8} {'shape':{shape_width}}{'us':>9}{'':7}{'rate':>15} {'roof':>6}  "
             "| others: us (their time as a multiple of ours)",
         ]
-        lines += [_line(key, row) for key, row in cases(run.results).items()]
+        lines += [_line(key, row, op_width, shape_width) for key, row in cases(run.results).items()]
     if run.host:
         lines += ["", "host time of one call, us"]
         by_op: dict[str, list[HostResult]] = {}
@@ -216,7 +218,7 @@ def table(run: Run) -> str:
                 for row in rows
                 if row.status != "missing"
             ]
-            lines.append(f"{op:16} {', '.join(figures)}")
+            lines.append(f"{op:{op_width}} {', '.join(figures)}")
     faults = dict.fromkeys(
         f"{row.op} {getattr(row, 'shape', 'host')}, {row.provider} {row.status}: {row.note}"
         for row in (*run.results, *run.host)

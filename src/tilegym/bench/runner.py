@@ -83,7 +83,8 @@ class Session:
             found.setdefault(PYTORCH, _on_pytorch(benchmark))
         if sweep and not self.compile_sweep:
             found = {name: p for name, p in found.items() if not (p.compile or p.headline_only)}
-        return {name: provider for name, provider in found.items() if self.wants(name)}
+        plugged = () if self.timer.compares else [n for n in benchmark.extra if not self.only or n in self.only]
+        return {name: provider for name, provider in found.items() if self.wants(name) or name in plugged}
 
     @contextlib.contextmanager
     def spending(self, what: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ A file ``tests/benchmark/bench_<op>.py`` holds one or more :class:`Benchmark` an
 import contextlib
 import dataclasses
 import importlib.util
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import field
@@ -229,7 +230,12 @@ def _load(path: Path) -> Any:
     if spec is None or not path.is_file():
         raise BenchmarkError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # it is the user's
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise BenchmarkError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
