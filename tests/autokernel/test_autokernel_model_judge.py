@@ -1,13 +1,18 @@
 """Gate 8's way of measuring: replayed by all models or by none, and what is written down about it."""
 
 import dataclasses
+import json
 import re
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from test_autokernel_loop import loop
+from test_autokernel_loop import no_gpu
+from test_autokernel_loop import repository
 
+from tilegym.autokernel import docs
 from tilegym.autokernel import model_judge
 from tilegym.autokernel.judge import Failed
 from tilegym.autokernel.model_judge import ModelJudge
@@ -24,6 +29,7 @@ from tilegym.autokernel.running import not_greedy
 from tilegym.autokernel.sandbox import Limits
 from tilegym.autokernel.workers import WorkerFailed
 
+__all__ = ["no_gpu", "repository"]
 SPEC = ModelSpec(f"{Path(__file__).with_name('autokernel_models.py')}::gated_norm", "float32")
 RULES = ModelRules(rounds=2, throughput=False)
 
@@ -261,3 +267,36 @@ def test_a_wide_band_takes_more_turns(tmp_path, monkeypatch):
     with pytest.raises(Failed, match=r"may drop to .* \(eager\)") as failed:
         judge._speed(clock.models, 24, found | {"peak": 1}, {"noise": 0.005, "peak": 1})
     assert failed.value.status == "discard"
+
+
+def test_the_record_says_how_it_was_measured(repository, tmp_path):
+    made, said = loop(repository, tmp_path / "out"), []
+    made.tell, fake = said.append, made.model_judge
+    baseline, judge = fake.baseline, fake.judge
+
+    def judged(kernels, best, baseline):
+        found = {"way": EAGER, "why": "candidate: it waits"} if best else {"way": REPLAYED, "why": ""}
+        return judge(kernels, best, baseline) | found
+
+    fake.baseline, fake.judge = lambda: baseline() | {"way": REPLAYED, "why": ""}, judged
+    made.run()
+    assert any(line.endswith("the unpatched model: 100.00 tokens/s, replayed, noise 1.0%") for line in said)
+    first, second = made.ledger.kept()
+    assert first.model["way"] == REPLAYED and second.model["way"] == EAGER
+    assert [e.verdict.gates[-1].detail for e in (first, second)] == [
+        "110.00 tokens/s, replayed",
+        "120.00 tokens/s, eager (candidate: it waits)",
+    ]
+    trace = json.loads((tmp_path / f"out/traces/{second.number}.json").read_text())
+    assert json.loads(trace["evaluation"]["log"])["model"]["way"] == EAGER
+    text = (tmp_path / "out/results.md").read_text()
+    assert "\nThroughput is of runs that are replayed.\n" in text
+    assert [
+        line.count("| throughput eager (candidate: it waits); ") for line in text.splitlines() if "| keep" in line
+    ] == [
+        0,
+        1,
+    ]
+    # What was measured in another way is no point of the curve, and no gain over the baseline.
+    assert (tmp_path / "out/results.html").read_text().count("<circle") == 0
+    assert "throughput 100.0 to 110.0 tokens/s (1.10x, replayed)" in "\n".join(docs.run_section(tmp_path / "out"))

@@ -11,6 +11,7 @@ from typing import Any
 
 from tilegym.autokernel.ledger import KEEP
 from tilegym.autokernel.ledger import Ledger
+from tilegym.autokernel.report import way
 from tilegym.errors import AutokernelError
 
 PAGE = Path(__file__).parents[3] / "docs" / "autokernel.md"
@@ -35,7 +36,9 @@ def run_section(folder: Path) -> list[str]:
     finished = [e for e in ledger.experiments() if e.state == "finished"]
     kept = [e for e in finished if e.status == KEEP]
     coverage = max([0.0, *(e.coverage or 0.0 for e in finished)])
-    best = kept[-1].throughput if kept else baseline["throughput"]
+    comparable = [e.throughput for e in kept if e.model.get("way") == baseline.get("way")]
+    best = comparable[-1] if comparable else baseline["throughput"]
+    how = f", {way(baseline)}" if way(baseline) else ""
     seconds = ledger.fact("seconds") or 0.0
     where = ", ".join(str(machine[name]) for name in ("device_name", "date") if machine.get(name))
     lines = [
@@ -44,8 +47,8 @@ def run_section(folder: Path) -> list[str]:
         f"{where + ': ' if where else ''}{model['spec']['precision']}, prompts of {model['input_length']} tokens and"
         f" more, {model['output_length']} generated; {len(finished)} experiments in {seconds / 60:.0f} minutes,"
         f" {len(kept)} kept. Displaced coverage {coverage:.1%}; throughput {baseline['throughput']:.1f} to {best:.1f}"
-        f" tokens/s ({best / baseline['throughput']:.2f}x), {baseline['noise']:.1%} being noise. Regions together are"
-        f" {baseline['in_regions']:.1%} of the model's time.",
+        f" tokens/s ({best / baseline['throughput']:.2f}x{how}), {baseline['noise']:.1%} being noise. Regions"
+        f" together are {baseline['in_regions']:.1%} of the model's time.",
         "",
         _row(
             (

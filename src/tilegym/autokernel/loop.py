@@ -160,7 +160,10 @@ class Loop:
             self.checkpoint("baseline")
             self._say("measuring the unpatched model")
             try:
-                self.ledger.note("measured", self.model_judge.baseline())
+                measured = self.model_judge.baseline()
+                speed = f"{measured['throughput']:.2f} tokens/s", report.way(measured), f"noise {measured['noise']:.1%}"
+                self._say(f"the unpatched model: {', '.join(filter(None, speed))}")
+                self.ledger.note("measured", measured)
             except (WorkerFailed, Failed) as error:
                 raise AutokernelError(f"the unpatched model cannot be run in a worker: {error}") from error
         self.checkpoint("begin")
@@ -333,7 +336,8 @@ class Loop:
             with self._installed(experiment) as (best, kernels):
                 try:
                     found = self.model_judge.judge(kernels, best, self.ledger.fact("baseline"))
-                    record = GateRecord("G8", True, f"{found['throughput']:.2f} tokens/s", time.monotonic() - begin)
+                    detail = ", ".join(filter(None, (f"{found['throughput']:.2f} tokens/s", report.way(found))))
+                    record = GateRecord("G8", True, detail, time.monotonic() - begin)
                 except (Failed, WorkerFailed) as failed:
                     detail = failed.detail if isinstance(failed, Failed) else failed.log
                     record = GateRecord("G8", False, detail, time.monotonic() - begin)

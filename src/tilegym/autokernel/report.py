@@ -43,6 +43,12 @@ def _replace(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def way(found: dict[str, Any]) -> str:
+    """How gate 8 has measured, in words, by what it found; "" where it does not say."""
+    why = f" ({found['why']})" if found.get("why") else ""
+    return f"{found['way']}{why}" if "way" in found else ""
+
+
 def results(ledger: Ledger, baseline: dict[str, Any], experiments: list[Experiment]) -> str:
     """The table of all experiments, and of the regions, in Markdown."""
     settings = ledger.fact("settings")
@@ -50,10 +56,14 @@ def results(ledger: Ledger, baseline: dict[str, Any], experiments: list[Experime
     for e in experiments:
         throughput = "" if e.throughput is None else f"{e.throughput:.2f}"
         description = e.description if e.status == KEEP else f"{e.proposer}, {e.gate}: {e.description}"
+        if e.model.get("way") != baseline.get("way") and way(e.model):
+            description = f"throughput {way(e.model)}; {description}"
         commit = (e.kept_commit or e.commit_id)[:12]
         rows.append((str(e.number), commit, f"{e.coverage or 0:.1%}", throughput, e.status, _line(description)))
     lines = [f"# Auto-kernelize: {settings['model']['spec']['model_id']}", ""]
-    lines += [_row(_HEADER), _row(["---"] * len(_HEADER)), *map(_row, rows), "", "## Regions", ""]
+    lines += [_row(_HEADER), _row(["---"] * len(_HEADER)), *map(_row, rows), ""]
+    lines += [f"Throughput is of runs that are {way(baseline)}.", ""] if way(baseline) else []
+    lines += ["## Regions", ""]
     head = ("region", "modules", "share", "bound", "state")
     lines += [_row(head), _row(["---"] * len(head))]
     kept = {e.region: e for e in experiments if e.status == KEEP}
@@ -80,7 +90,7 @@ def page(baseline: dict[str, Any], experiments: list[Experiment]) -> str:
     coverage, throughput, points = [(0, 0.0)], [(0, baseline["throughput"])], []
     for e in experiments:
         coverage.append((e.number, e.coverage or 0.0))
-        if e.throughput is not None:
+        if e.throughput is not None and e.model.get("way") == baseline.get("way"):
             (throughput if e.status == KEEP else points).append((e.number, e.throughput))
     last = max([1, *(e.number for e in experiments)])
     throughput.append((last, throughput[-1][1]))
