@@ -95,6 +95,11 @@ def main() -> None:
         print(f"error: `tilegym {asked}` needs a package that is not installed: {error.name}", file=sys.stderr)
         print("remedy: pip install 'tilegym[dev]', or that package alone", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:  # while the command was being imported; each has its own way to end afterwards
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except KeyboardInterrupt:  # while a command is imported; later, typer takes care
+        sys.exit(130)
     except BrokenPipeError:  # `tilegym tune --list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

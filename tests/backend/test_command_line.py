@@ -82,6 +82,17 @@ def test_missing_package_is_named(monkeypatch, capsys):
     assert "`tilegym doctor` needs a package that is not installed: matplotlib.pyplot" in capsys.readouterr().err
 
 
+def test_ctrl_c_while_a_command_is_imported(monkeypatch, capsys):
+    def import_module(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", import_module)
+    monkeypatch.setattr(sys, "argv", ["tilegym", "doctor"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 130 and capsys.readouterr() == ("", "")
+
+
 @pytest.fixture
 def results(tmp_path, monkeypatch) -> TuningCache:
     monkeypatch.setenv("TILEGYM_CACHE_DIR", str(tmp_path))
@@ -121,13 +132,33 @@ def test_tune_export_of_several_gpus_asks_for_one(results, tmp_path):
 
 
 def test_tune_export_of_nothing_says_so(results, tmp_path):
-    result = run("tune", "--gpu", "NVIDIA H100", "--export", str(tmp_path / "x.json"))
-    assert result.exit_code == 1 and str(tmp_path) in str(result.exception)
-    assert str(result.exception).startswith("nothing to export: No tuning results of 'NVIDIA H100' in ")
-    assert run("tune", "--gpu", "NVIDIA H100").output.startswith("No tuning results of 'NVIDIA H100' in ")
+    for options in ((), ("--export", str(tmp_path / "x.json"))):
+        result = run("tune", "--gpu", "NVIDIA H100", *options)
+        assert result.exit_code == 1 and str(tmp_path) in str(result.exception)
+        assert str(result.exception).startswith("no tuning results of 'NVIDIA H100' in ")
+        assert str(result.exception).endswith(", only of 'NVIDIA H200', 'NVIDIA L4'")
+    results.clear()
+    result = run("tune", "--export", str(tmp_path / "x.json"))
+    assert result.exit_code == 1 and str(result.exception).startswith("nothing to export: no tuning results in ")
+
+
+def test_tune_export_to_no_file(results, tmp_path):
+    (tmp_path / "file").touch()
+    result = run("tune", "--gpu", "NVIDIA L4", "--export", str(tmp_path / "file" / "x.json"))
+    assert result.exit_code == 1 and str(result.exception).endswith("file/x.json cannot be written: File exists")
 
 
 def test_time_limit_that_is_no_number(monkeypatch):
     monkeypatch.setenv("TILEGYM_TUNE_TIMEOUT", "a minute")
     with pytest.raises(ValueError, match="TILEGYM_TUNE_TIMEOUT is 'a minute'; it has to be a number of seconds"):
         env.tune_timeout()
+
+
+def test_ctrl_c_while_a_command_is_imported_is_a_word(monkeypatch, capsys):
+    def stop(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "build_app", stop)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 130 and capsys.readouterr().err == "interrupted\n"

@@ -14,7 +14,9 @@ import tilegym
 from tilegym.errors import ModelError
 from tilegym.errors import PatchError
 from tilegym.integrate import recipes
+from tilegym.integrate.plan import make_plan
 from tilegym.transformers.general import Place
+from tilegym.transformers.general import put
 
 FAMILIES = [
     "stablelm", "cohere", "phi", "starcoder2", "olmo", "gpt_neox", "glm4", "mixtral", "qwen3_5_text", "deepseek_v2",
@@ -57,6 +59,19 @@ def test_verified_on_the_models_own_tensors(family):
         assert {"linear", "attn", "rope"} <= {entry.compute for entry in report.patched}
 
 
+def test_a_layer_norm_with_an_offset_on_its_weight():
+    model = small("nemotron")
+    logits, _ = answers(model)
+    with tilegym.apply(model, use_cutile=False, verify=True) as report:
+        norms = [entry.module for entry in report.patched if entry.compute == "layer_norm"]
+        assert len(norms) == 2 * model.config.num_hidden_layers + 1
+        torch.testing.assert_close(answers(model)[0], logits, rtol=1e-4, atol=1e-5 * logits.abs().max().item())
+    place = make_plan(model, look_up=False).computes["layer_norm"][0].candidates[0].place
+    plain = Place(place.of, place.kernel, {**place.options, "offset": 0.0})
+    with pytest.raises(PatchError, match="does not compute layer_norm"):
+        put(model, "layer_norm", (plain,))
+
+
 def test_gradients_are_those_of_the_model():
     model = small("stablelm")
     ids = ids_of(model)
@@ -95,9 +110,6 @@ def test_a_wrong_kernel_is_left_out_before_and_after_it_is_put_in(monkeypatch):
 
 def test_another_model_of_the_family_with_other_numbers_is_not_changed_silently():
     """The names and numbers of one model's patch, put into one with another eps."""
-    from tilegym.integrate.plan import make_plan
-    from tilegym.transformers.general import put
-
     model, other = small("olmo"), small("olmo")
     item = make_plan(model, look_up=False).computes["layer_norm"][0]
     place = item.candidates[0].place

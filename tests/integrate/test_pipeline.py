@@ -68,6 +68,7 @@ def test_every_compute_has_a_patch_a_test_and_a_flag(done):
     for path in done.package.glob("*.py"):
         text = path.read_text()
         assert len(text.splitlines()) < 60 and str(done.folder) not in text
+        assert max(map(len, text.splitlines())) <= 120
 
 
 def test_the_written_tests_pass_and_would_find_a_wrong_patch(done):
@@ -108,6 +109,13 @@ def test_the_reports_say_what_was_found(done):
     markdown = (done.folder / "report.md").read_text()
     for compute in COMPUTES:
         assert compute in page and compute in markdown
+
+
+def test_of_two_measurements_the_faster_counts():
+    slow = {"throughput_tokens_per_second": 2.0, "tokens": [1], "coverage_percent": 30.0}
+    fast = {"throughput_tokens_per_second": 3.0, "tokens": [1]}
+    assert steps.faster(slow, fast) == {**fast, "coverage_percent": 30.0}
+    assert steps.faster(slow | fast, slow) == slow | fast
 
 
 def test_a_run_that_was_stopped_anywhere_continues(tmp_path, monkeypatch, done):

@@ -28,7 +28,7 @@ PLACES = ({places},)
 def monkey_patch_{compute}(
     model: nn.Module, use_cutile: bool = False, patches: PatchSet | None = None
 ) -> PatchSet:
-    """Puts {kernels} into ``model``; arguments, result and errors as for :func:`tilegym.transformers.general.put`."""
+    """Puts {kernels} into ``model``, as :func:`tilegym.transformers.general.put` does."""
     return put(model, "{compute}", PLACES, use_cutile, patches)
 '''
 
@@ -43,7 +43,7 @@ from tilegym.transformers.patching import PatchSet
 def monkey_patch_graph(
     model: nn.Module, use_cutile: bool = False, patches: PatchSet | None = None
 ) -> PatchSet:
-    """Lets ``generate`` replay its steps, as :func:`tilegym.transformers.general_graph.put_graph`; patch attn first."""
+    """Lets ``generate`` replay its steps, by :func:`tilegym.transformers.general_graph.put_graph`; patch attn first."""
     return put_graph(model, use_cutile, patches)
 '''
 

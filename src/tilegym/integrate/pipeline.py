@@ -321,5 +321,8 @@ def _measure(
     alone = {name: measured(f"{name} alone", name) for name in names if name not in ("loss", GRAPH)}
     if GRAPH in names:
         alone["attn and graph"] = measured("attn and graph alone", "attn", GRAPH)
+    # What else a machine does in the meantime must not tell against one side alone.
+    before = steps.faster(before, measured("unpatched again"))
+    after = steps.faster(after, measured("patched again", *names))
     outcome.measured = {"unpatched": before, "patched": after, "alone": {n: m for n, m in alone.items() if m}}
     outcome.outputs = [steps.text(batch, tokenizer, side["tokens"]) for side in (before, after)]

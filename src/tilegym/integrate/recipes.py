@@ -79,12 +79,11 @@ def _rms_norm(requirement: Requirement, model: nn.Module) -> Any:
 
 
 def _layer_norm(requirement: Requirement, model: nn.Module) -> Any:
-    roles = requirement.roles
-    if requirement.parameters["offset"]:
-        return "layer_norm has no offset on its weight"
+    said, roles = requirement.parameters, requirement.roles
     options = {"weight": roles.get("weight", ""), "eps": _eps(requirement, model)}
     options |= {"bias": roles["bias"]} if "bias" in roles else {}
-    options |= {"casting": "llama"} if requirement.parameters["casting"] == "llama" and "weight" in roles else {}
+    options |= {"offset": said["offset"]} if said["offset"] else {}
+    options |= {"casting": "llama"} if said["casting"] == "llama" and "weight" in roles else {}
     return [("layer_norm", Place(requirement.implementation, "layer_norm", options))]
 
 

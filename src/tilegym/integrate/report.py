@@ -154,7 +154,7 @@ def use(data: dict[str, Any]) -> str:
         return "from tilegym.transformers import monkey_patch\n\nreport = monkey_patch.apply(model)\n"
     return (
         "from tilegym.transformers import generated\n\n"
-        f"apply_tilegym_kernel_to_{family} = generated.register({data['package']!r})\n"
+        f"apply_tilegym_kernel_to_{family} = generated.register({json.dumps(data['package'])})\n"
         f"report = apply_tilegym_kernel_to_{family}(model=model)\n"
     )
 

@@ -53,15 +53,24 @@ def rms_norm(
 
 
 def layer_norm(
-    weight: str, eps: str | float, bias: str = "", casting: str = "gemma", backend: str | None = None
+    weight: str,
+    eps: str | float,
+    bias: str = "",
+    casting: str = "gemma",
+    offset: float = 0.0,
+    backend: str | None = None,
 ) -> Callable:
-    """Forward of a layer norm over the last dimension: names of its weight and bias ("" for none), eps or its name."""
+    """Forward of a layer norm over the last dimension: names of its weight and bias ("" for none), eps or its name.
+
+    ``offset`` is added to the weight, in the weight's dtype.
+    """
 
     def normed(x, width, _, number, backend):
         return ops.layer_norm(x, width, None, None, number, backend=backend)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         scale, shift = getattr(self, weight) if weight else None, getattr(self, bias) if bias else None
+        scale = scale + offset if offset else scale
         width, number = hidden_states.shape[-1:], _number(self, eps)
         together = casting == "gemma" and (scale is None or (scale.ndim == 1 and scale.dtype is hidden_states.dtype))
         if together or scale is None:
