@@ -181,7 +181,8 @@ def _backend() -> Iterator[Check]:
     yield Check("backend", OK, f"{chosen}: {why}")
     failure = _first_failure(chosen)
     if failure is None:
-        yield Check("backend runs", OK, f"rms_norm agrees with PyTorch on {_device()}")
+        where = "cuda" if _device() == "cuda" else "cpu" if chosen != "cutile" else "cpu, in the interpreter"
+        yield Check("backend runs", OK, f"rms_norm agrees with PyTorch on {where}")
     else:
         yield Check("backend runs", FAIL, failure, "see the lines above; TILEGYM_BACKEND=pytorch does without cuTile")
 

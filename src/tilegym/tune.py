@@ -25,26 +25,28 @@ def tune(
             raise TileGymError("--clear deletes the results of all GPUs; it does not go with --gpu")
         print(f"Deleted {cache.clear()} results from {cache.path}.")
         return
-    results = [result for result in cache.all() if gpu is None or result.key.gpu == gpu]
+    everything = cache.all()
+    gpus = sorted({result.key.gpu for result in everything})
+    if gpu is not None and gpus and gpu not in gpus:
+        raise TileGymError(f"no tuning results of {gpu!r} in {cache.path}, only of {', '.join(map(repr, gpus))}")
+    results = [result for result in everything if gpu in (None, result.key.gpu)]
     if export is None:
-        _print(results, cache.path, gpu)
+        _print(results, cache.path)
         return
     if not results:
-        raise TileGymError(f"nothing to export: {_nothing(cache.path, gpu)}")
+        raise TileGymError(f"nothing to export: no tuning results in {cache.path}")
     try:
         save_results(export, results)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise TileGymError(f"cannot export to {export}: {error}; --gpu NAME chooses one") from error
+    except OSError as error:
+        raise TileGymError(f"{export} cannot be written: {error.strerror}") from error
     print(f"Wrote {len(results)} results to {export}.")
 
 
-def _nothing(path: Path, gpu: str | None) -> str:
-    return f"No tuning results{f' of {gpu!r}' if gpu else ''} in {path}."
-
-
-def _print(results: list[TuningResult], path: Path, gpu: str | None) -> None:
+def _print(results: list[TuningResult], path: Path) -> None:
     if not results:
-        print(_nothing(path, gpu))
+        print(f"No tuning results in {path}.")
         return
     for gpu in sorted({result.key.gpu for result in results}):
         print(f"{gpu} ({path})")

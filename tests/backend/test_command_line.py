@@ -82,17 +82,6 @@ def test_missing_package_is_named(monkeypatch, capsys):
     assert "`tilegym doctor` needs a package that is not installed: matplotlib.pyplot" in capsys.readouterr().err
 
 
-def test_ctrl_c_while_a_command_is_imported(monkeypatch, capsys):
-    def import_module(name):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli.importlib, "import_module", import_module)
-    monkeypatch.setattr(sys, "argv", ["tilegym", "doctor"])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 130 and capsys.readouterr() == ("", "")
-
-
 @pytest.fixture
 def results(tmp_path, monkeypatch) -> TuningCache:
     monkeypatch.setenv("TILEGYM_CACHE_DIR", str(tmp_path))
