@@ -47,7 +47,7 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import decay_sums
 from tilegym.ops.cutile.gated_delta_rule_tiles import decays
 from tilegym.ops.cutile.gated_delta_rule_tiles import decays_to_end
 from tilegym.ops.cutile.gated_delta_rule_tiles import factor
-from tilegym.ops.cutile.gated_delta_rule_tiles import gram
+from tilegym.ops.cutile.gated_delta_rule_tiles import grams
 from tilegym.ops.cutile.gated_delta_rule_tiles import inverse_norms
 from tilegym.ops.cutile.gated_delta_rule_tiles import matrix_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import numbers_of
@@ -77,15 +77,13 @@ def chunk_matrices_kernel(
     heads, chunks = g.shape[2], solved.shape[1]
     row, chunk = ct.bid(0) // chunks, ct.bid(0) % chunks
     batch, head = row // heads, row % heads
-    qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
-    kt = chunk_of(k, batch, chunk, head // GROUP, 0, TILE_K)
+    same_k, same_q, across = grams(q, k, batch, chunk, head // GROUP, TILE_K, PRECISION)
     rate = numbers_of(beta, batch, chunk, head)[:, None]
     high, low = decay_sums(numbers_of(g, batch, chunk, head))
-    same_k = gram(kt, kt, PRECISION)
     of_k = inverse_norms(same_k, 1, NORM_EPS, NORM)
-    of_q = inverse_norms(gram(qt, qt, PRECISION), 1, NORM_EPS, NORM) * scale
+    of_q = inverse_norms(same_q, 1, NORM_EPS, NORM) * scale
     between = decays(high, low) * inverse_norms(same_k, 0, NORM_EPS, NORM)
-    store_matrix(scores, row, chunk, 0, gram(qt, kt, PRECISION) * between * of_q)
+    store_matrix(scores, row, chunk, 0, across * between * of_q)
     store_matrix(solved, row, chunk, 0, strictly_lower(same_k * between * of_k))
     decay = ct.exp(high)[:, None]
     rest = decays_to_end(high, low)[:, None]

@@ -22,6 +22,7 @@ TF32, TF32_SPLIT = 1, 4
 # its way into the state; beta; the decay since the start of the chunk.
 OF_READ, OF_HELD, OF_WRITE, RATE, DECAY = range(5)
 FACTORS = 5
+GRAM_PART = 16
 ZERO = ct.PaddingMode.ZERO
 MAX_HEAD_DIM = 256
 MAX_KEY_DIM_OF_GRADIENTS = 128  # tileiras 13.4 fails on wider tiles in bf16, and takes minutes in fp32
@@ -65,6 +66,26 @@ def gram(a, b, PRECISION: Int):
     if a.dtype == ct.float32:
         return product_of(a, ct.transpose(b), PRECISION)
     return ct.mma(a, ct.transpose(b), ct.zeros((a.shape[0], b.shape[0]), ct.float32))
+
+
+def grams(q, k, batch, chunk, head, TILE_K: Int, PRECISION: Int):
+    """``k @ k.T``, ``q @ q.T`` and ``q @ k.T`` of a chunk of a head, each as :func:`gram`.
+
+    In fp32 from GRAM_PART columns at a time: what tensor cores cut off at each step adds up where all that is summed is
+    positive, as it is for equal keys. The scan, which multiplies otherwise, would miss what A says that it finds.
+    """
+    if k.dtype != ct.float32:
+        kt, qt = chunk_of(k, batch, chunk, head, 0, TILE_K), chunk_of(q, batch, chunk, head, 0, TILE_K)
+        return gram(kt, kt, PRECISION), gram(qt, qt, PRECISION), gram(qt, kt, PRECISION)
+    same_k = ct.zeros((CHUNK, CHUNK), ct.float32)
+    same_q = ct.zeros((CHUNK, CHUNK), ct.float32)
+    across = ct.zeros((CHUNK, CHUNK), ct.float32)
+    for part in range(TILE_K // GRAM_PART):
+        kt, qt = chunk_of(k, batch, chunk, head, part, GRAM_PART), chunk_of(q, batch, chunk, head, part, GRAM_PART)
+        same_k = same_k + gram(kt, kt, PRECISION)
+        same_q = same_q + gram(qt, qt, PRECISION)
+        across = across + gram(qt, kt, PRECISION)
+    return same_k, same_q, across
 
 
 def chunk_of(x, batch, chunk, head, column, WIDTH: Int):
