@@ -1,5 +1,8 @@
 """Greedy runs from a replay; without a GPU a replay of the operators that a run has called, on the same tensors."""
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 import transformers
@@ -42,8 +45,11 @@ class Recording(TorchDispatchMode):
 def recorded(run, state, device):
     values = [t.clone() for t in state]
     graph = Recording()
-    for mode in (torch.no_grad(), torch.no_grad(), graph):
-        with mode:
+    told = mock.patch("transformers.utils.import_utils.is_cuda_stream_capturing", return_value=True)
+    for modes in ((), (), (graph, told)):
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
             run()
         for tensor, value in zip(state, values, strict=True):
             tensor.copy_(value)
@@ -117,10 +123,11 @@ def test_a_replay_is_the_eager_run(name, prompts):
     assert not equal(changed, expected) and equal(replays.run(prompts), changed)
 
 
-def test_padded_prompts():
+@pytest.mark.parametrize("prompts", [True, False], ids=["prompts", "steps"])
+def test_padded_prompts(prompts):
     model, batches = make_model(), make_batches(padded=True)
     expected = generate.run_once(model, batches, STEPS).tokens
-    assert equal(Replays(model, batches, STEPS, capture()).run(prompts=False), expected)
+    assert equal(Replays(model, batches, STEPS, capture()).run(prompts), expected)
 
 
 @pytest.mark.parametrize("prompts", [True, False], ids=["prompts", "steps"])
