@@ -259,6 +259,13 @@ def test_routing():
     assert recognise_routing(block, x, ids, weights.square(), {"any": 2.5}) is None
 
 
+def test_routing_to_the_only_expert():
+    """Its matrix has one row, as a bias would."""
+    x, block = torch.randn(40, 32), Module(lambda m, x: x, matrix=torch.randn(1, 32))
+    what = recognise_routing(block, x, torch.zeros(40, 1, dtype=torch.int64), torch.ones(40, 1), {}).what
+    assert what["roles"] == {"weight": "matrix"} and what["top_k"] == 1
+
+
 def test_a_delta_rule_with_another_gate_is_refused():
     def rule(q, k, v, g, beta):
         return torch.einsum("bshd,bshd,bshe->bshe", q, k, v) * g.exp()[..., None] * beta[..., None]

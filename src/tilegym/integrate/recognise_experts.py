@@ -134,11 +134,11 @@ def recognise_routing(
         for bias, correction in itertools.product(("", *beside), repeat=2):
             if bias and bias == correction:
                 continue
-            roles = {"weight": name} | {r: n for r, n in (("bias", bias), ("correction", correction)) if n}
-            given = {"x": x} | {role: vectors.get(n, matrix).detach() for role, n in roles.items()}
+            beside_it = {r: n for r, n in (("bias", bias), ("correction", correction)) if n}
+            given = {"x": x, "weight": matrix.detach()} | {role: vectors[n] for role, n in beside_it.items()}
             match = _fit(given, ids, weights, scale, groups, bool(bias), bool(correction))
             if match:
-                return Match(match.formula, match.errors, {"roles": roles, **match.what})
+                return Match(match.formula, match.errors, {"roles": {"weight": name} | beside_it, **match.what})
     return None
 
 
