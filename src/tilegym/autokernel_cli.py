@@ -41,7 +41,7 @@ def autokernel(
         ["sm_80", "sm_90", "sm_100", "sm_120"], "--arch", help="What every kernel has to compile for."
     ),
     experiments: int = typer.Option(50, min=1, help="The budget: how many experiments."),
-    minutes: float = typer.Option(240.0, min=0.0, help="The budget: how many minutes."),
+    minutes: float = typer.Option(240.0, help="The budget: how many minutes, all parts of a run together."),
     width: int = typer.Option(4, min=1, help="How many regions a round tries, however many devices there are."),
     proposers: str = typer.Option(
         "reuse,generate,tune", help=f"Who proposes, in order; 'agent' needs --agent. {_SANDBOX}"
@@ -69,12 +69,15 @@ def autokernel(
 
     if precision not in PRECISIONS:
         raise AutokernelError(f"--precision is {precision!r}, it has to be one of {', '.join(PRECISIONS)}")
+    if not minutes > 0:
+        raise AutokernelError(f"--minutes is {minutes:g}, it has to be more than 0")
     _check_compiler()
     names = _devices(device)
     on_gpu = names[0] != "cpu"
-    name = run or re.sub(r"[^A-Za-z0-9._-]+", "-", model.rpartition("/")[2]).strip("-.")
+    name = run or re.sub(r"[^A-Za-z0-9._-]+", "-", model.rpartition("/")[2].replace(".py::", "-")).strip("-.")
     out = (out or Path("out") / "autokernel" / name).resolve()
     repo = Repository(repository, name, out / "worktrees")
+    repo.check_clean()
     if "::" in model:
         path, _, function = model.partition("::")
         model = f"{Path(path).resolve()}::{function}"
@@ -165,7 +168,9 @@ def _proposers(asked: str, agent: Path | None, repo) -> list:
         if name == "agent":
             if agent is None:
                 raise AutokernelError("--proposers agent needs --agent: the file that says how the agent is called")
-            chosen.append(known.Agent(known.AgentConfig.from_file(agent), worktrees(repo)))
+            config = known.AgentConfig.from_file(agent)
+            config.check(repo.root)
+            chosen.append(known.Agent(config, worktrees(repo)))
         else:
             chosen.append({"reuse": known.Reuse, "generate": known.Generate, "tune": known.Tune}[name]())
     if not chosen:

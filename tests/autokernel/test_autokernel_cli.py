@@ -59,6 +59,7 @@ def test_options_have_hyphens_or_underscores(repository, tmp_path, monkeypatch, 
         (["--precision", "int3"], "int3"),
         (["--device", "cpu", "--proposers", "nobody"], "nobody"),
         (["--device", "cpu", "--proposers", "agent"], "--agent"),
+        (["--device", "cpu", "--minutes", "0"], "more than 0"),
     ],
 )
 def test_wrong_arguments(repository, tmp_path, arguments, message):
@@ -71,6 +72,16 @@ def test_a_dirty_repository_is_refused(repository, tmp_path):
     result = call(MODEL, "--repository", repository, "--out", tmp_path / "out", "--device", "cpu")
     assert "uncommitted changes" in str(result.exception)
     assert (repository / "new.py").read_text() == "x = 1\n"
+
+
+def test_a_model_that_is_not_there_leaves_the_name_free(repository, tmp_path, monkeypatch):
+    options = ["--run", "one", "--repository", repository, "--out", repository / "out", "--device", "cpu"]
+    for model in ("no_such.py::model", "neither.py::model"):
+        assert "no Python file" in str(call(model, *options).exception)
+    repo = Repository(repository, "one", tmp_path / "worktrees")
+    repo.check_clean()  # nor does its folder make the tree dirty for the next run
+    with pytest.raises(AutokernelError):
+        repo.head()
 
 
 def test_what_a_run_leaves_is_not_dirty(repository):

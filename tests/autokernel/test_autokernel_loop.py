@@ -257,7 +257,7 @@ def test_killed_at_every_step_it_goes_on(repository, tmp_path):
 
     # Every run is killed one to three steps after the place that the one before it had reached.
     for run in range(3 * len(names)):
-        ended = killed(lambda at=4 + run % 3: loop(repository, folder, kill_at(at)))
+        ended = killed(lambda at=2 + run % 3: loop(repository, folder, kill_at(at)))
         assert ended in (0, -9)
         connection = sqlite3.connect(folder / "ledger.sqlite")
         done.append(connection.execute("select count(*) from experiments").fetchone()[0])

@@ -22,6 +22,7 @@ from tilegym.autokernel.proposers import Generate
 from tilegym.autokernel.proposers import Reuse
 from tilegym.autokernel.proposers import Tune
 from tilegym.autokernel.proposers import reuse
+from tilegym.autokernel.proposers.agent import NoProposal
 from tilegym.autokernel.proposers.agent import worktrees
 from tilegym.autokernel.proposers.deadline import Late
 from tilegym.autokernel.proposers.deadline import at_most
@@ -139,7 +140,9 @@ assert pathlib.Path.cwd() == tree and "SECRET" not in os.environ and os.environ[
 assert sorted(p.name for p in pathlib.Path(sys.argv[4]).iterdir()) == ["1-tune-G3.log"]
 assert task["history"][0]["log"] == "was wrong"
 if mode == "nothing":
-    sys.exit()
+    sys.exit("I have no idea")
+if mode == "asleep":
+    time.sleep(600)
 folder, name = tree / task["folder"], task["definition"]["name"]
 for kind in ("kernels", "kernel_solutions"):
     (folder / kind).mkdir(parents=True)
@@ -201,7 +204,10 @@ def test_agent_that_writes_elsewhere_is_rejected(ask, task, tmp_path):
 
 
 def test_agent_without_a_proposal(ask):
-    assert ask("nothing") is None
+    with pytest.raises(NoProposal, match="ended without a new Solution.* the last it said: I have no idea"):
+        ask("nothing")
+    with pytest.raises(NoProposal, match="was ended after 0.02 minutes"):
+        ask("asleep", minutes=0.02)
 
 
 def test_agent_is_ended_in_time(ask):
@@ -213,12 +219,26 @@ def test_agent_is_asked_so_often(task):
     assert agent.propose(dataclasses.replace(task, history=(Attempt("agent", "G3", "incorrect", ""),))) is None
 
 
-def test_agent_config(tmp_path):
+@pytest.mark.parametrize("text, message", [
+    ("[", "cannot be read"), ("[]", "a list"), ('{"minutes": 1}', "has to have command"),
+    ('{"command": "a b"}', "'a b', it has to be a list"), ('{"command": []}', "a list of words"),
+    ('{"command": ["a", "{home}"]}', "placeholder"), ('{"command": ["a", "{"]}', "brace"),
+    ('{"command": ["a"], "shell": true}', "may have"), ('{"command": ["a"], "minutes": "2"}', "minutes is '2'"),
+    ('{"command": ["a"], "attempts": 0}', "attempts is 0"), ('{"command": ["a"], "environment": "KEY"}', "'KEY'"),
+])  # fmt: skip
+def test_agent_config(tmp_path, text, message):
     path = tmp_path / "agent.json"
-    for text in ("[", '{"command": "a b"}', '{"command": ["a", "{home}"]}', '{"command": ["a"], "shell": true}'):
-        path.write_text(text)
-        with pytest.raises(AutokernelError, match="agent.json"):
-            AgentConfig.from_file(path)
+    path.write_text(text)
+    with pytest.raises(AutokernelError, match=f"agent.json.*{message}"):
+        AgentConfig.from_file(path)
+
+
+def test_agent_is_looked_for_before_the_run(tmp_path):
+    with pytest.raises(AutokernelError, match="'no-such-agent' is no program"):
+        AgentConfig(("no-such-agent",)).check(tmp_path)
+    with pytest.raises(AutokernelError, match="skill 'docs/how-to-add-an-op.md' is not in"):
+        AgentConfig((sys.executable, "{skill}")).check(tmp_path)
+    AgentConfig((sys.executable, "{task}")).check(tmp_path)
 
 
 def test_a_search_ends_in_time(task, monkeypatch):

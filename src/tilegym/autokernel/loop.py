@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import json
 import shutil
+import textwrap
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -100,6 +101,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / ".gitignore").write_text("*\n")  # so that the next run finds a clean tree
         self.ledger = Ledger(self.folder / "ledger.sqlite")
         self.began, self.spent = time.monotonic(), 0.0
 
@@ -135,12 +137,10 @@ class Loop:
             raise AutokernelError(
                 f"the run in {self.folder} was started with another {', '.join(different)}: give the run another name"
             )
-        self.checkpoint("settings")
-        self.ledger.note("settings", asked)
+        if known is not None:
+            self.ledger.note("settings", asked)
 
     def _prepare(self) -> None:
-        self.checkpoint("branch")
-        self.repository.start_branch()
         if self.ledger.fact("baseline") is not None:
             return
         if self.ledger.fact("survey") is None:
@@ -154,8 +154,12 @@ class Loop:
             if device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()  # the workers need what the model had
+            self.checkpoint("settings")  # only now: a model that cannot be loaded leaves the run's name free
+            self.ledger.note("settings", json.loads(json.dumps(asdict(self.settings))))
             self.ledger.note("machine", machine.describe())
             self.ledger.note("survey", [[asdict(row) for row in rows], whole])
+        self.checkpoint("branch")
+        self.repository.start_branch()
         if self.ledger.fact("measured") is None:
             self.checkpoint("baseline")
             self._say("measuring the unpatched model")
@@ -366,7 +370,8 @@ class Loop:
         verdict = experiment.verdict
         before = self.coverage()
         throughput = experiment.model.get("throughput")
-        what = f"{experiment.proposer}: {experiment.proposal.rationale.splitlines()[0][:80]}".rstrip(": ")
+        first = (experiment.proposal.rationale.splitlines() or [""])[0]
+        what = f"{experiment.proposer}: {textwrap.shorten(first, 140, placeholder=' ...')}".rstrip(": ")
         if verdict.status != "passed":
             return Decision(verdict.status, verdict.gate, f"{verdict.log[:2000]}", before, throughput)
         after = self.coverage(also=experiment.region)

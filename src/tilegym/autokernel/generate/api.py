@@ -97,7 +97,7 @@ ALTERNATIVES: tuple[dict[str, int], ...] = (
 def write(region: Region, tuning: Tuning, trains: bool) -> GeneratedKernel:
     """Writes the file of a region that was read, with ``tuning``."""
     writer = ModuleWriter(region, tuning, trains)
-    kinds = ", ".join(writer.names)
+    kinds = ", ".join(name.removeprefix(f"{region.name}_") for name in writer.names)
     backward = "with its backward pass" if writer.gradient is not None else f"forward only: {writer.why_not}"
     rationale = f"{len(region.values)} steps fused into {kinds}; {backward}."
     return GeneratedKernel(

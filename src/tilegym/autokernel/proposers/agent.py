@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import string
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pydantic
 
@@ -24,6 +26,20 @@ from tilegym.inventory import Solution
 
 PLACEHOLDERS = ("task", "worktree", "skill", "logs")
 _MAX_FILE = 200_000
+
+
+def _words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+# What the fields of a config have to be.
+_KINDS = {
+    "command": ("a list of words", lambda v: _words(v) and v),
+    "minutes": ("a number above 0", lambda v: type(v) in (int, float) and v > 0),
+    "environment": ("a list of names", _words),
+    "skill": ("a path", lambda v: isinstance(v, str)),
+    "attempts": ("a whole number above 0", lambda v: type(v) is int and v > 0),
+}
 
 
 @dataclass(frozen=True)
@@ -54,16 +70,34 @@ class AgentConfig:
         """
         try:
             data = json.loads(path.read_text())
-            config = cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in data.items()})
-        except (OSError, ValueError, TypeError) as error:
-            raise AutokernelError(f"the agent's config {path} cannot be used: {error}") from error
-        if not isinstance(config.command, tuple) or not all(isinstance(w, str) for w in config.command):
-            raise AutokernelError(f"{path}: command is {config.command!r}, it has to be a list of words")
+        except (OSError, ValueError) as error:
+            raise AutokernelError(f"the agent's config {path} cannot be read: {error}") from error
+        if not isinstance(data, dict) or not {"command"} <= set(data) <= set(_KINDS):
+            found = ", ".join(data) if isinstance(data, dict) else f"a {type(data).__name__}"
+            raise AutokernelError(f"{path} has {found}; it has to have command, and may have {', '.join(_KINDS)}")
+        wrong = [f"{n} is {v!r}, it has to be {_KINDS[n][0]}" for n, v in data.items() if not _KINDS[n][1](v)]
+        if wrong:
+            raise AutokernelError(f"{path}: {'; '.join(wrong)}")
+        config = cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in data.items()})
         for word in config.command:
-            names = {name for _, name, _, _ in string.Formatter().parse(word) if name is not None}
+            try:
+                names = {name for _, name, _, _ in string.Formatter().parse(word) if name is not None}
+            except ValueError as error:
+                raise AutokernelError(f"{path}: {word!r}: {error}; a brace is written twice") from error
             if names - set(PLACEHOLDERS):
                 raise AutokernelError(f"{path}: {word!r} has an unknown placeholder; known are {PLACEHOLDERS}")
         return config
+
+    def check(self, repository: Path) -> None:
+        """Raises AutokernelError unless the program is there, and in ``repository`` the page that it is to read."""
+        if shutil.which(self.command[0]) is None:
+            raise AutokernelError(f"the agent {self.command[0]!r} is no program: --agent names how it is called")
+        if any("{skill}" in word for word in self.command) and not (repository / self.skill).is_file():
+            raise AutokernelError(f"the agent's skill {self.skill!r} is not in {repository}: the config names another")
+
+
+class NoProposal(Exception):
+    """The agent has changed nothing that is a proposal; says what it has said."""
 
 
 class Agent:
@@ -80,14 +114,25 @@ class Agent:
         self.config, self.worktree = config, worktree
 
     def propose(self, task: Task) -> Proposal | None:
-        """What the agent changed in its worktree; None if that is no proposal, or its attempts are used up."""
+        """What the agent changed in its worktree; None if its attempts are used up.
+
+        Raises:
+            NoProposal: what it changed is none.
+            AutokernelError: it cannot be started.
+        """
         if sum(a.proposer == self.name for a in task.history) >= self.config.attempts:
             return None
         with self.worktree() as tree, tempfile.TemporaryDirectory(prefix="tilegym-agent-") as folder:
-            said = self._run(task, tree, Path(folder))
-            return collect(task, tree, said)
+            said, in_time = self._run(task, tree, Path(folder))
+            proposal = collect(task, tree, said)
+        if proposal is None:
+            ended = "ended" if in_time else f"was ended after {self.config.minutes:g} minutes"
+            last = said[-200:] or "nothing"
+            raise NoProposal(f"it {ended} without a new Solution and its kernel; the last it said: {last}")
+        return proposal
 
-    def _run(self, task: Task, tree: Path, folder: Path) -> str:
+    def _run(self, task: Task, tree: Path, folder: Path) -> tuple[str, bool]:
+        """Lets it run; what it said last, and whether it ended by itself."""
         (folder / "task.json").write_text(task.to_json())
         logs = folder / "logs"
         logs.mkdir()
@@ -98,7 +143,7 @@ class Agent:
         command = [word.format(**paths) for word in self.config.command]
         allowed = (*ENVIRONMENT, "HOME", "TERM", *self.config.environment)
         environment = {name: os.environ[name] for name in allowed if name in os.environ}
-        output = folder / "output"
+        output, in_time = folder / "output", True
         try:
             with output.open("wb") as file:
                 process = subprocess.Popen(
@@ -115,10 +160,10 @@ class Agent:
                 finally:
                     _end(process)
         except subprocess.TimeoutExpired:
-            pass  # what it has written until now is its proposal
+            in_time = False  # what it has written until now is its proposal
         except OSError as error:
             raise AutokernelError(f"the agent {command[0]!r} cannot be started: {error}") from error
-        return output.read_text(errors="replace")[-1000:].strip()
+        return output.read_text(errors="replace")[-1000:].strip(), in_time
 
 
 def _end(process: subprocess.Popen) -> None:
