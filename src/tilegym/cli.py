@@ -98,8 +98,6 @@ def main() -> None:
     except KeyboardInterrupt:  # while the command was being imported; each has its own way to end afterwards
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except KeyboardInterrupt:  # while a command is imported; later, typer takes care
-        sys.exit(130)
     except BrokenPipeError:  # `tilegym tune --list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
