@@ -109,7 +109,8 @@ def autokernel(
         host.close()
     kept = loop.ledger.kept()
     typer.echo(f"{stop}: {len(kept)} kernels kept on {repo.branch}, displaced coverage {loop.coverage():.1%}")
-    typer.echo(f"see {out / 'results.md'} and {out / 'results.html'}")
+    if loop.ledger.fact("baseline") is not None:
+        typer.echo(f"see {out / 'results.md'} and {out / 'results.html'}")
 
 
 def _check_compiler() -> None:

@@ -295,6 +295,16 @@ def test_killed_once_nothing_is_done_twice(repository, tmp_path, step):
     assert len(made.ledger.kept()) == 2
 
 
+def test_by_hand_it_stops_before_there_is_a_baseline(repository, tmp_path):
+    def checkpoint(name):
+        if name == "baseline":
+            raise KeyboardInterrupt
+
+    made = loop(repository, tmp_path / "out", checkpoint)
+    assert "by hand" in made.run() and made.coverage() == 0.0
+    assert loop(repository, tmp_path / "out").run() == "every region is covered or exhausted"
+
+
 def test_by_hand_it_stops_cleanly(repository, tmp_path):
     def checkpoint(name):
         if name == "measure":

@@ -386,6 +386,8 @@ class Loop:
         """
         served = {e.region for e in self.ledger.experiments() if e.status == KEEP} | {also}
         baseline = self.ledger.fact("baseline")
+        if baseline is None:  # it was stopped before there was one
+            return 0.0
         seconds = sum(row.seconds for row in self.ledger.regions() if row.key in served)
         twice = sum(taken for group, key, taken in baseline.get("inside", ()) if group in served and key in served)
         return (seconds - twice) / baseline["profiled_seconds"]
