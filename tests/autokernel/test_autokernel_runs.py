@@ -99,6 +99,7 @@ def test_the_generator_covers_what_nobody_wrote(host, repository, tmp_path, mode
     (experiment,) = made.ledger.experiments()
     assert experiment.status == "keep", experiment.description
     assert experiment.model["token_agreement"] == 1.0
+    assert experiment.model["way"] == "eager" and "without a GPU" in experiment.model["why"]
     assert made.coverage() > 0
     # What is on the branch is what computes, and the model gives the same tokens with it.
     tree = repository.worktree("look", repository.head())
