@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from tilegym import integrate_cli
 from tilegym.cli import build_app
+from tilegym.integrate import emit
 from tilegym.integrate import pipeline
 
 
@@ -120,6 +121,26 @@ def test_a_full_disk_is_a_sentence(tmp_path, monkeypatch):
 
     monkeypatch.setattr(integrate_cli, "run", full)
     assert "No space left on device" in refused(stablelm(tmp_path), "--random_weights")
+
+
+def test_a_disk_that_is_full_of_captured_tensors_is_a_sentence(tmp_path, monkeypatch):
+    import safetensors
+
+    def full(tensors, file, metadata):
+        file.write_bytes(b"the first of it")
+        raise safetensors.SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    sentence = refused(stablelm(tmp_path), "--random_weights", "--output", tmp_path / "out")
+    assert "No space left" in sentence and "the same command continues" in sentence
+    assert not list((tmp_path / "out").rglob("*.partial"))
+
+
+def test_a_package_that_cannot_be_written_is_said_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(emit.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(pipeline.models, "load", lambda *a, **k: pytest.fail("it went on"))
+    sentence = refused(stablelm(tmp_path), "--random_weights", "--output", tmp_path / "out")
+    assert "out cannot be written (Permission denied)" in sentence
 
 
 def test_interrupted(tmp_path, monkeypatch):

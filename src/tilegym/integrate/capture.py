@@ -165,7 +165,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def save(calls: list[Recorded], path: Path) -> None:
-    """Writes calls to a safetensors file."""
+    """Writes calls to a safetensors file.
+
+    Raises:
+        ModelError: there is no room for it.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
@@ -180,7 +185,14 @@ def save(calls: list[Recorded], path: Path) -> None:
     described = [[c.label, packed(c.args), {n: packed(v) for n, v in c.kwargs.items()}] for c in calls]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    save_file(tensors, partial, {"calls": json.dumps(described)})
+    try:
+        save_file(tensors, partial, {"calls": json.dumps(described)})
+    except SafetensorError as error:  # of a disk that is full, which every other library calls an OSError
+        partial.unlink(missing_ok=True)
+        raise ModelError(
+            f"captured tensors cannot be written to {path.parent} ({error}): free the disk, or name another folder "
+            "with --output; the same command continues"
+        ) from error
     partial.replace(path)
 
 

@@ -1,6 +1,8 @@
 """Writes what integration found: one patch and one test a compute, and the function that applies them all."""
 
 import ast
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -159,6 +161,8 @@ def write(folder: Path, files: dict[str, str]) -> list[Path]:
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):  # said before the hours that a run may take
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         for name, text in files.items():
             if name.endswith(".py"):
                 ast.parse(text)  # never leave a file behind that Python cannot read
