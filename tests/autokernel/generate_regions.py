@@ -180,6 +180,9 @@ CASES = {
     "llama_rotation": RegionCase(
         _of("llama", "apply_rotary_pos_emb"), (Q, K, COS, COS), gradient=("q", "k"), exact=True
     ),
+    "rotation_of_one_key": RegionCase(
+        _of("llama", "apply_rotary_pos_emb"), (Q, (2, 1, 9, 16), COS, COS), gradient=("q", "k"), exact=True
+    ),
     "qwen3_5_rotation": RegionCase(
         _of("qwen3_5", "apply_rotary_pos_emb"), (Q, K, HALF_COS, HALF_COS), gradient=("q", "k"), exact=True
     ),

@@ -37,17 +37,16 @@ def read_program(
     parts: list[tuple[Region, list[str]]] = []
     for chosen in groups.values():
         part = Importer(program, names, inputs, dtype, name, chosen).region()
-        part.name = f"{name}_{part.outputs[0].name}"
         arguments = list(part.signature)
         same = next((p for p, _ in parts if _shape_of(p) == _shape_of(part)), None)
         parts.append((same or part, arguments))
     whole = Region(name, {}, [o for p, _ in parts for o in p.outputs], list(names), Builder(evaluate), dtype)
     whole.parts = parts
     whole.width = max(p.width for p, _ in parts)
-    for part in whole.different_parts:
+    for number, part in enumerate(whole.different_parts, 1):
         calls = [arguments for p, arguments in parts if p is part]
+        part.name = f"{name}_{number}" if len(whole.different_parts) > 1 else f"{name}_each"
         if len(calls) > 1:
-            part.name = f"{name}_each"
             _rename(part, [old for old, *others in zip(*calls, strict=True) if any(o != old for o in others)])
     return whole
 

@@ -75,7 +75,7 @@ def export(function: Callable, inputs: Sequence[Any], dynamic_columns: bool = Tr
         if not isinstance(x, torch.Tensor):
             return None
         dims = x.dim() if dynamic_columns or x.dtype in INTEGERS else x.dim() - 1
-        return {i: Dim.AUTO for i in range(dims)}
+        return {i: Dim.AUTO if x.shape[i] != 1 else Dim.STATIC for i in range(dims)}
 
     shapes = (tuple(dynamic(x) for x in inputs),)
     try:
