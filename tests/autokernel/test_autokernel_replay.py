@@ -221,6 +221,8 @@ def test_what_is_refused(monkeypatch):
     assert len(made) == 1  # it is not tried again
     with pytest.raises(Refused, match="its attention is flex_attention"):
         Replays(make_model(attn_implementation="flex_attention"), batches, STEPS, recorded).run(prompts=True)
+    with pytest.raises(Refused, match="no step"):
+        Replays(make_model(), batches, 1, recorded).run(prompts=True)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_can_compile_fullgraph", False)
     with pytest.raises(Refused, match="values on the device"):
         Replays(make_model(), batches, STEPS, recorded).run(prompts=True)

@@ -127,6 +127,8 @@ class Replays:
             model, batches, output_length, capture = self._arguments
             without = capture is cuda_graph and model.device.type != "cuda"
             why = "without a GPU there are no graphs" if without else decode_graph.suits(model)
+            if not why and output_length < 2:
+                why = "one token alone takes no step"
             if not why and (attention := model.config._attn_implementation) not in _ATTENTION:
                 why = f"its attention is {attention}, which needs a cache without spare room"
             try:
