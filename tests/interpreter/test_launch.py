@@ -58,6 +58,8 @@ def test_arguments_that_are_refused():
         launch((1,), lambda: None, ())
     with pytest.raises(TypeError, match="Expected 3 kernel arguments, got 2"):
         launch((1,), double, (x, x))
+    with pytest.raises(TypeError, match="a grid is a tuple of one to three sizes, got 1"):
+        launch(1, double, (x, x, 8))
     with pytest.raises(ValueError, match="one to three sizes"):
         launch((1, 1, 1, 1), double, (x, x, 8))
     with pytest.raises(ValueError, match="negative"):

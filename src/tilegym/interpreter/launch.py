@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -96,6 +97,8 @@ def _quiet_torch():
 
 
 def _grid_sizes(grid) -> tuple:
+    if not isinstance(grid, Sequence):
+        raise TypeError(f"a grid is a tuple of one to three sizes, got {grid!r}")
     sizes = tuple(int(size) for size in grid)
     if not 1 <= len(sizes) <= 3:
         raise ValueError(f"a grid has one to three sizes, got {sizes}")

@@ -22,10 +22,10 @@ from .program import evaluates_scalars
 from .program import result_dtype
 from .program import result_shape
 from .rounding import NEAREST
-from .rounding import is_midpoint
 from .rounding import narrow
 from .rounding import round_sum
 from .rounding import round_to_odd
+from .rounding import rounds_twice
 from .rounding import two_product
 from .rounding import two_sum
 from .values import cast
@@ -233,18 +233,31 @@ def _fused_float64(x, y, z, mode):
     return exact.repair(result, (x, y, z), lambda a, b, c: exact.round_fraction(a * b + c, mode))
 
 
+def _fused_float32(x, y, z):
+    # The rescaling of an online softmax is a handful of numbers at a time: numpy, which begins sooner than torch.
+    with np.errstate(all="ignore"):
+        product = np.multiply(x.numpy(), y.numpy(), dtype=np.float64)
+        total = np.asarray(np.add(product, z.numpy(), dtype=np.float64))
+        if not rounds_twice(total, np.asarray(product), z.numpy(), torch.float32, "float32"):
+            return torch.from_numpy(total.astype(np.float32))
+    product, z = torch.from_numpy(np.asarray(product)), z.to(torch.float64)
+    return round_sum(*two_sum(product, z), torch.float32, "float32", RoundingMode.RN)
+
+
 @evaluates(_cutile.ops.FusedMulAddOperation)
 def fused_multiply_add(op):
     dtype = result_dtype(op)
     mode, name = op.rounding_mode, dtype.name
 
     def compute(x, y, z):
+        if x.dtype == torch.float32 and mode in NEAREST:
+            return _fused_float32(x, y, z)
         wide = x.to(torch.float64), y.to(torch.float64), z.to(torch.float64)
         if x.dtype == torch.float64:
             return _fused_float64(x, y, z, mode)
         product = wide[0] * wide[1]  # exact: twice the precision of the operands fits
         total = product + wide[2]
-        if mode in NEAREST and not is_midpoint(total, x.dtype, name):
+        if mode in NEAREST and not rounds_twice(*(v.numpy() for v in (total, product, wide[2])), x.dtype, name):
             return narrow(total, x.dtype)
         return round_sum(*two_sum(product, wide[2]), x.dtype, name, mode)
 

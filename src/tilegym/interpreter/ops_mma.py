@@ -29,6 +29,8 @@ def mma(op):
     if _cutile.is_integral(x_dtype):
         return _integer_mma(x_dtype, y_dtype, acc_dtype)
     wide = torch.float64 if x_dtype.name == "float64" else torch.float32
+    if {x_dtype.name, y_dtype.name, acc_dtype.name} == {"float32"}:
+        return lambda x, y, acc: torch.matmul(x, y).add_(acc)
 
     def compute(x, y, acc):
         product = torch.matmul(decode(x, x_dtype).to(wide), decode(y, y_dtype).to(wide))

@@ -137,9 +137,14 @@ def round_sum(s: torch.Tensor, e: torch.Tensor, dtype: torch.dtype, name: str, m
 _MIDPOINT = {torch.float32: 29, torch.float16: 42, torch.bfloat16: 45}
 
 
-def is_midpoint(s: torch.Tensor, dtype: torch.dtype, name: str) -> bool:
-    """Whether any element of float64 ``s`` may round twice when converted to ``dtype``."""
+def rounds_twice(s: np.ndarray, x: np.ndarray, y: np.ndarray, dtype: torch.dtype, name: str) -> bool:
+    """Whether some element of the float64 ``s = fl(x + y)`` may differ from ``x + y`` once converted to ``dtype``."""
     width = _MIDPOINT[dtype]
-    tail = s.view(torch.int64) & ((1 << width) - 1)
-    small = s.abs() < 2.0 ** FORMATS[name].min_exponent
-    return bool(((tail == 1 << (width - 1)) | (small & (s != 0))).any())
+    tail = s.view(np.int64) & ((1 << width) - 1)
+    suspect = (tail == 1 << (width - 1)) | ((np.abs(s) < 2.0 ** FORMATS[name].min_exponent) & (s != 0))
+    if not suspect.any():
+        return False
+    # A sum that is exact, such as a true midpoint, is rounded once.
+    s, x, y = s[suspect], x[suspect], y[suspect]
+    t = s - x
+    return bool((((x - (s - t)) + (y - t)) != 0).any())
