@@ -6,6 +6,7 @@ from common import sanitized
 from tilegym.backend import dispatcher
 from tilegym.inventory import loading
 from tilegym.inventory import reference
+from tilegym.inventory.inputs import cases
 from tilegym.inventory.rules import validate
 from tilegym.inventory.verify import check_solution
 
@@ -36,6 +37,16 @@ def test_solutions_compute_their_definitions(name, monkeypatch):
     definition = CATALOG.definitions[solution.definition]
     wrong = check_solution(definition, solution, context=sanitized)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG.definitions))
+def test_solutions_are_tried_with_odd_sizes(name):
+    """Of every axis that no constraint makes even, or a function of others."""
+    definition = CATALOG.definitions[name]
+    tried = list(cases(definition))
+    for axis in definition.var_axes:
+        if not any(c.startswith((f"{axis} % 2 == 0", f"{axis} == ")) for c in definition.constraints):
+            assert any(case.axes[axis] % 2 and case.axes[axis] > 1 for case in tried), axis
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG.definitions))

@@ -15,6 +15,7 @@ from tilegym.inventory.schema import TensorSpec
 
 # Sizes that a variable axis is tried with: odd and even, powers of two and not.
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17)
+ODD = tuple(size for size in SIZES if size % 2 and size > 1)
 _TRIES = 4000
 
 
@@ -57,7 +58,7 @@ def cases(definition: Definition, count: int = 2, dtype: torch.dtype | None = No
     """Calls of ``definition``: ``count`` for every combination of its boolean inputs and of its constraints' branches.
 
     Args:
-        count: how many sets of sizes a branch is tried with.
+        count: how many sets of sizes a branch is tried with: small, odd as far as constraints let them, then any.
         dtype: what floating-point inputs have instead of their own dtype.
         seed: the same seed gives the same calls.
 
@@ -72,7 +73,7 @@ def cases(definition: Definition, count: int = 2, dtype: torch.dtype | None = No
     for values in itertools.product((False, True), repeat=len(flags)):
         for chosen in itertools.product(*branches):
             for index in range(count):
-                case = _case(definition, dict(zip(flags, values, strict=True)), chosen, rng, dtype, small=index == 0)
+                case = _case(definition, dict(zip(flags, values, strict=True)), chosen, rng, dtype, index)
                 if case is None:
                     break  # these branches exclude each other
                 for way in (*(f"{name}={value}" for name, value in zip(flags, values, strict=True)), *chosen):
@@ -88,11 +89,11 @@ def _case(
     conditions: tuple[str, ...],
     rng: random.Random,
     dtype: torch.dtype | None,
-    small: bool,
+    index: int,
 ) -> Case | None:
     conditions = (*conditions, *definition.constraints)
     for _ in range(4):
-        numbers = _numbers(definition, flags, conditions, rng, small)
+        numbers = _numbers(definition, flags, conditions, rng, index)
         if numbers is None:
             return None
         axes = {name: numbers[name] for name in definition.axes}
@@ -110,7 +111,7 @@ def _case(
 
 
 def _numbers(
-    definition: Definition, flags: dict[str, bool], conditions: tuple[str, ...], rng: random.Random, small: bool
+    definition: Definition, flags: dict[str, bool], conditions: tuple[str, ...], rng: random.Random, index: int
 ) -> dict[str, Any] | None:
     """Sizes of all axes and values of all inputs that are numbers, or None if none were found that fit."""
     scalars = {name: spec for name, spec in definition.inputs.items() if spec.shape is None and name not in flags}
@@ -120,13 +121,16 @@ def _numbers(
     relevant = [c for c in conditions if constraints.names(c) <= {*definition.axes, *scalars, *flags}]
     for attempt in range(_TRIES):
         values = dict(known)
-        sizes = SIZES[: max(3, 6 if small and attempt < _TRIES // 2 else len(SIZES))]
+        sizes = SIZES[:6] if index == 0 and attempt < _TRIES // 2 else SIZES
+        # Some axis may have to be even: with every attempt fewer are odd.
+        odd = 1.0 - 2 * attempt / _TRIES if index == 1 else 0.0
         waiting = sorted(unknown, key=lambda n: (n in fixed, n in scalars))
         while waiting:  # what an equation gives comes when all that it needs is there
             ready = (n for n in waiting if n not in fixed or constraints.names(fixed[n]) <= values.keys())
             name = next(ready, waiting[0])
             waiting.remove(name)
-            values[name] = _number(name, scalars.get(name), fixed.get(name), values, conditions, rng, sizes)
+            among = ODD if odd > 0.0 and rng.random() < odd else sizes
+            values[name] = _number(name, scalars.get(name), fixed.get(name), values, conditions, rng, among)
         if None not in values.values() and all(constraints.holds(c, values) for c in relevant):
             return values
     return None
