@@ -16,6 +16,8 @@ from tilegym.autokernel import Proposal
 from tilegym.autokernel import Sample
 from tilegym.autokernel import Task
 from tilegym.autokernel import TensorInfo
+from tilegym.autokernel.harness import Observer
+from tilegym.autokernel.harness import _launches
 from tilegym.autokernel.proposers import Agent
 from tilegym.autokernel.proposers import AgentConfig
 from tilegym.autokernel.proposers import Generate
@@ -35,7 +37,10 @@ from tilegym.inventory import AxisConst
 from tilegym.inventory import AxisVar
 from tilegym.inventory import Definition
 from tilegym.inventory import TensorSpec
+from tilegym.inventory import load
 from tilegym.inventory import load_solution
+from tilegym.inventory.inputs import cases
+from tilegym.inventory.schema import CUDA_TILE
 
 NORM = """# Source: https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/x.py#L1-L9
 import torch
@@ -254,3 +259,32 @@ def test_a_search_ends_in_time(task, monkeypatch):
     reuse._matches.cache_clear()
     assert Reuse().propose(task) is None
     reuse._matches.cache_clear()
+
+
+# Solutions of the catalog whose ops compute with PyTorch, and what: proposed as they are, gate 6 rejects them.
+PARTLY_PYTORCH = {
+    "fused_linear_causal_lm_loss_cutile": {"copy_", "mm"},
+    "fused_linear_cross_entropy_cutile": {"copy_", "mm"},
+    "rope_neighbours_cutile": {"cat"},
+}
+
+
+def test_solutions_of_the_catalog_leave_nothing_to_pytorch():
+    catalog, found = load(), {}
+    for solution in catalog.solutions.values():
+        if solution.spec.language != CUDA_TILE:
+            continue
+        function = load_solution(solution)
+        for case in cases(catalog.definitions[solution.definition], count=1):
+            observer, launched = Observer("nan"), []
+            # Nothing is launched: what PyTorch is asked for does not depend on what kernels write.
+            with (
+                torch.no_grad(),
+                _launches(lambda kernel, args, seen=launched: seen.append(kernel), run=False),
+                observer,
+            ):
+                function(*case.inputs.values())
+            assert launched, solution.name
+            if observer.forbidden:
+                found.setdefault(solution.name, set()).update(observer.forbidden)
+    assert found == PARTLY_PYTORCH

@@ -19,6 +19,9 @@ from tilegym.ops.cutile.linear import launch_gemv
 from tilegym.ops.cutile.linear import total
 from tilegym.ops.cutile.linear import weight_tile
 from tilegym.ops.cutile.matmul import check_supported
+from tilegym.ops.cutile.pointwise import indices
+from tilegym.ops.cutile.pointwise import plan as plan_of_tiles
+from tilegym.ops.cutile.pointwise import small_or_flat
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.swiglu import gated
@@ -29,6 +32,7 @@ from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
+from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.fused_gemv import check_residual
 from tilegym.ops.pytorch.fused_gemv import check_weights
 from tilegym.ops.pytorch.linear import check_operands
@@ -168,6 +172,24 @@ def gemv_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias
     return out
 
 
+@ct.kernel
+def add_kernel(y, residual, out, TILE_M: Int, TILE_N: Int):
+    """y, residual, out: [M, N]; one block a tile, neighbours along a row."""
+    at = indices(out, TILE_M, TILE_N)
+    total = ct.gather(y, at).astype(ct.float32) + ct.gather(residual, at).astype(ct.float32)
+    ct.scatter(out, at, total.astype(out.dtype))
+
+
+@compilable(lambda y, residual: residual.new_empty(residual.shape))
+def add_residual(y: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """y, residual [..., N]; [..., N]."""
+    out = residual.new_empty(residual.shape)
+    arrays = small_or_flat(y, residual, out)
+    grid, tile_m, tile_n = plan_of_tiles(*size_of(arrays[0]), out.get_device())
+    launch(out, grid, add_kernel, (*arrays, tile_m, tile_n))
+    return out
+
+
 def _is_one_row(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether the kernels serve it: one row, everything contiguous, no gradients."""
     return (
@@ -230,4 +252,7 @@ def linear_add(
     check_supported(x, DTYPES)
     if _is_one_row(x, weight, residual, bias):
         return gemv_add(x, weight, residual, bias)
-    return residual + ops.linear(x, weight, bias, backend="cutile")
+    y = ops.linear(x, weight, bias, backend="cutile")
+    if torch.is_grad_enabled() and (y.requires_grad or residual.requires_grad):
+        return residual + y
+    return add_residual(y, residual)
