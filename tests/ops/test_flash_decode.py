@@ -97,12 +97,6 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_plans(monkeypatch):
-    """Tests change what plans are made from."""
-    monkeypatch.setattr(flash_decode_plan, "_plans", {})
-
-
 class Test_FlashDecode(PyTestCase):
     @backends("fmha_decode")
     @dtypes()
@@ -265,32 +259,6 @@ class Test_FlashDecode(PyTestCase):
         (kernel, args), _ = launches
         assert (128, 32 if dtype == torch.float32 else 128) == args[11:13]
         assert_compiles(kernel, args)
-
-    @pytest.mark.parametrize("change", ["dtype", "scale", "window", "lengths", "mask", "keys", "sinks"])
-    def test_plans_are_for_one_kind_of_call(self, change):
-        kwargs = tensors(1, 4, 2, 60, 16, 16)
-        fmha_decode(**kwargs, backend="cutile")
-        other = {
-            "dtype": {name: t.half() for name, t in kwargs.items()},
-            "scale": {"sm_scale": 0.5},
-            "window": {"window_size": 7},
-            "lengths": {"kv_len": lengths(9)},
-            "mask": {"attention_mask": boolean(60)},
-            "keys": tensors(1, 4, 2, 30, 16, 16),
-            "sinks": {"sinks": randn(4)},
-        }
-        self.assertCorrectness(fmha_decode, reference, kwargs | other[change], {"backend": "cutile"})
-        with pytest.raises(TypeError, match="one dtype"):
-            fmha_decode(**kwargs | {"v": kwargs["v"].half()}, backend="cutile")
-        with pytest.raises(ValueError, match="expected q"):
-            fmha_decode(**kwargs | {"v": kwargs["v"][:, :, 1:]}, backend="cutile")
-
-    def test_old_plans_make_room(self, monkeypatch):
-        monkeypatch.setattr(flash_decode_plan, "MAX_PLANS", 3)
-        for keys in range(1, 9):
-            kwargs = tensors(1, 2, 2, keys, 16, 16)
-            torch.testing.assert_close(fmha_decode(**kwargs, backend="cutile"), reference(**kwargs))
-            assert len(flash_decode_plan._plans) <= 3
 
     @gpu
     def test_streams_share_nothing(self):

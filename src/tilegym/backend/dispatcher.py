@@ -2,26 +2,32 @@
 
 ``@dispatch(name)`` turns a declaration (signature, defaults, docstring, no body) into the public function.
 ``@register_impl(name, backend)`` adds an implementation, whose signature must be the declaration's. Calls that PyTorch
-is known to serve faster go there (:mod:`tilegym.backend.slower`).
+is known to serve faster go there (:mod:`tilegym.backend.slower`). Calls of cuTile's implementations that look like
+earlier ones repeat what those launched (:mod:`tilegym.backend.recording`).
 """
 
 import contextlib
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from tilegym import env
 from tilegym.backend import selector
 from tilegym.backend import slower
+from tilegym.backend.recording import Recordings
 from tilegym.errors import BackendError
 from tilegym.errors import FallbackWarning
 from tilegym.errors import RegistrationError
 from tilegym.errors import UnsupportedError
 
 FALLBACK_BACKEND = "pytorch"
+RECORDED_BACKEND = "cutile"
 Observer = Callable[[str, str], contextlib.AbstractContextManager]
 
 
@@ -34,6 +40,9 @@ class Op:
         self.signature = inspect.signature(declaration)
         self.impls: dict[str, Callable] = {}
         self.is_slower = slower.lookup_of(name)
+        # By implementation. Calls that name their backend do not go to PyTorch for being slower there, others may.
+        self.chosen_recordings: dict[Callable, Recordings] = {}
+        self.named_recordings: dict[Callable, Recordings] = {}
 
     def register(self, backend: str, impl: Callable) -> None:
         expected, got = _shape_of(self.signature), _shape_of(inspect.signature(impl))
@@ -44,6 +53,25 @@ class Op:
                 "names, order, kinds and defaults must be the same"
             )
         self.impls[backend] = impl
+        if backend == RECORDED_BACKEND:
+            self.chosen_recordings[impl] = Recordings(self.signature, functools.partial(self.serve, None))
+            self.named_recordings[impl] = Recordings(self.signature, functools.partial(self.serve, backend))
+
+    def serve(self, backend: str | None, /, *args, **kwargs) -> Any:
+        """Calls the implementation of ``backend``, None for the one that is chosen now."""
+        chosen = backend or selector.get_current_backend()
+        if self.is_slower is not None and backend is None and chosen == "cutile" and self.is_slower(args, kwargs):
+            chosen = FALLBACK_BACKEND
+        impl = self.impls.get(chosen)
+        if impl is None:
+            return self.call_without(chosen, args, kwargs)
+        try:
+            if _observer is None:
+                return impl(*args, **kwargs)
+            with _observer(self.name, chosen):
+                return impl(*args, **kwargs)
+        except UnsupportedError as reason:
+            return self.call_without(chosen, args, kwargs, reason)
 
     def call_without(self, backend: str, args: tuple, kwargs: dict, reason: UnsupportedError | None = None) -> Any:
         """Serves a call that ``backend`` has no implementation for, or refused with ``reason``."""
@@ -59,6 +87,14 @@ _observer: Observer | None = None
 
 def _shape_of(signature: inspect.Signature) -> list[tuple]:
     return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+
+def _callers_inside() -> int:
+    """How many of the caller's frames, its own among them, are this package's: the next one called the op."""
+    frame, count = sys._getframe(1), 0
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("tilegym.backend"):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 @selector.constant_while_compiling
@@ -80,8 +116,8 @@ def _check_fallback(name: str, backend: str, why: str | None) -> None:
         )
     if (name, backend, why) not in _warned:
         _warned.add((name, backend, why))
-        # The fourth caller up is the line that called the op.
-        warnings.warn(f"op {name!r}: {FALLBACK_BACKEND} instead of {backend}: {why}", FallbackWarning, stacklevel=4)
+        text = f"op {name!r}: {FALLBACK_BACKEND} instead of {backend}: {why}"
+        warnings.warn(text, FallbackWarning, stacklevel=_callers_inside() + 1)
 
 
 def dispatch(name: str) -> Callable[[Callable], Callable]:
@@ -97,23 +133,18 @@ def dispatch(name: str) -> Callable[[Callable], Callable]:
         if name in _ops:
             raise RegistrationError(f"op {name!r} is declared already, by {_ops[name].declaration.__module__}")
         op = _ops[name] = Op(name, declaration)
-        impls = op.impls
+        impls, chosen_recordings, named_recordings = op.impls, op.chosen_recordings, op.named_recordings
 
         @functools.wraps(declaration)
         def call(*args, backend: str | None = None, **kwargs):
-            chosen = backend or selector.get_current_backend()
-            if op.is_slower is not None and backend is None and chosen == "cutile" and op.is_slower(args, kwargs):
-                chosen = FALLBACK_BACKEND
-            impl = impls.get(chosen)
-            if impl is None:
-                return op.call_without(chosen, args, kwargs)
-            if _observer is not None:
-                with _observer(name, chosen):
-                    return _call(op, chosen, impl, args, kwargs)
-            try:
-                return impl(*args, **kwargs)
-            except UnsupportedError as reason:
-                return op.call_without(chosen, args, kwargs, reason)
+            # What runs from here on costs every call, on the host. Compiled code sees no recordings.
+            if torch.compiler.is_compiling() or _observer is not None:
+                return op.serve(backend, *args, **kwargs)
+            if backend is None:
+                recordings = chosen_recordings.get(impls.get(selector.eager_backend()))
+            else:
+                recordings = named_recordings.get(impls.get(backend))
+            return op.serve(backend, *args, **kwargs) if recordings is None else recordings.call(args, kwargs)
 
         backend_parameter = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None)
         call.__signature__ = op.signature.replace(parameters=[*op.signature.parameters.values(), backend_parameter])
@@ -121,13 +152,6 @@ def dispatch(name: str) -> Callable[[Callable], Callable]:
         return call
 
     return decorate
-
-
-def _call(op: Op, backend: str, impl: Callable, args: tuple, kwargs: dict) -> Any:
-    try:
-        return impl(*args, **kwargs)
-    except UnsupportedError as reason:
-        return op.call_without(backend, args, kwargs, reason)
 
 
 def register_impl(name: str, backend: str) -> Callable[[Callable], Callable]:

@@ -93,6 +93,11 @@ def get_current_backend() -> str:
     """The backend that a call without ``backend=`` takes in this thread now."""
     if torch.compiler.is_compiling():
         return _backend_while_tracing(_process_choice, _latest_choice)
+    return eager_backend()
+
+
+def eager_backend() -> str:
+    """:func:`get_current_backend` for code that torch.compile does not trace."""
     return _thread_choice.value or _process_choice or _environment_or_default()
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tilegym import env
+from tilegym.backend import recording
 
 FOLDER = Path(__file__).parent / "cutile" / "slower"
 SCALES = ("scaling", "sm_scale")
@@ -35,10 +36,12 @@ def ignored() -> Iterator[None]:
     """Within the block no call goes to PyTorch for being listed; for measurements, in all threads."""
     global _ignored
     before, _ignored = _ignored, True
+    recording.forget()
     try:
         yield
     finally:
         _ignored = before
+        recording.forget()
 
 
 @functools.cache

@@ -32,6 +32,7 @@ import cuda.tile as ct
 import torch
 
 from tilegym import env
+from tilegym.backend import recording
 from tilegym.backend.cutile import tuning
 from tilegym.backend.cutile import tuning_cache
 from tilegym.backend.cutile.launch import launch
@@ -165,6 +166,7 @@ class Autotuner:
 
     def forget(self) -> None:
         """Forgets what this process knows; what is on disk is looked up again."""
+        recording.forget()
         self.version += 1
         self._calls.clear()
         self._latest.clear()
@@ -186,6 +188,7 @@ class Autotuner:
         outputs: tuple[str, ...] | None,
     ) -> tuple["_Choice", bool]:
         """The configuration for a call that looks like none before, and whether that is the last word."""
+        recording.put_off()  # later calls may launch another configuration
         parameters = {name: i for i, name in enumerate(parameter_names(kernel))}
         bench, arch = self._device(args_fn)
         configs = self.space.configs(arch)

@@ -5,6 +5,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import recording
 from tilegym.errors import UnsupportedError
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -31,28 +32,40 @@ def launch(
     if 0 in grid:
         return
     if like.is_cuda:
-        index = like.get_device()
-        if index == _current_device():
-            try:
-                # A raw stream handle: torch.cuda.current_stream() costs as much as the launch.
-                if overlap:
-                    ct.launch(_raw_stream(index), grid, kernel, args, programmatic_dependent_launch=True)
-                else:
-                    ct.launch(_raw_stream(index), grid, kernel, args)
-            except RuntimeError as error:
-                if "invalid device context" not in str(error):
-                    raise
-                # The thread, such as one of autograd's, has not called the CUDA runtime yet, which would have made
-                # the device's context current. This call does, and does not wait for the device.
-                torch.cuda.mem_get_info(index)
-                ct.launch(_raw_stream(index), grid, kernel, args)
-        else:
-            with torch.cuda.device(index):
-                ct.launch(_raw_stream(index), grid, kernel, args)
+        submit, index = _to_gpu, like.get_device()
     elif like.device.type == "cpu":
-        # Imported here: a GPU user never needs the interpreter.
-        from tilegym import interpreter
-
-        interpreter.launch(grid, kernel, args)
+        submit, index = _to_interpreter, -1
     else:
         raise UnsupportedError(f"cuTile kernels do not run on {like.device.type} tensors")
+    recorder = recording.active
+    if recorder is None:
+        submit(index, grid, kernel, args, overlap)
+    else:
+        recorder.launch(submit, index, grid, kernel, args, overlap)
+
+
+def _to_gpu(index: int, grid: tuple[int, ...], kernel: ct.kernel, args: tuple[Any, ...], overlap: bool) -> None:
+    if index != _current_device():
+        with torch.cuda.device(index):
+            ct.launch(_raw_stream(index), grid, kernel, args)
+        return
+    try:
+        # A raw stream handle: torch.cuda.current_stream() costs as much as the launch.
+        if overlap:
+            ct.launch(_raw_stream(index), grid, kernel, args, programmatic_dependent_launch=True)
+        else:
+            ct.launch(_raw_stream(index), grid, kernel, args)
+    except RuntimeError as error:
+        if "invalid device context" not in str(error):
+            raise
+        # The thread, such as one of autograd's, has not called the CUDA runtime yet, which would have made the
+        # device's context current. This call does, and does not wait for the device.
+        torch.cuda.mem_get_info(index)
+        ct.launch(_raw_stream(index), grid, kernel, args)
+
+
+def _to_interpreter(index: int, grid: tuple[int, ...], kernel: ct.kernel, args: tuple[Any, ...], overlap: bool) -> None:
+    # Imported here: a GPU user never needs the interpreter.
+    from tilegym import interpreter
+
+    interpreter.launch(grid, kernel, args)

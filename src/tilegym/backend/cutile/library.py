@@ -1,15 +1,19 @@
 """Makes launch functions known to ``torch.library``, so that compiled code can call them without a graph break."""
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
+
+from tilegym.backend.recording import Recordings
 
 
 def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
     """Decorates a launch function that allocates and returns its outputs and changes no inputs but ``mutates``.
 
-    Eager calls go straight to the function. While torch.compile traces, the call becomes the operator
+    Eager calls go straight to the function, or repeat what an earlier one did (:mod:`tilegym.backend.recording`): this
+    serves forward and backward passes of training. While torch.compile traces, the call becomes the operator
     ``torch.ops.tilegym.<function name>``. The function's parameters are annotated with the types of
     ``torch.library.infer_schema`` and are passed by position.
 
@@ -19,12 +23,18 @@ def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Calla
     """
 
     def decorate(function: Callable) -> Callable:
-        operator = torch.library.custom_op(f"tilegym::{function.__name__}", function, mutates_args=mutates)
+        recordings = Recordings(inspect.signature(function), function)
+
+        @functools.wraps(function)
+        def recorded(*args):
+            return recordings.call(args, {})
+
+        operator = torch.library.custom_op(f"tilegym::{function.__name__}", recorded, mutates_args=mutates)
         operator.register_fake(fake)
 
         @functools.wraps(function)
         def call(*args):
-            return operator(*args) if torch.compiler.is_compiling() else function(*args)
+            return operator(*args) if torch.compiler.is_compiling() else recordings.call(args, {})
 
         call.operator = operator
         return call

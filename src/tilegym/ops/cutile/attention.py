@@ -27,9 +27,6 @@ from tilegym.ops.cutile.attention_common import needs_exact
 from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import with_unit_stride
-from tilegym.ops.cutile.attention_plan import launch_planned
-from tilegym.ops.cutile.attention_plan import plan_key
-from tilegym.ops.cutile.attention_plan import remember
 from tilegym.ops.cutile.attention_scores import store_lse
 from tilegym.ops.cutile.attention_scores import take_scores
 from tilegym.ops.cutile.attention_tiles import for_each_tile
@@ -211,11 +208,8 @@ def _autotuner(tile_d: int, fp32: bool) -> Autotuner:
     return Autotuner(SearchSpace(configs, _suits))
 
 
-ARRAYS = 8  # attention_kernel's first parameters
-
-
 def _launch_forward(
-    q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len, with_lse, plan=None
+    q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len, with_lse
 ) -> tuple[torch.Tensor, torch.Tensor | int]:
     batch, heads, queries, head_dim = q.shape
     _, kv_heads, keys, v_dim = v.shape
@@ -272,8 +266,6 @@ def _launch_forward(
     tuner = _autotuner(max(tile_d, tile_dv), dtype == torch.float32)
     key = (batch, heads, kv_heads, queries, keys, head_dim, tile_dv, mask_shape, dtype, q.get_device(), *flags)
     tuner(None, grid_fn=grid, kernel=attention_kernel, args_fn=arguments, key=key)
-    if plan is not None:
-        remember(plan, tuner, attention_kernel, key, arguments, ARRAYS)
     return out, lse
 
 
@@ -355,28 +347,19 @@ def fmha(
     attention_mask: torch.Tensor | None = None,
     kv_len: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    plan = None
-    gradients = torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-        or (attention_mask is not None and attention_mask.requires_grad)
-    )
-    if not gradients and not torch.compiler.is_compiling():
-        plan = plan_key(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len)
-        out = launch_planned(plan, q, k, v, sinks, attention_mask, kv_len)
-        if out is not None:
-            return out
     check_arguments("fmha", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
     if scaling is None:
         scaling = q.shape[3] ** -0.5
     check_supported(q, k, v, scaling, sinks, attention_mask, True)
     options = (scaling, is_causal, window_size, soft_cap)
-    if gradients:
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+        or (attention_mask is not None and attention_mask.requires_grad)
+    ):
         if attention_mask is not None and attention_mask.requires_grad:
             raise UnsupportedError("it has no gradient for attention_mask")
         return Attention.apply(q, k, v, sinks, *options, attention_mask, kv_len)
-    if plan is None:
-        return attention_forward(q, k, v, *options, sinks, attention_mask, kv_len)
-    return _launch_forward(q, k, v, *options, sinks, attention_mask, kv_len, False, plan)[0]
+    return attention_forward(q, k, v, *options, sinks, attention_mask, kv_len)

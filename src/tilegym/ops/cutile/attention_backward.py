@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from tilegym.backend import recording
 from tilegym.backend.cutile.autotuner import Autotuner
 from tilegym.backend.cutile.autotuner import Config
 from tilegym.backend.cutile.autotuner import SearchSpace
@@ -116,7 +117,7 @@ def _has_reductions(device: int) -> bool:
 
 def _fuses(device: int, tile_d: int, is_causal: bool, queries: int, keys: int) -> bool:
     wanted = min(queries, keys) >= FUSED_FROM and (max(64, tile_d), is_causal) in FUSED
-    return wanted and _has_reductions(device) and not torch.are_deterministic_algorithms_enabled()
+    return wanted and _has_reductions(device) and not recording.ask(torch.are_deterministic_algorithms_enabled)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import truth
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
-from tilegym.ops.cutile.flash_decode_plan import plan_of
+from tilegym.ops.cutile.flash_decode_plan import make_plan
 from tilegym.ops.cutile.splitk_reduce import merge_kernel
 from tilegym.ops.cutile.splitk_reduce import product_in_parts
 from tilegym.ops.cutile.tiling import Bool
@@ -116,7 +116,10 @@ def decode_kernel(
                 # What a cache holds behind its last key may be NaN, which times zero would be NaN.
                 v_tile = ct.where((row < keys)[None, :], v_tile, ct.zeros((TILE_DV, TILE_N), dtype=v.dtype))
         p, col_max, col_sum, acc = update_softmax(s, col_max, col_sum, acc, unit, 0, EXACT)
-        acc = ct.mma(v_tile, p.astype(v_tile.dtype), acc)
+        if v.dtype == ct.float32:
+            acc = acc + product_in_parts(v_tile, p)
+        else:
+            acc = ct.mma(v_tile, p.astype(v_tile.dtype), acc)
 
     out = out.slice(1, head, next_head)
     if FINAL:
@@ -147,11 +150,12 @@ def _fake(q, k, v, *_):
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
-def _forward(
+@compilable(_fake)
+def decode_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    sm_scale: float | None,
+    scaling: float,
     kv_len_per_split: int | None,
     kv_len: torch.Tensor | None,
     window_size: int | None,
@@ -159,7 +163,7 @@ def _forward(
     sinks: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    plan = plan_of(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
+    plan = make_plan(q, k, v, scaling, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
     out = q.new_empty(plan.out_shape)
     grid = plan.grid
     if grid[1] == 0:
@@ -187,22 +191,6 @@ def _forward(
     return out
 
 
-@compilable(_fake)
-def decode_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sm_scale: float,
-    kv_len_per_split: int | None,
-    kv_len: torch.Tensor | None,
-    window_size: int | None,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-) -> torch.Tensor:
-    return _forward(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
-
-
 @register_impl("fmha_decode", "cutile")
 def fmha_decode(
     q: torch.Tensor,
@@ -224,10 +212,8 @@ def fmha_decode(
         or (attention_mask is not None and attention_mask.requires_grad)
     ):
         raise UnsupportedError("it has no backward kernel")
-    if not torch.compiler.is_compiling():
-        return _forward(q, k, v, sm_scale, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
     check_query(q, kv_len_per_split)
     check_arguments("fmha_decode", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
     scaling = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
-    check_supported(q, k, v, scaling, sinks, attention_mask)
+    check_supported(q, k, v, scaling, sinks, attention_mask, True)
     return decode_forward(q, k, v, scaling, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)

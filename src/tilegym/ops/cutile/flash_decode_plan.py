@@ -7,17 +7,13 @@ import torch
 
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
 from tilegym.ops.cutile.attention_common import NO_MASK
-from tilegym.ops.cutile.attention_common import check_supported
 from tilegym.ops.cutile.attention_common import needs_exact
 from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import TILE_S
-from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
-from tilegym.ops.pytorch.attention import check_arguments
-from tilegym.ops.pytorch.flash_decode import check_query
 
 # Measured on an H200, D 128 in bf16, B8 Hq32 Hkv8 T8192: with tiles of 128 keys (32 KB) and two blocks a multiprocessor
 # it takes 85 us (64 keys: 87; one block: 93; cuDNN 80). Wider rows get fewer keys.
@@ -75,19 +71,13 @@ class Plan(NamedTuple):
     partial_shape: tuple[int, ...]
     merge_args: tuple  # of merge_kernel behind its arrays
     overlap: bool  # whether launches may begin before their predecessors end
-    long: bool  # a tensor has elements beyond 2^31, so that its strides have to be looked at
 
 
-# To look a plan up takes a third of the time of checking and planning, which the GPU would wait for.
-_plans: dict[tuple, Plan] = {}
-MAX_PLANS = 4096
-
-
-def plan_of(
+def make_plan(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    sm_scale: float | None,
+    scaling: float,
     kv_len_per_split: int | None,
     kv_len: torch.Tensor | None,
     window_size: int | None,
@@ -95,46 +85,10 @@ def plan_of(
     sinks: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
 ) -> Plan:
-    """The plan for these arguments of ``fmha_decode``, or the exception that they deserve."""
-    key = (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.get_device(),
-        sm_scale,
-        kv_len_per_split,
-        window_size,
-        soft_cap,
-        None if kv_len is None else (kv_len.shape, kv_len.dtype),
-        None if sinks is None else sinks.shape,
-        None if attention_mask is None else (attention_mask.shape, attention_mask.dtype),
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        check_query(q, kv_len_per_split)
-        check_arguments("fmha_decode", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
-        scaling = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
-        check_supported(q, k, v, scaling, sinks, attention_mask, True)
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        sizes = (*q.shape[:2], *k.shape[1:], v.shape[3])
-        extras = (kv_len is not None, sinks is not None, attention_mask)
-        plan = _plans[key] = _make_plan(
-            sizes, q.dtype, q.get_device(), scaling, kv_len_per_split, window_size, soft_cap, *extras
-        )
-    elif plan.long:
-        check_supported(q, k, v, plan.scalars[0], sinks, attention_mask, True)
-    return plan
-
-
-def _make_plan(
-    sizes, dtype, device_index, scaling, kv_len_per_split, window_size, soft_cap, has_kv_len, has_sinks,
-    attention_mask,
-) -> Plan:  # fmt: skip
-    batch, heads, kv_heads, keys, head_dim, v_dim = sizes
+    """The plan for these arguments of ``fmha_decode``, which have been checked."""
+    batch, heads, _, head_dim = q.shape
+    _, kv_heads, keys, v_dim = v.shape
+    dtype, device_index = q.dtype, q.get_device()
     group = heads // kv_heads
     visible = keys if window_size is None else min(keys, window_size)
     splits = choose_splits(batch * kv_heads, visible, kv_len_per_split, device_index)
@@ -148,14 +102,13 @@ def _make_plan(
         soft_cap is not None,
         mask_kind,
         tiles[0] if mask_kind != NO_MASK and mask.shape[1] > 1 else 1,
-        has_sinks,
-        has_kv_len,
+        sinks is not None,
+        kv_len is not None,
         needs_exact(dtype, mask_kind),
         splits == 1,
         overlap,
     )
     unit = 1.0 if soft_cap is not None or mask_kind == ADDITIVE_MASK else float(scaling)
-    longest = max(batch * heads * head_dim, batch * kv_heads * keys * max(head_dim, v_dim), batch * heads * keys)
     return Plan(
         (batch * kv_heads, splits if keys else 0),
         tiles[0] > MAX_TILE_M,
@@ -166,5 +119,4 @@ def _make_plan(
         (batch, heads, splits, v_dim + STATE_COLUMNS),
         (unit, TILE_S, tiles[3], v_dim, overlap),
         overlap,
-        longest > INT32_MAX,
     )

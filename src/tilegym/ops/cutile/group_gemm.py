@@ -8,6 +8,7 @@ group's own rows are stored. Which rows an item of work has, a first kernel find
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import recording
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
@@ -153,7 +154,7 @@ def work_at(work, which: Int, item):
 
 
 def _is_captured(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and recording.ask(torch.cuda.is_current_stream_capturing)
 
 
 def _fake_group(group_a, group_b, trans_a, trans_b):

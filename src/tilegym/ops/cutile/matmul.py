@@ -8,6 +8,7 @@ tiles, not elements; what sticks out of an array is read as zero and not written
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import recording
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.autotuner import Config
 from tilegym.backend.cutile.autotuner import SearchSpace
@@ -226,7 +227,11 @@ def gemm(
 
 def uses_tf32(dtype: torch.dtype) -> bool:
     """Whether fp32 operands are rounded to tf32, as torch's own matmul would round them."""
-    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return dtype == torch.float32 and recording.ask(_fp32_precision) == "tf32"
+
+
+def _fp32_precision() -> str:
+    return torch.backends.cuda.matmul.fp32_precision
 
 
 def with_unit_stride(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
