@@ -107,9 +107,9 @@ def _launch_forward(x, residual, weight, eps, offset, rounded, with_rstd):
     rows, residual = small_or_rows(x), small_or_rows(residual)
     m, n = size_of(rows)
     y, total = contiguous_like(x), contiguous_like(x)
-    rstd = torch.empty(m, dtype=torch.float32, device=x.device) if with_rstd else y
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device) if with_rstd else 0
     kernel, grid, tile_m, tile_n = forward_plan(m, n, x.get_device())
-    w = rows if weight is None else weight
+    w = 0 if weight is None else weight
     constants = (offset, n, tile_m, tile_n, weight is not None, rounded, with_rstd)
     launch(x, grid, kernel, (rows, residual, w, small_or_rows(y), small_or_rows(total), rstd, eps, *constants))
     return y, total, rstd

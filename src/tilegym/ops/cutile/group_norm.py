@@ -173,7 +173,7 @@ def group_norm_forward(
     grid, tile_m, tile_n = reduction_plan(m, s, in_group)
     launch(x, grid, channel_statistics_kernel, (rows, means, squares, s, tile_m, tile_n))
     grid, *tiles = tile_plan(m, s, in_group)
-    vectors = (rows if weight is None else weight, rows if bias is None else bias)
+    vectors = (0 if weight is None else weight, 0 if bias is None else bias)
     constants = (s, c, in_group, *tiles, weight is not None, bias is not None)
     launch(x, grid, group_norm_kernel, (rows, means, squares, *vectors, y.view(m, s), eps, *constants))
     return y, means, squares

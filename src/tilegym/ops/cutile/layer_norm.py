@@ -111,10 +111,10 @@ def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int],
     return kernel, (tiles,), tile_m, tile_n
 
 
-def _flat(vector, rows, dims):
-    """weight or bias as [N]; without one any array stands in its place."""
+def _flat(vector, dims):
+    """weight or bias as [N]; 0 stands for none."""
     if vector is None:
-        return rows
+        return 0
     return vector if dims == 1 else vector.reshape(-1)
 
 
@@ -122,10 +122,10 @@ def _launch_forward(x, weight, bias, eps, dims, save):
     rows = small_or_rows(x) if dims == 1 else rows_over(x, dims)
     m, n = size_of(rows)
     y = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2)) if save else (y, y)
+    mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2)) if save else (0, 0)
     kernel, grid, tile_m, tile_n = forward_plan(m, n, x.get_device())
     constants = (n, tile_m, tile_n, weight is not None, bias is not None, save)
-    launch(x, grid, kernel, (rows, _flat(weight, rows, dims), _flat(bias, rows, dims), y, mean, rstd, eps, *constants))
+    launch(x, grid, kernel, (rows, _flat(weight, dims), _flat(bias, dims), y, mean, rstd, eps, *constants))
     return (y if rows is x else y.view(x.shape)), mean, rstd
 
 

@@ -34,6 +34,14 @@ def weight_tile(x, i, k, TILE_N: Int, TILE_K: Int):
     return ct.load(x, (i, k), (TILE_N, TILE_K), padding_mode=ct.PaddingMode.ZERO).astype(ct.float32)
 
 
+def row_tile(x, k, TILE_K: Int):
+    """Tile k of a single row ``x``, [1, K] or [1, 1, K], as [1, TILE_K] in fp32."""
+    if x.ndim == 2:
+        return weight_tile(x, 0, k, 1, TILE_K)
+    tile = ct.load(x, (0, 0, k), (1, 1, TILE_K), padding_mode=ct.PaddingMode.ZERO)
+    return tile.reshape((1, TILE_K)).astype(ct.float32)
+
+
 def total(acc, bias, n, BIAS: Bool, TILE_N: Int):
     """The sums of ``acc`` [TILE_N, TILE_K], and a tile of the bias added, [1, TILE_N] in fp32."""
     y = ct.sum(acc, axis=1).reshape((1, TILE_N))
@@ -42,17 +50,20 @@ def total(acc, bias, n, BIAS: Bool, TILE_N: Int):
 
 @ct.kernel
 def gemv_kernel(x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool):
-    # x [1, K], weight [N, K], bias [N] if BIAS (else 0), residual [1, N] if ADD, out [1, N]. One row leaves most of a
-    # tensor core idle: the products are added up instead.
+    # x [1, K], weight [N, K], bias [N] if BIAS (else 0), residual [1, N] if ADD, out [1, N]; x and out may have another
+    # dimension of 1. One row leaves most of a tensor core idle: the products are added up instead.
     n = ct.bid(0)
     begin(OVERLAP)
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     for k in range(ct.cdiv(K, TILE_K)):
-        acc = acc + weight_tile(weight, n, k, TILE_N, TILE_K) * weight_tile(x, 0, k, 1, TILE_K)
+        acc = acc + weight_tile(weight, n, k, TILE_N, TILE_K) * row_tile(x, k, TILE_K)
     y = total(acc, bias, n, BIAS, TILE_N).astype(out.dtype)
     if ADD:
         y = (y.astype(ct.float32) + weight_tile(residual, 0, n, 1, TILE_N)).astype(out.dtype)
-    ct.store(out, (0, n), y)
+    if out.ndim == 2:
+        ct.store(out, (0, n), y)
+    else:
+        ct.store(out, (0, 0, n), y.reshape((1, 1, TILE_N)))
 
 
 @ct.kernel(occupancy=2)
@@ -94,7 +105,10 @@ def launch_gemv(
     residual: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Writes ``x @ weight.T + bias + residual`` to out; x [1, K], weight [N, K], the others [N], [1, N], [1, N]."""
+    """Writes ``x @ weight.T + bias + residual`` to out; x [1, K], weight [N, K], the others [N], [1, N], [1, N].
+
+    x and out may be [1, 1, K] and [1, 1, N].
+    """
     n, k = weight.shape
     kernel, tile_n, tile_k, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
     has_bias, adds = bias is not None, residual is not None
@@ -130,13 +144,14 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     out = _fake(x, weight, bias)
     if x.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-    rows = x if x.dim() == 2 else x.reshape(-1, k)
-    m = rows.shape[0]
+    one_row = 2 <= x.dim() <= 3 and x.numel() == k and x.stride(-1) == 1
+    rows = x if x.dim() == 2 or one_row else x.reshape(-1, k)
+    m = 1 if one_row else rows.shape[0]
     y = out if rows is x else out.view(m, n)
     if m > MAX_GEMV_ROWS:
         gemm(rows, weight, bias, y, False, True)
         return out
-    if rows.stride(1) != 1:
+    if rows.stride(-1) != 1:
         rows = rows.contiguous()
     if weight.stride(1) != 1:
         weight = weight.contiguous()

@@ -122,10 +122,10 @@ def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):
     rows = small_or_rows(x)
     m, n = size_of(rows)
     y = torch.empty_like(rows)
-    rstd = torch.empty(m, dtype=torch.float32, device=x.device) if with_rstd else y
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device) if with_rstd else 0
     kernel, grid, tile_m, tile_n = forward_plan(mode, m, n, x.get_device())
-    w = rows if weight is None else weight
-    b = rows if bias is None else bias
+    w = 0 if weight is None else weight
+    b = 0 if bias is None else bias
     flags = (weight is not None, bias is not None, rounded, with_rstd)
     launch(x, grid, kernel, (rows, w, b, y, rstd, eps, offset, n, tile_m, tile_n, *flags))
     return (y if rows is x else y.view(x.shape)), rstd

@@ -175,7 +175,7 @@ def rms_norm_gated_forward(
     y, groups = contiguous_like(x), (x.shape[-1] // n if n else 1)
     rows = _groups(x, n)
     kernel, grid, tile_m, tile_n = plan(rows.shape[0] // groups, groups, n, x.get_device())
-    w = rows if weight is None else weight
+    w = 0 if weight is None else weight
     constants = (n, groups, tile_m, tile_n, weight is not None, norm_first, silu, rounded)
     launch(x, grid, kernel, (rows, _groups(gate, n), w, y.view(rows.shape), eps, *constants))
     return y

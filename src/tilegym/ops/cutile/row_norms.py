@@ -5,7 +5,7 @@ With ``xhat = x * rstd``, or ``(x - mean) * rstd`` where a mean is taken off (CE
 no mean is taken off, and over the rows ``dweight = sum(dy * xhat)`` and ``dbias = sum(dy)``. Each block sums over rows
 of its own, then the blocks' sums are added in a fixed order: the gradients are the same in every run.
 
-Constants of the kernels: WEIGHT, BIAS, DWEIGHT, DBIAS and THROUGH say whether that array is given (else any array
+Constants of the kernels: WEIGHT, BIAS, DWEIGHT, DBIAS and THROUGH say whether that array is given (else 0 or any array
 stands in its place, untouched); ROUND, whether xhat is rounded to the dtype of y before it is scaled.
 """
 
