@@ -37,15 +37,16 @@ def merge_splits(partial, top, total, batch, state, unit, TILE_H: Int, TILE_S: I
     """In a kernel: all splits merged in their order, [TILE_H, TILE_D] in fp32, and the state after them.
 
     partial [B, H, splits, Dv] holds each split's sum of values weighted by ``exp(unit * (score - top))``, top and total
-    [B, H, splits, 1] the largest score and the sum of the weights. Without SUMS (total is 0) partial is normalised and
-    ``unit * top`` the logarithm of the sum of exponentials. ``state``, a pair [TILE_H, 1], is what to start from.
+    [B, H, splits] or [B, H, splits, 1] the largest score and the sum of the weights. Without SUMS (total is 0) partial
+    is normalised and ``unit * top`` the logarithm of the sum of exponentials. ``state``, a pair [TILE_H, 1], is what to
+    start from.
     """
     all_top, all_total = state
     acc = ct.zeros((TILE_H, TILE_D), dtype=ct.float32)
     heads, columns = ct.arange(TILE_H, dtype=ct.int32), ct.arange(TILE_D, dtype=ct.int32)
     for s in range(ct.cdiv(partial.shape[2], TILE_S)):
         splits = span(s, TILE_S)
-        at = (batch, heads[:, None], splits[None, :], 0)
+        at = (batch, heads[:, None], splits[None, :], 0)[: top.ndim]
         tops = ct.gather(top, at, padding_value=-math.inf)
         new_top = ct.maximum(all_top, ct.max(tops, axis=1, keepdims=True))
         base = ct.where(new_top == -math.inf, 0.0, new_top)
@@ -75,7 +76,7 @@ def merge_states(partial, batch, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, DV
 @ct.kernel
 def splitk_reduce_kernel(
     partial,  # [B, Hq, splits, Dv]
-    lse,  # [B, Hq, splits, 1]
+    lse,  # [B, Hq, splits]
     sinks,  # [Hq] if SINKS, else 0
     out,  # [B, Hq, 1, Dv]
     TILE_S: Int,
@@ -115,7 +116,7 @@ def splitk_reduce_forward(
     batch, heads, splits, head_dim = partial.shape
     if splits == 0:
         return out.zero_()
-    arrays = (partial, lse.unsqueeze(3), 0 if sinks is None else sinks, out)
+    arrays = (partial, lse, 0 if sinks is None else sinks, out)
     constants = (TILE_S, tile_of(head_dim), sinks is not None)
     launch(out, (batch * heads,), splitk_reduce_kernel, (*arrays, *constants))
     return out
