@@ -89,7 +89,12 @@ def attend(
     unit = 1.0 if MASK == ADDITIVE_MASK else scaling
     p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, 0 if KEYS_LEFT else 1, EXACT)
     p = p.astype(kv.dtype)
-    acc = ct.mma(ct.transpose(latents), p, acc) if KEYS_LEFT else ct.mma(p, latents, acc)
+    left, right = (ct.transpose(latents), p) if KEYS_LEFT else (p, latents)
+    if kv.dtype == ct.float32:
+        # A tile's own sum first: product by product, each would round the sum over all keys so far.
+        acc = acc + ct.mma(left, right, ct.zeros(acc.shape, ct.float32))
+    else:
+        acc = ct.mma(left, right, acc)
     return row_max, row_sum, acc
 
 

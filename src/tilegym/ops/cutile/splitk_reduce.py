@@ -18,19 +18,22 @@ from tilegym.ops.pytorch.splitk_reduce import check_arguments
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TILE_S = 16  # splits whose outputs are in registers at a time
-PART = 32  # products of fp32 that are summed one after the other
+PART = 8  # products of fp32 that are summed one after the other; with 32 kernels also spill more registers
 STATE_COLUMNS = 4  # two for a split's largest score and sum; four keep the rows of fp32 on 16 bytes
 
 
 def product_in_parts(a, b):
-    """``a @ b`` in fp32, for tiles of fp32: sums of PART products, then their sum. One long
-    sum, which is how they are compiled, loses digits at each step."""
+    """``a @ b`` in fp32, for tiles of fp32: sums of PART products, then sums of two sums each until one is left. One
+    long sum, which is how they are compiled, loses digits at each step."""
     rows, width, columns = a.shape[0], a.shape[1], b.shape[1]
     if width <= PART:
         return ct.mma(a, b, ct.zeros((rows, columns), dtype=ct.float32))
     left = ct.permute(a.reshape((rows, width // PART, PART)), (1, 0, 2))
     right = b.reshape((width // PART, PART, columns))
-    return ct.sum(ct.mma(left, right, ct.zeros((width // PART, rows, columns), dtype=ct.float32)), axis=0)
+    sums = ct.mma(left, right, ct.zeros((width // PART, rows, columns), dtype=ct.float32))
+    for level in ct.static_iter(range((width // PART).bit_length() - 1)):
+        sums = ct.sum(sums.reshape((width // PART >> level + 1, 2, rows, columns)), axis=1)
+    return sums.reshape((rows, columns))
 
 
 def merge_splits(partial, top, total, batch, state, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, SUMS: Bool):
