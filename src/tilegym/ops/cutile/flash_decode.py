@@ -119,9 +119,6 @@ def decode_kernel(
         if v.dtype == ct.float32:
             acc = acc + product_in_parts(v_tile, p)
         else:
-            if v.dtype == ct.float32:
-            acc = acc + product_in_parts(v_tile, p)
-        else:
             acc = ct.mma(v_tile, p.astype(v_tile.dtype), acc)
 
     out = out.slice(1, head, next_head)
