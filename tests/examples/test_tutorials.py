@@ -118,7 +118,8 @@ def test_kernels_are_sane_and_compile(path, monkeypatch):
         else:
             module.main()
     assert own <= launches.keys()
-    # Attention takes seconds for each architecture.
-    architectures = ("sm_90", "sm_120") if "attention" in path.stem else ARCHITECTURES
+    # Matrix products take seconds for each architecture.
+    slow = "attention" in path.stem or "matmul" in path.stem
+    architectures = ("sm_90", "sm_120") if slow else ARCHITECTURES
     for kernel in own:
         assert_compiles(kernel, launches[kernel], architectures)
