@@ -88,6 +88,8 @@ def bench(
     if not gpu:
         if backend not in (None, "pytorch"):
             raise spec.BenchmarkError(f"--backend {backend}: without a GPU only the pytorch backend is measured")
+        if write_docs:
+            raise spec.BenchmarkError("--write-docs: docs/benchmarks.md is about a GPU, and none is visible")
         added = " and what --providers adds" if providers else ""
         print(
             f"No NVIDIA GPU is visible: only the pytorch backend{added} is measured, on the CPU and at small sizes. "
@@ -342,10 +344,9 @@ def _finish(run, output: Path, plots: bool, write_docs: bool) -> None:
         print(f"{case.op:16} {passes:20} {case.shape:26} {case.kernels * 1e6:.1f} us, PyTorch {case.pytorch * 1e6:.1f}")
     print(f"\nresults in {output}", flush=True)
     if write_docs:
-        from tilegym.bench.docs import default_target
         from tilegym.bench.docs import write
 
-        print(f"written: {write([output], default_target())}")
+        print(f"written: {write([output])}")
 
 
 def main(benchmarks: list) -> None:

@@ -132,6 +132,7 @@ def test_selecting(run, tmp_path):
         (("--model", "gpt"), "nothing to measure"),
         (("--backend", "cutile"), "without a GPU only the pytorch backend"),
         (("--providers", "nowhere.py"), "nowhere.py is not a Python file"),
+        (("--write-docs",), "docs/benchmarks.md is about a GPU, and none is visible"),
         (("--host-only",), "nothing to measure: the host's time is that of launching on a GPU"),
     ),
 )

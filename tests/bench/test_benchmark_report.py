@@ -145,6 +145,20 @@ INFERENCE = {
 }
 
 
+def test_runs_without_a_gpu_do_not_take_the_place_of_the_page(run, tmp_path, monkeypatch):
+    page = tmp_path / "benchmarks.md"
+    monkeypatch.setattr(docs, "default_target", lambda: page)
+    run.write(tmp_path)
+    assert docs.write([tmp_path]) == page and page.is_file()
+    page.unlink()
+    run.machine["gpu"] = None
+    run.write(tmp_path)
+    with pytest.raises(BenchmarkError, match="these runs had no GPU: .*give another --target"):
+        docs.write([tmp_path])
+    assert not page.exists()
+    assert docs.write([tmp_path], tmp_path / "other.md").is_file()
+
+
 def test_page(run, tmp_path):
     run.write(tmp_path)
     (tmp_path / "infer-llama.json").write_text(json.dumps(INFERENCE))

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import typer
 
-from tilegym.bench.docs import default_target
 from tilegym.bench.docs import write
 from tilegym.errors import TileGymError
 
@@ -16,7 +15,7 @@ def write_docs(
 ) -> None:
     """Write docs/benchmarks.md from measured results."""
     try:
-        print(f"written: {write(results, target or default_target())}")
+        print(f"written: {write(results, target)}")
     except TileGymError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error

@@ -41,8 +41,9 @@ python tests/benchmark/write_docs.py out/bench
 ```
 
 `tilegym bench rms_norm fmha` measures some ops only, `--quick` the headline shapes only, `--minutes 9` what fits into
-nine minutes, the most important first; `--skip out/bench` goes on where a run ended. `write_docs.py` takes the folders
-of several runs. Without a GPU only the `pytorch` backend is measured, and this page is not worth writing.
+nine minutes, the most important first; `--skip out/bench`, with another `--output`, goes on where a run ended.
+`write_docs.py` takes the folders of several runs. Without a GPU only the `pytorch` backend is measured, and this page
+is not written.
 """
 
 METHOD = """\
@@ -108,16 +109,21 @@ def default_target() -> Path:
     return folder / "benchmarks.md"
 
 
-def write(results: list[Path], target: Path) -> Path:
-    """Writes ``target`` from ``results.json`` and every ``infer*.json`` in the folders ``results``.
+def write(results: list[Path], target: Path | None = None) -> Path:
+    """Writes ``target``, by default the checkout's page, from the ``results.json`` and ``infer*.json`` in ``results``.
 
     Of a case that several runs have measured, the latest run counts that compared TileGym with anything. Models that
     the page has and the folders do not stay on it.
 
     Raises:
-        BenchmarkError: a file is missing or cannot be read, or the runs are of different GPUs or dtypes.
+        BenchmarkError: a file is missing or cannot be read; the runs are of different GPUs or dtypes; or they had no
+            GPU and would take the place of the checkout's page.
     """
     runs = {folder: Run.read(folder) for folder in results}
+    if target is None:
+        if not any(run.machine.get("gpu") for run in runs.values()):
+            raise BenchmarkError("these runs had no GPU: docs/benchmarks.md is not for them, give another --target")
+        target = default_target()
     inferences: dict[str, dict[str, Any]] = {}
     for folder in sorted(runs, key=lambda folder: runs[folder].machine["date"]):
         inferences |= {path.name: _read_json(path) for path in sorted(folder.glob(INFER_FILES))}
