@@ -113,6 +113,9 @@ CORPUS = {
         "incorrect",
     ),
     "silent_about_gradients": Canned(_changed((_REFUSAL, "")), "G3", "incorrect"),
+    "silent_about_one_gradient": Canned(
+        _changed((" or norm_gate.requires_grad or norm_weight.requires_grad", "")), "G3", "incorrect"
+    ),
     "wrong_gradients": Canned(
         _changed(
             (_REFUSAL, ""),

@@ -32,6 +32,9 @@ from tilegym.autokernel.workers import WorkerFailed
 from tilegym.autokernel.workers import WorkerHost
 from tilegym.bench import generate
 from tilegym.errors import InventoryError
+from tilegym.inventory import AxisVar
+from tilegym.inventory import Definition
+from tilegym.inventory import TensorSpec
 
 MODELS = Path(__file__).with_name("autokernel_models.py")
 
@@ -221,6 +224,26 @@ def test_huge_values_do_not_overflow_in_sums():
     pointwise = definition.model_copy(update={"inputs": {"x": definition.inputs["x"]}, "reference": source})
     call = judging_inputs.small(pointwise, {}, torch.Generator(), 3)
     assert not judging_inputs.adds_up(pointwise, call)
+
+
+def test_huge_values_do_not_overflow_in_products_that_are_added():
+    spec = TensorSpec(shape=["M"], dtype="float32")
+    source = "# Source: x\nimport torch\n\n\ndef run(x):\n    y = {}\n    return y\n"
+    highest = {}
+    for text in ("x * x - x * (2 * x)", "x * x + 1.0", "x - 2 * x"):
+        definition = Definition(
+            name="sums",
+            op_type="region",
+            axes={"M": AxisVar()},
+            inputs={"x": spec},
+            outputs={"y": spec},
+            reference=source.format(text),
+        )
+        call = judging_inputs.small(definition, {}, torch.Generator(), 3)
+        calls = {c.name: c for c in judging_inputs.extreme(definition, call, torch.Generator())}
+        highest[text] = calls["huge values"].inputs["x"].abs().max().item()
+    fused, *others = highest.values()
+    assert 1e18 < fused < 1e19 and all(value > 1e37 for value in others), highest
 
 
 def test_on_a_gpu_the_next_process_begins_before_it_is_asked_for(monkeypatch):

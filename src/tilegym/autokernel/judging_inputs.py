@@ -26,6 +26,7 @@ _SUMS = frozenset(
     "addmv mv dot convolution".split()
 )
 _LARGE = 1 << 19  # elements: making up more for every call would take most of the time
+_HELD_PRODUCT = torch.finfo(torch.float32).max ** 0.5 / 8  # whose square is far from overflowing
 _MAX_KEPT = 256 << 20  # bytes of one recorded tensor; larger ones are made up again, with the same shapes
 
 
@@ -215,12 +216,34 @@ def adds_up(definition: Definition, call: Call) -> bool:
     return bool(seen.names & _SUMS)
 
 
+class _InfiniteSums(TorchDispatchMode):
+    """Notes whether two infinite values in fp32 are added: compilers make one of two products and their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("add", "sub", "rsub"):
+            values = [a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.float32]
+            self.seen |= len(values) == 2 and bool((values[0].isinf() & values[1].isinf()).any())
+        return func(*args, **(kwargs or {}))
+
+
+def adds_overflows(definition: Definition, call: Call) -> bool:
+    """Whether the reference adds products in fp32 that overflow: that is NaN or infinite, as they are fused or not."""
+    run = reference.load(definition.reference, definition.name)
+    with torch.no_grad(), _InfiniteSums() as sums:
+        run(*call.cast(torch.device("cpu")).values())
+    return sums.seen
+
+
 def extreme(definition: Definition, call: Call, generator: torch.Generator) -> Iterator[Call]:
     """The same shapes with values at the edges: zeros, tiny, huge, infinities, NaN.
 
     They stand in the inputs that have a variable axis, since tiny weights would hide tiny data; without any, in all.
     Huge values that are added up stay so small that no sum overflows in fp32, whatever its order: an order that does is
-    no more wrong than PyTorch's own.
+    no more wrong than PyTorch's own. Nor do products that are added in fp32.
     """
     variable = set(definition.var_axes)
     data = {name for name, spec in definition.inputs.items() if variable & set(spec.shape or ())} or set(call.inputs)
@@ -241,9 +264,16 @@ def extreme(definition: Definition, call: Call, generator: torch.Generator) -> I
         "some negative infinities": special(-float("inf")),
         "some NaN": special(float("nan")),
     }
-    for what, change in changes.items():
+
+    def changed(what: str, change: Callable) -> Call:
         inputs = {
             name: change(v) if name in data and isinstance(v, torch.Tensor) and v.is_floating_point() else v
             for name, v in call.inputs.items()
         }
-        yield Call(what, inputs)
+        return Call(what, inputs)
+
+    for what, change in changes.items():
+        made = changed(what, change)
+        if what == "huge values" and adds_overflows(definition, made):
+            made = changed(what, lambda v: v.sign() * min(torch.finfo(v.dtype).max / 4, _HELD_PRODUCT))
+        yield made

@@ -316,7 +316,8 @@ class Loop:
             decision = self.decision(experiment)
             self.checkpoint("decide")
             self.ledger.decide(experiment.number, decision, experiment.model)
-            self._say(f"{experiment.number}: {decision.status}: {decision.description}")
+            what = (decision.description.splitlines() or [""])[0][:300]  # what a kernel raised goes on for pages
+            self._say(f"{experiment.number}: {decision.status}: {what}")
             experiment = self._again(experiment)
         kept = ""
         if experiment.status == KEEP:
