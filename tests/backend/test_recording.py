@@ -87,9 +87,12 @@ def test_the_third_call_of_a_kind_is_not_served_anew(served):
 
 def test_kinds_are_told_apart(served):
     served.calls_of(*[(x(),)] * 3)
-    for n, args in enumerate([(x().double(),), (x(16),), (x(16)[::2],), (x(), 2.0), (x(), 0.5, x())], start=3):
+    others = [(x().double(),), (x(16),), (x(16)[::2],), (x(24)[::3],), (x(), 2.0), (x(), 0.5, x())]
+    for n, args in enumerate(others, start=3):
         assert served.calls_of(args) == [n]
-    assert served.calls_of((x(), 0.5)) == [7], "a default given by the caller"
+    assert served.calls_of((x(), 0.5)) == [8], "a default given by the caller"
+    served.calls_of(*[(x(16)[::2],)] * 2)
+    assert served.calls_of((x(24)[::3],)) == [10]
 
 
 def test_results_are_memory_of_their_own(served):
@@ -184,16 +187,24 @@ def returns_a_number(x, by, other, several):
     return 3
 
 
+def reshapes(x, by, other, several):
+    y = torch.empty_like(x)
+    add(x.view(4, 2).t().reshape(-1), y, by)
+    return y
+
+
 @ct.kernel
 def add_lists_kernel(arrays, y, TILE: ct.Constant[int]):
     ct.store(y, (ct.bid(0),), ct.load(arrays[0], (ct.bid(0),), (TILE,)) + 1)
 
 
-@pytest.mark.parametrize("serve", [copies, fills, reads, keeps, launches_nothing, returns_a_number])
-def test_what_cannot_be_repeated_is_served(served, serve):
+@pytest.mark.parametrize("serve", [copies, fills, reads, keeps, launches_nothing, returns_a_number, reshapes])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_cannot_be_repeated_is_served(served, serve, mode):
     served.serve = serve
-    for _ in range(4):
-        served(x())
+    with mode():
+        for _ in range(4):
+            served(x())
     assert served.calls == 4
 
 

@@ -178,8 +178,11 @@ class Recorder(TorchDispatchMode):
             self._parts[id(result)] = result, result
             self._bytes += result.nbytes
         elif function.is_view and args and id(args[0]) in self._parts:
+            root = self._parts[id(args[0])][1]
             for view in result if isinstance(result, list | tuple) else (result,):
-                self._parts[id(view)] = view, self._parts[id(args[0])][1]
+                self._parts[id(view)] = view, root
+                # Some make a copy where no view will do: reshape, in inference mode.
+                self.refused |= view.untyped_storage().data_ptr() != root.untyped_storage().data_ptr()
         else:
             self.refused = True
         if self.refused or self._bytes > MAX_BYTES:
