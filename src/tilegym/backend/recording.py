@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MAX_KINDS = 4096  # of calls of one op; lengths that grow by one, as in decoding, give a new kind each time
+MAX_KINDS = 1024  # of calls of one op; lengths that grow by one, as in decoding, give a new kind each time
 # That a call allocates: to write as much takes an H200 longer than a call takes the host. Repeated calls keep all that
 # they allocate until their end.
 MAX_BYTES = 2**26
@@ -287,6 +287,8 @@ def _view(of: tuple, wanted: tuple) -> Callable[[torch.Tensor], torch.Tensor]:
     if dtype == of[0] and offset == of[3]:
         return operator.methodcaller("as_strided", shape, strides)
     ahead = offset - of[3]
+    if dtype == of[0]:
+        return lambda tensor: tensor.as_strided(shape, strides, tensor.storage_offset() + ahead)
     return lambda tensor: tensor.view(dtype).as_strided(shape, strides, tensor.storage_offset() + ahead)
 
 
