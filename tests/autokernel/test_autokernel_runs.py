@@ -89,9 +89,10 @@ def make(repository, host, folder, model, proposers, regions, experiments):
         (f"{MODELS}::gated_norm", ["norm_gate"]),
         (f"{MODELS}::scaled_residual", ["* 0.22"]),
         (f"{MODELS}::unusual_activation", [".square()"]),
+        (f"{MODELS}::gated_norm", ["rotate_half"]),
         (str(next((p for p in sorted(TINY.parent.glob("*")) if p.is_dir()), TINY)), ["silu"]),
     ],
-    ids=["gated_norm", "scaled_residual", "unusual_activation", "tiny"],
+    ids=["gated_norm", "scaled_residual", "unusual_activation", "rotation", "tiny"],
 )
 def test_the_generator_covers_what_nobody_wrote(host, repository, tmp_path, model, regions):
     made = make(repository, host, tmp_path / "out", model, [Generate()], regions, experiments=1)
