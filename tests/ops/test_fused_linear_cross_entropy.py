@@ -9,9 +9,7 @@ from common import dtypes
 from common import gpu
 from common import randn
 from common import sanitized
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from peak_memory import PeakMemory
 
 from tilegym import interpreter
 from tilegym.backend import use_backend
@@ -36,24 +34,6 @@ def arguments(*lead, dtype=torch.float32, bias=True, hidden=H, vocab=V, **option
         target=target,
         bias=randn(vocab, dtype=dtype, seed=3) if bias else None,
     ) | options  # fmt: skip
-
-
-class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of tensors that were made within the block and are still there; ``peak`` is the most."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.peak = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        self.storages = {key: held for key, held in self.storages.items() if not held[0].expired()}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in before:
-                self.storages[key] = StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
-        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
-        return out
 
 
 class Test_FusedLinearCrossEntropy(PyTestCase):

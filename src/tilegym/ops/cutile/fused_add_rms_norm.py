@@ -138,6 +138,7 @@ class AddRMSNorm(torch.autograd.Function):
         y, total, rstd = add_rms_norm_forward_rstd(x, residual, weight, eps, offset, rounded)
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset = offset
+        ctx.set_materialize_grads(False)  # behind a model's last norm nothing uses total: no zeros for its gradient
         return y, total
 
     @staticmethod
@@ -145,6 +146,8 @@ class AddRMSNorm(torch.autograd.Function):
     def backward(ctx, dy, dtotal):
         total, weight, rstd = ctx.saved_tensors
         dweight = ctx.needs_input_grad[2]
+        if dy is None:
+            return dtotal, dtotal, torch.zeros_like(weight) if dweight else None, None, None, None
         dtype = sums_dtype(weight, None)
         dx, dw, _ = norm_backward(dy, total, dtotal, weight, None, rstd, ctx.offset, 1, dweight, False, dtype)
         return dx, dx, dw if dweight else None, None, None, None
