@@ -115,6 +115,8 @@ def make_plan(model: nn.Module, trust_remote_code: bool = False, look_up: bool =
     for requirement in found.requirements:
         compute = compute_of(requirement)
         candidates, why = _candidates(requirement, model, look_up)
+        if found.attention and any(candidate.place.put == "attention" for candidate in candidates):
+            candidates, why = (), found.attention
         key, count = compute, 1
         while key in keys:
             count += 1

@@ -1,5 +1,6 @@
 """From a requirement to the ways of serving it: which kernel goes where, with which names and numbers."""
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -145,7 +146,10 @@ def _rope(requirement: Requirement, model: nn.Module) -> Any:
         "style": said["style"],
     }
     options |= {"angles": said["angles"]} if said["angles"] not in ("full", "complex") else {}
-    options |= {"heads_dim": said["heads_dim"]} if said["heads_dim"] != 1 else {}
+    # What calls leave out is the function's default, also where this one was called with another.
+    named = inspect.signature(function).parameters.get("unsqueeze_dim")
+    heads_dim = named.default if named and isinstance(named.default, int) else said["heads_dim"]
+    options |= {"heads_dim": heads_dim} if heads_dim != 1 else {}
     return [("apply_rope_base", Place(requirement.implementation, "rope", options, "function"))]
 
 
@@ -204,7 +208,8 @@ def _held(requirement: Requirement, model: nn.Module) -> Any:
     function = _function(requirement, model)
     if isinstance(function, str):
         return function
-    return [(requirement.op, Place(requirement.implementation, requirement.op, put="function"))]
+    options = {"original": requirement.implementation}
+    return [(requirement.op, Place(requirement.implementation, requirement.op, options, put="function"))]
 
 
 _WAYS = {

@@ -111,6 +111,7 @@ class Research:
         requirements: what was recognised; of each kind in the order of the forward pass.
         unrecognised: what was not. Modules that do nothing but call others are in neither list.
         changes: what was changed in the config to make the model small enough to run.
+        attention: why the model's attention cannot be exchanged through transformers' interface; "" if it can be.
     """
 
     model_type: str
@@ -119,6 +120,7 @@ class Research:
     requirements: tuple[Requirement, ...]
     unrecognised: tuple[Unrecognised, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
+    attention: str = ""
 
     def of_kind(self, kind: str) -> tuple[Requirement, ...]:
         """The requirements of one kind."""

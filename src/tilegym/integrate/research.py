@@ -12,6 +12,7 @@ from torch import nn
 from tilegym.errors import ModelError
 from tilegym.integrate.drafts import constants
 from tilegym.integrate.drafts import draft
+from tilegym.integrate.exchange import attention_misfit
 from tilegym.integrate.findings import Finding
 from tilegym.integrate.findings import Findings
 from tilegym.integrate.findings import find
@@ -68,6 +69,7 @@ def research(model: nn.Module | Any, trust_remote_code: bool = False, seed: int 
         requirements=requirements,
         unrecognised=_unrecognised(findings, places),
         changes={name: list(change) for name, change in small.changes.items() if _is_plain(change)},
+        attention=attention_misfit(small.model) if any(r.kind == "attention" for r in requirements) else "",
     )
 
 

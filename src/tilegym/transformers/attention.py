@@ -228,7 +228,8 @@ def _attention_forward(backend: str | None) -> Callable:
             out = fmha(
                 query, key, value, scaling, causal, window, softcap, s_aux, attention_mask, kv_len, backend=backend
             )
-        return out.transpose(1, 2), None
+        # Contiguous, as that of transformers' SDPA: some models take a view of it. Others would copy it in a reshape.
+        return out.transpose(1, 2).contiguous(), None
 
     return attention_forward
 

@@ -132,14 +132,13 @@ def _put_forward(patches: PatchSet, model: nn.Module, place: Place, backend: str
         if type(module).forward is not cls.forward:
             patches.skip(_at(entry, path), f"it is a {describe(type(module))}, not a {cls.__name__}")
             continue
-        if vars(module).get("forward") is None:
-            form = _form(module)
-            if form not in known:
-                like = _like(model, module)
-                known[form] = general_kernels.agrees(place.kernel, place.options, cls.forward, module, like)
-            if known[form]:
-                patches.skip(_at(entry, path), known[form])
-                continue
+        form = _form(module)
+        if form not in known:
+            like = _like(model, module)
+            known[form] = general_kernels.agrees(place.kernel, place.options, cls.forward, module, like)
+        if known[form]:
+            patches.skip(_at(entry, path), known[form])
+            continue
         patches.replace_forward(module, forward, _at(entry, path))
     if not found:
         patches.skip(_at(entry, type(model).__name__), f"there is no {cls.__name__} in it")

@@ -206,15 +206,28 @@ def cross_entropy(shift: bool = True, backend: str | None = None) -> Callable:
     return loss
 
 
+# What layers hand on to every function, and these functions do not look at.
+_FOR_OTHERS = {"position_embeddings", "position_ids", "cache_position"}
+
+
 def _same_arguments(op: Callable) -> Callable[..., Callable]:
     known = frozenset(inspect.signature(op).parameters)
 
-    def make(backend: str | None = None) -> Callable:
+    def make(original: str = "", backend: str | None = None) -> Callable:
+        """``original``: the qualified name of the function, which gets the calls with arguments that the op has not."""
+
         def function(*args, **kwargs):
-            for name in kwargs.keys() - known:
-                if kwargs.pop(name) not in (None, True, False):
-                    raise UnsupportedError(f"{op.__name__} has no argument {name!r}: revert the patch for such calls")
-            return op(*args, backend=backend, **kwargs)
+            given = {name: value for name, value in kwargs.items() if name in known}
+            for name in kwargs.keys() - known - _FOR_OTHERS:
+                if not (kwargs[name] is None or isinstance(kwargs[name], bool)):
+                    if not original:
+                        raise UnsupportedError(
+                            f"{op.__name__} has no argument {name!r}: revert the patch for such calls"
+                        )
+                    from tilegym.transformers.general import resolve
+
+                    return resolve(original)(*args, **kwargs)
+            return op(*args, backend=backend, **given)
 
         return function
 
@@ -234,7 +247,7 @@ def _numbers(*shape: int, like: Tensor) -> Tensor:
 def _norm_sample(count: int) -> Callable:
     def sample(module: nn.Module, options: dict[str, Any], like: Tensor) -> tuple:
         scale = getattr(module, options["weight"]) if options["weight"] else None
-        shape = (64,) if scale is None else tuple(scale.shape)
+        shape = getattr(module, "normalized_shape", (64,)) if scale is None else tuple(scale.shape)
         return tuple(_numbers(3, *shape, like=like) for _ in range(count))
 
     return sample
@@ -243,7 +256,7 @@ def _norm_sample(count: int) -> Callable:
 def _mlp_sample(module: nn.Module, options: dict[str, Any], like: Tensor) -> tuple:
     first = operator.attrgetter(options.get("gate_up") or options["up"])(module)
     width = getattr(first, "in_features", None) or first.weight.shape[0 if hasattr(first, "nf") else 1]
-    return (_numbers(3, width, like=like),)
+    return (_numbers(3, 1, width, like=like),)
 
 
 def _experts_sample(module: nn.Module, options: dict[str, Any], like: Tensor) -> tuple:

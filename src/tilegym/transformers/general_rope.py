@@ -97,7 +97,10 @@ def rope_sample(module: Any, options: dict[str, Any], like: Tensor) -> tuple:
             shape = (1, 3, count, width) if dim == 2 else (1, count, 3, width)
             size = torch.Size(shape).numel()
             values[named[role]] = torch.sin(torch.arange(1.0, size + 1, device=like.device)).view(shape).to(like.dtype)
-    used = [name for name in options["parameters"] if name in values]
-    if tuple(used) != options["parameters"][: len(used)]:
+    parameters = options["parameters"]
+    if dim == 2 and "unsqueeze_dim" in parameters:  # by default it is another one
+        values |= {"unsqueeze_dim": 2} | dict.fromkeys({"position_ids"} & set(parameters))
+    used = [name for name in parameters if name in values]
+    if tuple(used) != tuple(parameters[: len(used)]):
         raise ValueError("its parameters come in another order")
     return tuple(values[name] for name in used)

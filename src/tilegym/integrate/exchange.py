@@ -1,0 +1,49 @@
+"""Can a model's attention be exchanged? Some models read the mask, or need one where TileGym's attention gives none."""
+
+import torch
+from torch import nn
+
+from tilegym.backend import use_backend
+from tilegym.integrate.small_model import example
+from tilegym.transformers.attention import NAMES
+from tilegym.transformers.patching import Entry
+from tilegym.transformers.patching import PatchSet
+
+# Of the mean square. Rounding in fp32 comes to 1e-3 where a model cuts off what is small; a wrong mask, to a tenth.
+_ALLOWED = 1e-2
+
+
+def attention_misfit(model: nn.Module) -> str:
+    """Why a small model is another one with TileGym's attention in the place of its own; "" if it is not.
+
+    Args:
+        model: with eager attention, in fp32 on the CPU; it is as it was afterwards.
+    """
+    expected = _logits(model)
+    with PatchSet(model, maker=__name__) as patches, use_backend("pytorch"):
+        patches.use_attention(model, NAMES[None], Entry("", "attn"))
+        try:
+            got = _logits(model)
+        except Exception as error:  # whatever a model does with a mask that is none of its own
+            line = (str(error).strip().splitlines() or [""])[0]
+            return f"with another attention the whole model fails: {type(error).__name__}: {line}"
+    for call, logits in expected.items():
+        if not (got[call] - logits).square().mean() <= (_ALLOWED**2) * logits.square().mean():
+            return f"with another attention the whole model gives something else ({call}): the mask is not left to it"
+    return ""
+
+
+@torch.no_grad()
+def _logits(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Of a prompt, a step behind it, and a padded batch, without the padding."""
+    ids = example(model)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    prompt = model(input_ids=ids[:, :-1], use_cache=True)
+    found = {"prefill": prompt.logits}
+    cache = getattr(prompt, "past_key_values", None)
+    if cache is not None:
+        step = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+        found["decode"] = step.logits
+    found["padded batch"] = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    return found
