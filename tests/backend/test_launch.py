@@ -1,6 +1,8 @@
 """Launching kernels: from threads, and on devices that cuTile does not know."""
 
+import contextlib
 import threading
+import types
 
 import cuda.tile as ct
 import pytest
@@ -8,6 +10,7 @@ import torch
 from common import gpu
 from common import randn
 
+from tilegym.backend.cutile import launch as launch_module
 from tilegym.backend.cutile.launch import launch
 from tilegym.errors import UnsupportedError
 
@@ -32,6 +35,42 @@ def test_other_devices_are_refused():
     x = torch.empty(16, device="meta")
     with pytest.raises(UnsupportedError, match="meta"):
         launch(x, (1,), add_one_kernel, (x, x, 16))
+
+
+class FakeGPU:
+    """Stands in for the driver: notes launches as (device at the time, stream, overlap); the first may fail."""
+
+    def __init__(self, monkeypatch, current: int, fails: bool = False) -> None:
+        self.current, self.fails, self.launches = current, fails, []
+        monkeypatch.setattr(launch_module, "_current_device", lambda: self.current)
+        monkeypatch.setattr(launch_module, "_raw_stream", lambda index: 100 + index)
+        monkeypatch.setattr(torch.cuda, "device", self.device)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 0))
+        monkeypatch.setattr(ct, "launch", self.launch)
+
+    def launch(self, stream, grid, kernel, args, *, programmatic_dependent_launch=False):
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("invalid device context")
+        self.launches.append((self.current, stream, programmatic_dependent_launch))
+
+    @contextlib.contextmanager
+    def device(self, index):
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gpu_gets_it_on_its_own_stream(monkeypatch, overlap, fails):
+    gpu_of = types.SimpleNamespace(is_cuda=True, get_device=lambda: 1)
+    here = FakeGPU(monkeypatch, 1, fails)
+    launch(gpu_of, (2,), add_one_kernel, (), overlap)
+    assert here.launches == [(1, 101, overlap and not fails)]
+    elsewhere = FakeGPU(monkeypatch, 0)
+    launch(gpu_of, (2,), add_one_kernel, (), overlap)
+    assert elsewhere.launches == [(1, 101, False)] and elsewhere.current == 0
 
 
 @gpu
