@@ -1,5 +1,6 @@
 """The interpreter in the place of cuda.tile.launch: in a process, for a script, and for a test suite."""
 
+import io
 import os
 import subprocess
 import sys
@@ -116,6 +117,13 @@ def test_cuda_devices_are_the_cpu():
         made.append(torch.randn(2, device="cuda", generator=generator))
         with torch.device("cuda"):
             made.append(torch.ones(2))
+        torch.set_default_device("cuda")
+        made.append(torch.ones(2))
+        torch.set_default_device(None)
+        with io.BytesIO() as file:
+            torch.save(cpu, file)
+            file.seek(0)
+            made.append(torch.load(file, map_location="cuda"))
         assert {tensor.device.type for tensor in made} == {"cpu"}
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -123,6 +131,8 @@ def test_cuda_devices_are_the_cpu():
             end.record()
         torch.cuda.synchronize()
         assert start.elapsed_time(end) >= 0
+        with torch.cuda.device(0), torch.cuda.stream(torch.cuda.ExternalStream(0)), torch.cuda.nvtx.range("a range"):
+            assert not torch.cuda.is_current_stream_capturing()
     assert torch.cuda.is_available is before
 
 

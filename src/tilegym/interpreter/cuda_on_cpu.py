@@ -117,6 +117,10 @@ class Event:
         return (end._seconds - self._seconds) * 1e3
 
 
+class Device(contextlib.nullcontext):
+    """``torch.cuda.device``: torch itself asks for instances of it, so it has to be a class."""
+
+
 def _properties(device=None):
     major, minor = CAPABILITY
     return types.SimpleNamespace(
@@ -148,28 +152,46 @@ _CUDA_ANSWERS = {
     "current_stream": lambda device=None: _stream,
     "default_stream": lambda device=None: _stream,
     "stream": lambda stream: contextlib.nullcontext(),
-    "device": lambda device: contextlib.nullcontext(),
+    "device": Device,
+    "is_current_stream_capturing": lambda: False,
     "mem_get_info": lambda device=None: (_TOTAL_MEMORY, _TOTAL_MEMORY),
     "memory_allocated": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
     "Stream": Stream,
+    "ExternalStream": Stream,
     "Event": Event,
-    **_that_do_nothing("init", "synchronize", "set_device", "set_stream", "empty_cache"),
+    **_that_do_nothing("init", "synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"),
     **_that_do_nothing("manual_seed", "manual_seed_all", "reset_peak_memory_stats"),
 }
+
+_load, _set_default_device = torch.load, torch.set_default_device
+
+# What no mode sees: a type in C, a function in Python, and a device that is added to calls when the modes are through.
+_TORCH_ANSWERS = {
+    "Generator": _Generator,
+    "load": lambda f, map_location=None, *args, **kwargs: _load(f, _on_cpu(map_location), *args, **kwargs),
+    "set_default_device": lambda device: _set_default_device(_on_cpu(device)),
+}
+
+_ANSWERS = (
+    (torch, _TORCH_ANSWERS),
+    (torch.cuda, _CUDA_ANSWERS),
+    (torch.cuda.nvtx, _that_do_nothing("range_push", "range_pop", "mark")),
+)
 
 
 @contextlib.contextmanager
 def redirect():
     """Within the ``with`` block, and in this thread, tensors asked for on CUDA devices are CPU tensors."""
-    saved = {name: getattr(torch.cuda, name) for name in _CUDA_ANSWERS if hasattr(torch.cuda, name)}
-    for name in saved:
-        setattr(torch.cuda, name, _CUDA_ANSWERS[name])
-    torch.Generator = _Generator
+    saved = []
+    for owner, answers in _ANSWERS:
+        for name, answer in answers.items():
+            if hasattr(owner, name):
+                saved.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, answer)
     try:
         with _Redirection():
             yield
     finally:
-        torch.Generator = _Generator.real
-        for name, value in saved.items():
-            setattr(torch.cuda, name, value)
+        for owner, name, value in saved:
+            setattr(owner, name, value)
