@@ -76,10 +76,15 @@ class Recordings:
     """``serve``, a function of this signature that calls an op, with recordings of its calls."""
 
     def __init__(self, signature: inspect.Signature, serve: Callable) -> None:
-        self._look = _look_of(signature)
+        self._signature = signature
+        self._look = self._first_look
         self._serve = serve
         self.known: dict[Any, Recording | bool] = {}  # by kind; True: seen once, False: cannot be repeated
         _all.append(self)
+
+    def _first_look(self, *args, **kwargs) -> tuple:
+        self._look = _look_of(self._signature)  # not before it is wanted: all of them would slow the import
+        return self._look(*args, **kwargs)
 
     def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Serves a call, by its recording where there is one."""
