@@ -199,6 +199,7 @@ def test_reports_are_made_from_the_ledger(repository, tmp_path):
     assert rows[2][0] == "| 0" and rows[2][4] == "baseline" and rows[2][3] == "100.00"
     statuses = [row[4] for row in rows[3:11]]
     assert statuses == [e.status for e in made.ledger.experiments()]
+    assert "does not decide" in text  # without a GPU
     page = (tmp_path / "out/results.html").read_text()
     for svg in [part.split("</svg>")[0] for part in page.split("<svg")[1:]]:
         xml.etree.ElementTree.fromstring(f"<svg{svg}</svg>")
@@ -293,6 +294,18 @@ def test_killed_once_nothing_is_done_twice(repository, tmp_path, step):
         e.verdict.status == "passed" or e.gate == "G8" for e in made.ledger.experiments() if e.number not in measured
     )
     assert len(made.ledger.kept()) == 2
+
+
+def test_what_a_killed_run_took_counts(repository, tmp_path):
+    def checkpoint(name):
+        if name == "survey":
+            made.began -= 1e6
+        if name == "begin":
+            os.kill(os.getpid(), 9)
+
+    made = loop(repository, tmp_path / "out", checkpoint)
+    assert killed(lambda: made) == -9
+    assert "minutes" in loop(repository, tmp_path / "out").run()
 
 
 def test_by_hand_it_stops_before_there_is_a_baseline(repository, tmp_path):

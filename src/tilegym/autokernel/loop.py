@@ -181,6 +181,7 @@ class Loop:
 
     def _say(self, line: str) -> None:
         self.tell(f"{self.seconds():7.1f} s  {line}")
+        self.ledger.note("seconds", self.seconds())  # what a killed run took counts, too
 
     def _stop(self) -> str | None:
         if len(self.ledger.experiments()) >= self.settings.experiments:
@@ -247,7 +248,6 @@ class Loop:
             if (late := self._late()) is not None:
                 return late
             self._decide(experiment)
-            self.ledger.note("seconds", self.seconds())
             report.write(self.folder, self.ledger)
         return None
 

@@ -76,7 +76,7 @@ def survey(
             definition = profile.draft(region, recording, family)
             profile.check_draft(definition, recording, device)
         except InventoryError as error:
-            rows.append(RegionRow(region.key, "", seconds, 0.0, str(error)))
+            rows.append(RegionRow(region.key, "", seconds, 0.0, str(error).removeprefix(f"{region.key}: ")))
             continue
         needed = profile.work(definition, recording)
         bound = max(needed.bytes / roofline.bandwidth, needed.flops / roofline.rate)

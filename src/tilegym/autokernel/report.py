@@ -63,6 +63,8 @@ def results(ledger: Ledger, baseline: dict[str, Any], experiments: list[Experime
     lines = [f"# Auto-kernelize: {settings['model']['spec']['model_id']}", ""]
     lines += [_row(_HEADER), _row(["---"] * len(_HEADER)), *map(_row, rows), ""]
     lines += [f"Throughput is of runs that are {way(baseline)}.", ""] if way(baseline) else []
+    if settings.get("device") == "cpu":
+        lines += ["Kernels run in the interpreter here: throughput says nothing of them, and does not decide.", ""]
     lines += ["## Regions", ""]
     head = ("region", "modules", "share", "bound", "state")
     lines += [_row(head), _row(["---"] * len(head))]
