@@ -1,6 +1,7 @@
 """Which calls are recorded, what a repeated one does, and what makes recordings void."""
 
 import threading
+import typing
 
 import cuda.tile as ct
 import pytest
@@ -294,6 +295,41 @@ def test_what_is_not_hashable_is_served(served):
         assert served.calls == n
 
 
+def test_tensors_where_numbers_are_announced(served):
+    """They are in no way kept, and read in every call."""
+    served.serve = lambda x, by, other, several: Served.plain(x, by.item(), other, several)
+    for n in range(3):
+        assert torch.equal(served(x(), torch.tensor(0.5 + n)), x() + (0.5 + n) + 1)
+    assert served.calls == 3
+    assert not any(recordings.known for recordings in recording._all)
+
+
+@pytest.mark.parametrize("optional", [None, typing.Optional[Tensor], "Tensor | None"])  # noqa: UP045
+def test_other_annotations(monkeypatch, optional):
+    """Also of ops from outside this project: none, those of typing, and text."""
+
+    def declaration(x, other=None):
+        """x + 1.5, or other + 1.5."""
+
+    def impl(x, other=None):
+        calls.append(1)
+        return Served.plain(x if other is None else other, 0.5, None, ())
+
+    for function in (declaration, impl) if optional else ():
+        function.__annotations__ = {"x": Tensor if optional != "Tensor | None" else "Tensor", "other": optional}
+    calls = []
+    op = backend.dispatch("annotated_for_test")(declaration)
+    backend.register_impl("annotated_for_test", "cutile")(impl)
+    try:
+        for n in range(4):
+            assert torch.equal(op(x(seed=n), backend="cutile"), x(seed=n) + 0.5 + 1)
+            assert torch.equal(op(x(), x(seed=n), backend="cutile"), x(seed=n) + 0.5 + 1)
+        assert len(calls) == (4 if optional == typing.Optional[Tensor] else 8)  # noqa: UP045
+        assert not any(map(recording._has_tensors, (k for r in recording._all for k in r.known)))
+    finally:
+        dispatcher._ops.pop("annotated_for_test")
+
+
 def test_calls_that_the_op_does_not_take(served):
     served.calls_of(*[(x(),)] * 3)
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
@@ -302,6 +338,7 @@ def test_calls_that_the_op_does_not_take(served):
         served(x(), to=3)
     with pytest.raises(TypeError, match="must be Tensor, not int"):
         served(3)
+    assert served.calls_of((x(), 0.5, None, x())) == [4]
 
 
 def test_refused_calls_fall_back_and_say_so(served):

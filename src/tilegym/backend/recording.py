@@ -93,7 +93,7 @@ class Recordings:
             try:
                 kind, tensors = self._look(*args, **kwargs)
                 found = self.known.get(kind)
-            except (TypeError, AttributeError):  # arguments that the op does not take: serve says so
+            except (TypeError, AttributeError, RuntimeError):  # arguments that the op does not take: serve says so
                 kind = None
         if found is True:
             return self._record(kind, tensors, args, kwargs)
@@ -101,7 +101,7 @@ class Recordings:
             if not found.answers or all([question() == answer for question, answer in found.answers]):
                 return found.repeat(tensors)
             self.known[kind] = True
-        elif found is None and kind is not None:
+        elif found is None and kind is not None and not _has_tensors(kind):
             if len(self.known) >= MAX_KINDS:
                 self.known.clear()
             self.known[kind] = True
@@ -327,41 +327,48 @@ def _look_of(signature: inspect.Signature) -> Callable[..., tuple]:
     that wants gradients.
 
     It is written out for the signature, as ``dataclasses`` write out their methods: to go over a call's arguments in a
-    loop takes half as long again.
+    loop takes half as long again. Tensors that no annotation announces become part of the kind, see ``_has_tensors``.
     """
     parameters, gradients, kind, tensors = [], [], [], []
-    names = {"is_grad_enabled": torch.is_grad_enabled, "of": _of_several}
+    names = {"__gradients__": torch.is_grad_enabled, "__several__": _several_tensors}  # no parameters' names
     device = "device"  # the first tensor's; for the others its index tells enough, and is faster to get
     for name, parameter in signature.parameters.items():
-        among = typing.get_args(parameter.annotation) if isinstance(parameter.annotation, types.UnionType) else ()
         keyword = "*, " if parameter.kind is parameter.KEYWORD_ONLY and "*, " not in "".join(parameters) else ""
         default = "" if parameter.default is parameter.empty else f"=default_{name}"
         names[f"default_{name}"] = parameter.default
         parameters.append(f"{keyword}{name}{default}")
-        optional = f"None if {name} is None else " if type(None) in among else ""
-        if parameter.annotation is torch.Tensor or torch.Tensor in among:
+        union = typing.get_origin(parameter.annotation) in (types.UnionType, typing.Union)
+        among = typing.get_args(parameter.annotation) if union else (parameter.annotation,)
+        given = "" if type(None) not in among else f"None if {name} is None else "
+        if torch.Tensor in among:
             of = f"{name}.dtype, {name}.shape, {name}.{device}, {name}.is_contiguous() or {name}.stride()"
-            kind.append(f"{optional}({of})" if optional else of)
+            kind.append(f"{given}({of})" if given else of)
             tensors.append(name)
-            gradients.append(f"({name} is not None and {name}.requires_grad)" if optional else f"{name}.requires_grad")
-            device = device if optional else "get_device()"
-        elif "torch.Tensor" in str(parameter.annotation):  # several of them
-            kind.append(f"{optional}of({name})")
+            gradients.append(f"({name} is not None and {name}.requires_grad)" if given else f"{name}.requires_grad")
+            device = device if given else "get_device()"
+        elif "torch.Tensor" in str(parameter.annotation):
+            kind.append(f"{given}__several__({name})")
             tensors.append(f"*({name} or ())")
-            gradients.append(f"any([t.requires_grad for t in {name} or () if t is not None])")
+            gradients.append(f"True in [t is not None and t.requires_grad for t in {name} or ()]")
         else:
             kind.append(name)
     source = f"""\
 def look({", ".join(parameters)}):
-    if is_grad_enabled() and ({" or ".join(gradients) or "False"}):
+    if __gradients__() and ({" or ".join(gradients) or "False"}):
         return None, ()
-    return ({", ".join(kind)},), ({", ".join(tensors)},)
+    return ({", ".join([*kind, ""])}), ({", ".join([*tensors, ""])})
 """
     exec(source, names)
     return names["look"]
 
 
-def _of_several(tensors: list[torch.Tensor | None]) -> tuple:
+def _several_tensors(tensors: list[torch.Tensor | None]) -> tuple:
+    """Of a list of tensors, its part of the kind."""
     return tuple(
         [None if t is None else (t.dtype, t.shape, t.device, t.is_contiguous() or t.stride()) for t in tensors]
     )
+
+
+def _has_tensors(kind: tuple) -> bool:
+    """Whether there is a tensor among what tells a call's kind, as one that stands for a number."""
+    return any(isinstance(part, torch.Tensor) or (isinstance(part, tuple) and _has_tensors(part)) for part in kind)
