@@ -15,8 +15,10 @@ from tilegym.errors import ModelError
 from tilegym.errors import PatchError
 from tilegym.integrate import recipes
 from tilegym.integrate.plan import make_plan
+from tilegym.transformers.decode_graph import eager_steps
 from tilegym.transformers.general import Place
 from tilegym.transformers.general import put
+from tilegym.transformers.general_graph import put_graph
 
 FAMILIES = [
     "stablelm", "cohere", "phi", "starcoder2", "olmo", "gpt_neox", "glm4", "mixtral", "qwen3_5_text", "deepseek_v2",
@@ -75,6 +77,17 @@ def test_a_layer_norm_with_an_offset_on_its_weight():
     plain = Place(place.of, place.kernel, {**place.options, "offset": 0.0})
     with pytest.raises(PatchError, match="does not compute layer_norm"):
         put(model, "layer_norm", (plain,))
+
+
+@pytest.mark.parametrize("family", ["exaone4", "opt", "whisper"])
+def test_replayed_steps_give_the_same_tokens(family):
+    """Positions from the model's own rule: windows, positions by the mask, and none that generate gives (Whisper)."""
+    model = small(family)
+    _, tokens = answers(model)
+    with tilegym.apply(model, use_cutile=False) as report, eager_steps("cpu"):
+        put_graph(model, False, report)
+        assert "graph" in {entry.compute for entry in report.patched}
+        assert torch.equal(answers(model)[1], tokens)
 
 
 @pytest.mark.parametrize("family, why", [("bigbird_pegasus", "gives something else"), ("deepseek_v4", "model fails")])

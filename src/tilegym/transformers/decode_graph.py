@@ -9,6 +9,7 @@ caches of the caller's) runs as transformers does it.
 """
 
 import contextlib
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -128,6 +129,8 @@ class Session:
         self.tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=device)
+        # generate gives positions to models that ask for them by name; others may hand them on and mean something else.
+        self.positioned = "position_ids" in inspect.signature(type(model).forward).parameters
         self.graphs: dict[bool, Any] = {}  # by whether there is padding
         self.logits: dict[bool, Tensor] = {}
 
@@ -158,13 +161,14 @@ class Session:
         return self.logits[padded]
 
     def _run(self, model: nn.Module, padded: bool) -> Tensor:
+        options = {"position_ids": self.positions} if self.positioned else {}
         outputs = model(
             input_ids=self.tokens,
             attention_mask=self.mask if padded else None,
-            position_ids=self.positions,
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
+            **options,
         )
         self.cache.advance()
         self.positions.add_(1)
