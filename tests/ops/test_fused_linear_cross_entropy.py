@@ -147,9 +147,9 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
         self.assertCorrectness(fused_linear_cross_entropy, reference, kwargs, options, ("hidden_states", "weight"))
 
     def test_rows_of_chunk(self):
-        assert rows_of_chunk(8192, 128256, 4096) == 1024
+        assert rows_of_chunk(8192, 128256, 4096) == 2048
         assert rows_of_chunk(100, 128256, 4096) == 1024
-        assert rows_of_chunk(20000, 128256, 4096) == 2560
+        assert rows_of_chunk(12000, 128256, 4096) == 3072
         assert rows_of_chunk(8192, 16384, 4096) == 4096  # 128 MiB of logits
         assert rows_of_chunk(10**6, 128256, 4096) == 4096
         assert rows_of_chunk(10**6, 128256, 100) == 100

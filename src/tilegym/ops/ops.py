@@ -409,7 +409,7 @@ def fused_linear_cross_entropy(
         bias: [V] or None, in the dtype of hidden_states.
         ignore_index: rows with this target count for nothing, in the gradients neither.
         chunk_size: the most rows whose logits exist at a time; fewer do where that takes no longer. In 16 bits the
-            gradient of weight is summed in fp32 if there are more than 8 * chunk_size rows, which takes more memory.
+            gradient of weight is summed in fp32 if there are more than 4 * chunk_size rows, which takes more memory.
         reduction: "mean" over the rows that are not ignored (NaN if all are), "sum" or "none". With "none" the backward
             pass computes the logits again.
 
