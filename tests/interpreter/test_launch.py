@@ -257,6 +257,21 @@ def attention(q, k, v, o, scale: ct.Constant[float], size: ConstInt, rows: Const
     ct.store(o, (head, block, 0), (out / total).astype(o.dtype).reshape((1, rows, size)))
 
 
+@ct.kernel
+def multiply_add(x, y, z, out):
+    ct.store(out, (0,), ct.load(x, (0,), (4,)) * ct.load(y, (0,), (4,)) + ct.load(z, (0,), (4,)))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_infinities_warn_of_nothing(dtype):
+    inf, nan = float("inf"), float("nan")
+    x, y, z = (torch.tensor(v).to(dtype) for v in ([inf, 1.0, nan, inf], [1.0, 0.0, 1.0, 2.0], [-inf, inf, 1.0, 3.0]))
+    out = torch.zeros(4, dtype=dtype)
+    launch((1,), multiply_add, (x, y, z, out))
+    torch.testing.assert_close(out, torch.tensor([nan, inf, nan, inf], dtype=dtype), equal_nan=True)
+
+
 def fastest(run, times: int = 3) -> float:
     run()
     seconds = []

@@ -257,8 +257,11 @@ def fused_multiply_add(op):
             return _fused_float64(x, y, z, mode)
         product = wide[0] * wide[1]  # exact: twice the precision of the operands fits
         total = product + wide[2]
-        if mode in NEAREST and not rounds_twice(*(v.numpy() for v in (total, product, wide[2])), x.dtype, name):
-            return narrow(total, x.dtype)
+        if mode in NEAREST:
+            with np.errstate(all="ignore"):
+                twice = rounds_twice(*(value.numpy() for value in (total, product, wide[2])), x.dtype, name)
+            if not twice:
+                return narrow(total, x.dtype)
         return round_sum(*two_sum(product, wide[2]), x.dtype, name, mode)
 
     return flushing(compute) if op.flush_to_zero else compute
