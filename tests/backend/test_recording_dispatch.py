@@ -8,6 +8,7 @@ import torch
 from recording_fakes import add_kernel
 from recording_fakes import served_op
 from recording_fakes import x
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilegym import backend
 from tilegym.backend import recording
@@ -164,3 +165,17 @@ def test_compiled_code_sees_none_of_it(served):
     (recordings,) = served.op.op.named_recordings.values()
     assert not recordings.known
     torch.compiler.reset()
+
+
+def test_tensors_without_memory(served):
+    """Of a mode that only follows shapes: PyTorch serves them, as it does what is not recorded."""
+
+    def serve(x, by, other, several):
+        x.view(2, -1)
+        raise UnsupportedError("not today")
+
+    served.serve = serve
+    with pytest.warns(FallbackWarning, match="not today"), FakeTensorMode() as mode:
+        fake = mode.from_tensor(x())
+        for _ in range(3):
+            assert served(fake).shape == (8,)

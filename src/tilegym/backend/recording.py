@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
             for view in result if isinstance(result, list | tuple) else (result,):
                 self._parts[id(view)] = view, root
                 # Some make a copy where no view will do: reshape, in inference mode.
-                self.refused |= view.untyped_storage().data_ptr() != root.untyped_storage().data_ptr()
+                self.refused |= view.untyped_storage()._cdata != root.untyped_storage()._cdata
         else:
             self.refused = True
         if self.refused or self._bytes > MAX_BYTES:
