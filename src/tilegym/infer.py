@@ -129,8 +129,11 @@ def _check_writable(path: Path) -> None:
     """Raises ModelError now, not after minutes of work, if ``path`` cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
         with path.open("a"):
             pass
+        if not there:
+            path.unlink()
     except OSError as error:
         raise ModelError(f"--summary_file {path} cannot be written: {error.strerror}; name another file") from error
 

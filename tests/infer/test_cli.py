@@ -269,6 +269,15 @@ class Test_Bad_Input:
     def test_message(self, args, message):
         self.check(infer(*args), message)
 
+    def test_a_run_that_fails_leaves_no_summary(self, tmp_path):
+        file = tmp_path / "folder" / "summary.json"
+        command = ["--model_id", TINY_LLAMA, "--output_length", "5000", "--summary_file", str(file)]
+        self.check(infer(*command), "exceed")
+        assert not file.exists()
+        file.write_text("an earlier one")
+        self.check(infer(*command), "exceed")
+        assert file.read_text() == "an earlier one"
+
     def test_nothing_to_patch(self, tmp_path):
         path = tmp_path / "config.json"
         path.write_text('{"model_type": "mamba", "num_hidden_layers": 1, "hidden_size": 32, "vocab_size": 256}')
