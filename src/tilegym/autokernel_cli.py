@@ -49,6 +49,11 @@ def autokernel(
     agent: Path | None = typer.Option(None, help="A JSON file that says how the agent is called; see the docs."),
     input_length: int = typer.Option(64, "--input-length", "--input_length", min=1, help="Tokens of the prompts."),
     output_length: int = typer.Option(64, "--output-length", "--output_length", min=2, help="Tokens to generate."),
+    resolve_commits: bool = typer.Option(
+        False,
+        "--resolve-commits",
+        help="Ask GitHub once which commit the installed transformers release is, for links that never change.",
+    ),
     seconds: float = typer.Option(120.0, min=1.0, help="The limit of one request to a kernel's worker."),
     memory: float | None = typer.Option(None, help="GiB that a kernel's worker may use. Default: 4, on a GPU 32."),
 ) -> None:
@@ -66,6 +71,7 @@ def autokernel(
     from tilegym.autokernel.timing import Rules
     from tilegym.autokernel.workers import WorkerHost
     from tilegym.bench.models import PRECISIONS
+    from tilegym.integrate.source_regions import look_up_commit
 
     if precision not in PRECISIONS:
         raise AutokernelError(f"--precision is {precision!r}, it has to be one of {', '.join(PRECISIONS)}")
@@ -91,6 +97,8 @@ def autokernel(
     model_limits = Limits(1 << 40, max(1800.0, seconds))
     devices = RayDevices(ray, names[0], limits, rules) if ray else LocalDevices(names, limits, rules)
     host = WorkerHost(names[0], limits)
+    if resolve_commits and not look_up_commit():
+        typer.echo("GitHub does not say which commit this transformers is: Definitions link to the tag of its release")
     try:
         loop = Loop(
             settings=Settings(chosen, "cuda" if on_gpu else "cpu", tuple(arch), folder, experiments, minutes, width),

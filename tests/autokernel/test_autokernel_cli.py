@@ -10,6 +10,7 @@ from tilegym import cli
 from tilegym.autokernel.loop import Loop
 from tilegym.autokernel.repository import Repository
 from tilegym.errors import AutokernelError
+from tilegym.integrate import source_regions
 
 MODEL = f"{Path(__file__).with_name('autokernel_models.py')}::gated_norm"
 
@@ -92,6 +93,15 @@ def test_what_a_run_leaves_is_not_dirty(repository):
     (repository / "out" / "mine").write_text("")
     with pytest.raises(AutokernelError, match="uncommitted"):
         repo.check_clean()
+
+
+def test_commits_are_looked_up_if_that_is_asked_for(repository, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Loop, "run", lambda self: "done")
+    monkeypatch.setattr(source_regions, "look_up_commit", lambda: asked.append(1) or "")
+    options = ["x", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu"]
+    assert "does not say" not in call(*options).output and not asked
+    assert "does not say which commit" in call(*options, "--resolve-commits").output and asked
 
 
 def test_a_folder_is_found_from_where_the_command_runs(repository, tmp_path, monkeypatch):

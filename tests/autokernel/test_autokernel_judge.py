@@ -178,6 +178,18 @@ def test_speed(given, bound, status):
     assert (found and found[0]) == status
 
 
+@pytest.mark.parametrize("url", ["https://github.com/o/r/blob/v5.1/a.py#L1-L2",
+                                 f"https://github.com/o/r/blob/{'0' * 40}/a.py#L1-L2"])  # fmt: skip
+def test_drafts_say_where_they_are_from(url):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 2, bias=False))
+    found = profile.record(model, [lambda: [model(torch.randn(n, 8)) for n in (2, 3)]])
+    (region,) = find_regions(model)
+    region.url = url
+    definition = profile.draft(region, found[region.key], "llama")
+    assert definition.reference.startswith(f"# Source: {url}\n")
+    assert ("source:not-a-commit" in definition.tags) == ("v5.1" in url)
+
+
 def test_drafts_say_why_there_is_none():
     model, _ = ModelSpec(f"{MODELS}::gated_norm", "float32").load(torch.device("cpu"))
     chosen = find_regions(model)[0]

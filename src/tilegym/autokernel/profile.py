@@ -248,7 +248,7 @@ def draft(region: Region, recording: Recording, family: str) -> Definition:
         inputs=inputs,
         outputs={name: specs[name] for name in results},
         reference=f"# Source: {url}\n{region.source}",
-        tags=[f"model:{family}"],
+        tags=[f"model:{family}", *([] if reference.is_permalink(url) else ["source:not-a-commit"])],
         description=f"{region.key} of {family}, in {len(region.modules)} modules.",
     )
 
