@@ -1,6 +1,7 @@
 """Which calls are recorded, and what a repeated one does."""
 
 import typing
+import weakref
 
 import cuda.tile as ct
 import pytest
@@ -43,6 +44,23 @@ def test_results_are_memory_of_their_own(served):
     first, second, third, fourth = (served(x(seed=n)) for n in range(4))
     assert torch.equal(third, x(seed=2) + 0.5 + 1) and torch.equal(fourth, x(seed=3) + 0.5 + 1)
     assert not third._is_view() and third.data_ptr() != fourth.data_ptr()
+
+
+def test_no_tensor_is_kept(served):
+    def serve(x, by, other, several):
+        whole = torch.empty(2, x.shape[0])
+        add(x, whole[1], by)
+        return whole[1]
+
+    served.serve = serve
+    kept = []
+    for n in range(4):
+        given = x(seed=n)
+        result = served(given)
+        kept += [weakref.ref(given), weakref.ref(result), weakref.ref(result.untyped_storage())]
+    del given, result
+    assert served.calls == 2
+    assert [ref() for ref in kept] == [None] * 12
 
 
 def test_views_are_taken_anew(served):
