@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -73,12 +74,22 @@ def _software() -> Iterator[Check]:
         platform.python_version(),
         None if supported else "use Python 3.10 to 3.13",
     )
-    yield Check("PyTorch", OK, f"{torch.__version__} ({_torch_build()})")
-    version = _version("transformers")
+    fits = _release(torch.__version__) >= (2, 9)
+    found = f"{torch.__version__} ({_torch_build()})"
+    yield Check("PyTorch", OK if fits else FAIL, found, None if fits else "pip install 'torch>=2.9'")
+    version, remedy = _version("transformers"), "pip install 'transformers>=5.10,<6'"
     if version is None:
-        yield Check("transformers", INFO, "not installed: only the ops", "pip install 'transformers>=5.10,<6'")
+        yield Check("transformers", INFO, "not installed: only the ops", remedy)
+    elif not (5, 10) <= _release(version) < (6, 0):
+        yield Check("transformers", FAIL, f"{version}; TileGym is made for 5.10 and later versions of 5", remedy)
     else:
         yield Check("transformers", OK, version)
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number of a version such as "2.9.1+cpu" or "1.7rc1"; zeros where it has none."""
+    numbers = re.match(r"(\d+)(?:\.(\d+))?", version)
+    return (int(numbers[1]), int(numbers[2] or 0)) if numbers else (0, 0)
 
 
 def _torch_build() -> str:
@@ -89,7 +100,7 @@ def _gpu() -> Iterator[Check]:
     driver = _driver_version()
     if driver is None:
         yield Check("driver", INFO, "no NVIDIA driver found; kernels run in the interpreter, on the CPU")
-    elif int(driver.split(".")[0]) < _MIN_DRIVER:
+    elif _release(driver)[0] < _MIN_DRIVER:
         yield Check("driver", FAIL, driver, f"cuTile needs driver {_MIN_DRIVER} or later")
     else:
         yield Check("driver", OK, driver)
@@ -128,8 +139,7 @@ def _cutile() -> Iterator[Check]:
     if version is None:
         yield Check("cuTile", _needed_for_gpu(), "the package cuda-tile is not installed", _INSTALL_CUTILE)
         return
-    major_minor = tuple(int(part) for part in version.split(".")[:2])
-    if major_minor != (1, 7):
+    if _release(version) != (1, 7):
         yield Check("cuTile", FAIL, f"{version}; TileGym is made for 1.7", _INSTALL_CUTILE)
     else:
         yield Check("cuTile", OK, version)

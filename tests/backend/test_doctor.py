@@ -45,6 +45,30 @@ def test_json():
     assert checks["cuTile"]["found"].startswith("1.7")
 
 
+@pytest.mark.parametrize(
+    ("package", "name", "version", "status"),
+    [
+        ("transformers", "transformers", "5.10.0rc1", "ok"),
+        ("transformers", "transformers", "4.57.3", "fail"),
+        ("transformers", "transformers", "6.0.0", "fail"),
+        ("cuda-tile", "cuTile", "1.7rc1", "ok"),
+        ("cuda-tile", "cuTile", "1.10.0", "fail"),
+        ("cuda-tile", "cuTile", "unknown", "fail"),
+    ],
+)
+def test_versions(monkeypatch, package, name, version, status):
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda asked: version if asked == package else real(asked))
+    check = by_name(doctor.run_checks())[name]
+    assert check.status == status and version in check.found and (check.remedy is None) == (status == "ok")
+
+
+def test_an_old_torch(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cpu")
+    check = by_name(doctor._software())["PyTorch"]
+    assert check.status == "fail" and check.remedy == "pip install 'torch>=2.9'"
+
+
 def test_every_failure_has_a_remedy(monkeypatch):
     """On a machine on which everything is wrong."""
     monkeypatch.setattr(doctor.sys, "version_info", (3, 9, 1))
