@@ -45,7 +45,8 @@ def read_program(
     whole.width = max(p.width for p, _ in parts)
     for number, part in enumerate(whole.different_parts, 1):
         calls = [arguments for p, arguments in parts if p is part]
-        part.name = f"{name}_{number}" if len(whole.different_parts) > 1 else f"{name}_each"
+        others = {a for p, arguments in parts if p is not part for a in arguments}
+        part.name = f"{name}_{next((a for a in calls[0] if a not in others), number)}" if others else f"{name}_each"
         if len(calls) > 1:
             _rename(part, [old for old, *others in zip(*calls, strict=True) if any(o != old for o in others)])
     return whole
