@@ -265,7 +265,9 @@ def test_matrix_products_compile_for_every_architecture():
     assert_launches_compile(lambda: [entry(*(t.cpu() for t in tensors.values())) for tensors in given])
 
 
-@pytest.mark.parametrize("name", ["granite_residual", "qwen3_next_rms_norm_gated", "qwen3_5_rotation", "gated_mlp_half"])
+@pytest.mark.parametrize(
+    "name", ["granite_residual", "qwen3_next_rms_norm_gated", "qwen3_5_rotation", "gated_mlp_half"]
+)
 def test_source_is_what_is_kept(name):
     kernel = product(name)[0] if name in PRODUCTS else case(name)[0]
     assert kernel.source == (GOLDEN / f"{name}.py").read_text(encoding="utf-8")
