@@ -47,6 +47,9 @@ CALLS: dict[str, tuple[Callable, int, int, int]] = {
     "fused_add_rms_norm": (lambda other=ROW + 1: ops.fused_add_rms_norm(ROW, other, WEIGHT, 1e-6), 1, 2, 15),
     "layer_norm": (lambda bias=tensor(512): ops.layer_norm(ROW, (512,), WEIGHT, bias), 1, 1, 13),
     "linear of one row": (lambda weight=tensor(64, 512): ops.linear(ROW, weight), 1, 1, 11),
+    "linear of a batch": (
+        lambda x=tensor(3, 1, 512), weight=tensor(64, 512): ops.linear(x, weight), 1, 1, 11
+    ),
     "linear of many rows": (lambda weight=tensor(64, 512): ops.linear(ROWS, weight), 1, 3, 13),
     "matmul": (lambda a=tensor(64, 64), b=tensor(64, 64): ops.matmul(a, b), 1, 1, 11),
     "softmax": (lambda: ops.softmax(ROW), 1, 1, 9),

@@ -15,7 +15,8 @@ from tilegym.ops.cutile.linear import linear_forward
 from tilegym.ops.pytorch.linear import linear as reference
 
 # x and N: one row, a few, many; K not a multiple of the tile's.
-SHAPES = [((1, 64), 32), ((1, 1, 333), 7), ((5, 70), 50), ((2, 8, 64), 96), ((3, 7, 33), 50), ((40,), 9)]
+ONE_ROW = [((1, 64), 32), ((1, 1, 333), 7), ((40,), 9)]
+SHAPES = [*ONE_ROW, ((5, 70), 50), ((5, 1, 70), 50), ((2, 8, 64), 96), ((3, 7, 33), 50)]
 GPU_SHAPES = [((1, 4096), 14336), ((1, 14336), 4096), ((1, 4096), 128256), ((8, 4096), 6144), ((2, 512, 4096), 4096)]
 
 
@@ -90,6 +91,9 @@ class Test_Linear(PyTestCase):
             gemv_kernel, (x, weight, 0, 0, y, False, False, 4096, 4, 512, True), ("sm_90", "sm_100", "sm_120")
         )
         assert_compiles(few_rows_kernel, (x, weight, y[0], y, 16, 64, 256, True, False))
+        x, y = x[None], y[None]
+        assert_compiles(gemv_kernel, (x, weight, 0, 0, y, False, False, 4096, 4, 512, True), ("sm_90",))
+        assert_compiles(few_rows_kernel, (x, weight, 0, y, 16, 64, 128, False, False), ("sm_80", "sm_90"))
 
     @gpu
     @pytest.mark.parametrize("rows", [1, 4, 100])

@@ -68,21 +68,30 @@ def gemv_kernel(x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, K: Int, T
 
 @ct.kernel(occupancy=2)
 def few_rows_kernel(x, weight, bias, out, TILE_M: Int, TILE_N: Int, TILE_K: Int, BIAS: Bool, TF32: Bool):
-    # x [M, K] with M <= TILE_M, weight [N, K], bias [N] if BIAS, out [M, N]. The weight is the left operand, whose
-    # tiles may be tall, and the rows of x, padded with zeros, are the few columns of the right one.
+    # x [M, K] with M <= TILE_M, weight [N, K], bias [N] if BIAS, out [M, N]; or x [M, 1, K] and out [M, 1, N]. The
+    # weight is the left operand, whose tiles may be tall, and the rows of x, padded with zeros, are the few columns of
+    # the right one.
     n = ct.bid(0)
     zero = ct.PaddingMode.ZERO
     acc = ct.zeros((TILE_N, TILE_M), dtype=ct.float32)
-    for k in range(ct.cdiv(x.shape[1], TILE_K)):
+    for k in range(ct.cdiv(weight.shape[1], TILE_K)):
         w_tile = ct.load(weight, (n, k), (TILE_N, TILE_K), padding_mode=zero)
-        x_tile = ct.load(x, (k, 0), (TILE_K, TILE_M), order=(1, 0), padding_mode=zero)
+        if x.ndim == 2:
+            x_tile = ct.load(x, (k, 0), (TILE_K, TILE_M), order=(1, 0), padding_mode=zero)
+        else:
+            x_tile = ct.load(x, (k, 0, 0), (TILE_K, 1, TILE_M), order=(2, 1, 0), padding_mode=zero)
+            x_tile = x_tile.reshape((TILE_K, TILE_M))
         if TF32:
             acc = ct.mma(w_tile.astype(ct.tfloat32), x_tile.astype(ct.tfloat32), acc)
         else:
             acc = ct.mma(w_tile, x_tile, acc)
     if BIAS:
         acc = acc + load_bias(bias, n, TILE_N).reshape((TILE_N, 1))
-    ct.store(out, (n, 0), acc.astype(out.dtype), order=(1, 0))
+    acc = acc.astype(out.dtype)
+    if out.ndim == 2:
+        ct.store(out, (n, 0), acc, order=(1, 0))
+    else:
+        ct.store(out, (n, 0, 0), acc.reshape((TILE_N, 1, TILE_M)), order=(2, 1, 0))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -144,9 +153,10 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     out = _fake(x, weight, bias)
     if x.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-    one_row = 2 <= x.dim() <= 3 and x.numel() == k and x.stride(-1) == 1
-    rows = x if x.dim() == 2 or one_row else x.reshape(-1, k)
-    m = 1 if one_row else rows.shape[0]
+    # One token of each sequence, as in decoding, comes in three dimensions, and a view takes the host a while.
+    of_tokens = x.dim() == 3 and x.shape[1] == 1 and x.shape[0] <= MAX_GEMV_ROWS
+    rows = x if x.dim() == 2 or of_tokens else x.reshape(-1, k)
+    m = rows.shape[0]
     y = out if rows is x else out.view(m, n)
     if m > MAX_GEMV_ROWS:
         gemm(rows, weight, bias, y, False, True)
