@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cuda.tile as ct
@@ -124,6 +125,8 @@ def test_cuda_devices_are_the_cpu():
             torch.save(cpu, file)
             file.seek(0)
             made.append(torch.load(file, map_location="cuda"))
+        with ThreadPoolExecutor(1) as pool:
+            made.append(pool.submit(torch.ones, 2, device="cuda").result())
         assert {tensor.device.type for tensor in made} == {"cpu"}
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -8,6 +8,7 @@ one imaginary GPU. ``Tensor.device`` stays truthful: it says cpu.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import types
 
@@ -173,7 +174,23 @@ _TORCH_ANSWERS = {
     "set_default_device": lambda device: _set_default_device(_on_cpu(device)),
 }
 
+_start = threading.Thread.start
+
+
+def _start_redirected(thread: threading.Thread) -> None:
+    # A mode holds in the thread that entered it.
+    run = thread.run
+
+    def redirected():
+        with _Redirection():
+            run()
+
+    thread.run = redirected
+    _start(thread)
+
+
 _ANSWERS = (
+    (threading.Thread, {"start": _start_redirected}),
     (torch, _TORCH_ANSWERS),
     (torch.cuda, _CUDA_ANSWERS),
     (torch.cuda.nvtx, _that_do_nothing("range_push", "range_pop", "mark")),
@@ -182,7 +199,10 @@ _ANSWERS = (
 
 @contextlib.contextmanager
 def redirect():
-    """Within the ``with`` block, and in this thread, tensors asked for on CUDA devices are CPU tensors."""
+    """Within the ``with`` block, tensors asked for on CUDA devices are CPU tensors.
+
+    So it is in this thread, and in those that are started within the block.
+    """
     saved = []
     for owner, answers in _ANSWERS:
         for name, answer in answers.items():
