@@ -57,9 +57,13 @@ def autokernel(
     seconds: float = typer.Option(120.0, min=1.0, help="The limit of one request to a kernel's worker."),
     memory: float | None = typer.Option(None, help="GiB that a kernel's worker may use. Default: 4, on a GPU 32."),
 ) -> None:
-    """Finds what a model still computes in PyTorch, has kernels proposed for it, judges them, keeps what is better."""
+    """Finds what a model still computes in PyTorch, has kernels proposed for it, judges them, keeps what is better.
+
+    Exit status: 0 the run has ended, or its budget is spent; 130 interrupted: the same command goes on.
+    """
     from tilegym.autokernel.devices import LocalDevices
     from tilegym.autokernel.devices import RayDevices
+    from tilegym.autokernel.loop import BY_HAND
     from tilegym.autokernel.loop import Loop
     from tilegym.autokernel.loop import Settings
     from tilegym.autokernel.model_judge import ModelJudge
@@ -119,6 +123,8 @@ def autokernel(
     typer.echo(f"{stop}: {len(kept)} kernels kept on {repo.branch}, displaced coverage {loop.coverage():.1%}")
     if loop.ledger.fact("baseline") is not None:
         typer.echo(f"see {out / 'results.md'} and {out / 'results.html'}")
+    if stop == BY_HAND:
+        raise typer.Exit(130)
 
 
 def _check_compiler() -> None:

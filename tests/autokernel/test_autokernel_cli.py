@@ -104,6 +104,15 @@ def test_commits_are_looked_up_if_that_is_asked_for(repository, tmp_path, monkey
     assert "does not say which commit" in call(*options, "--resolve-commits").output and asked
 
 
+def test_ctrl_c_has_a_status_of_its_own(repository, tmp_path, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Loop, "_prepare", interrupted)
+    result = call("x", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu")
+    assert result.exit_code == 130 and "stopped by hand; the same command goes on: 0 kernels" in result.output
+
+
 def test_a_folder_is_found_from_where_the_command_runs(repository, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(Loop, "run", lambda self: seen.append(self.settings.model.spec.model_id) or "done")

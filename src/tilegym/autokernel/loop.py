@@ -43,6 +43,7 @@ from tilegym.autokernel.workers import WorkerFailed
 from tilegym.bench import machine
 from tilegym.errors import AutokernelError
 
+BY_HAND = "stopped by hand; the same command goes on"
 MAX_ATTEMPTS = 5  # for one region without a keep
 
 
@@ -120,7 +121,7 @@ class Loop:
             while stop is None:
                 stop = self._finish_round() or self._stop() or self._open_round()
         except KeyboardInterrupt:
-            stop = "stopped by hand; the same command goes on"
+            stop = BY_HAND
         finally:
             self.model_judge.close()
             self.ledger.note("seconds", self.seconds())
