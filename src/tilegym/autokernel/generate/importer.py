@@ -85,6 +85,12 @@ class Importer:
         self.hints = self._names_of_lines()
         self.before_linear = self._prologue()
         self.lead, self.width = self._space(self.results)
+        fixed = {size for size in self.lead if isinstance(size, int)} - {1, self.width}
+        for node, argument in self.arguments.items():
+            if is_tensor(node) and node.users and sizes(node) and sizes(node)[-1] in fixed:
+                raise Unsupported(
+                    f"{argument}, whose last size, one of the rows, would be compiled in as one of columns"
+                )
         if self.joins:
             if not isinstance(self.width, int) or self.before_linear:
                 raise Unsupported("rows that are put together from parts of variable sizes, or beside a matrix product")
