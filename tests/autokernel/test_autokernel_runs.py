@@ -1,6 +1,7 @@
 """Whole runs on the CPU, through the interpreter: coverage grows, outputs stay equal, what is bad is not kept."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,7 +150,8 @@ def test_bad_proposals_leave_nothing_and_the_good_one_is_kept(host, repository, 
 
 def jobs(tmp_path):
     settings = ModelSettings(ModelSpec(f"{MODELS}::gated_norm", "float32"), 5, 3)
-    rows, _ = survey(settings, torch.device("cpu"), ("sm_90",), Path("kernels_of/{family}"), tmp_path)
+    rows, whole = survey(settings, torch.device("cpu"), ("sm_90",), Path("kernels_of/{family}"), tmp_path)
+    assert re.fullmatch(r"TileGym serves \d+ of its parts: .*\brms_norm\b.*", whole["integration"])
     row = next(r for r in rows if "norm_gate" in r.task)
     from tilegym.autokernel import Task
 

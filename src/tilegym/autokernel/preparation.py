@@ -19,6 +19,8 @@ from tilegym.bench.roofline import measure_roofline
 from tilegym.bench.timing import CpuTimer
 from tilegym.bench.timing import CudaTimer
 from tilegym.errors import InventoryError
+from tilegym.errors import TileGymError
+from tilegym.integrate.apply import apply
 
 # A region that runs at this share of what its bytes and operations allow has nothing to gain.
 NEAR_BOUND = 0.9
@@ -27,6 +29,19 @@ NEAR_BOUND = 0.9
 def recording_path(folder: Path, key: str) -> Path:
     """Where the recorded calls of a region lie."""
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
+
+
+def integration(model: torch.nn.Module) -> str:
+    """What of ``model`` TileGym's own kernels serve already, in words; the model is as it was afterwards.
+
+    Whoever runs the model with :func:`tilegym.apply` has these without any new kernel.
+    """
+    try:
+        with apply(model) as report:
+            computes = sorted({entry.compute for entry in report.patched})
+            return f"TileGym serves {len(report.patched)} of its parts: {', '.join(computes)}"
+    except TileGymError as error:
+        return f"TileGym serves none of its parts: {str(error).splitlines()[0]}"
 
 
 def survey(
@@ -65,6 +80,8 @@ def survey(
     tell(f"{len(recorded)} regions are called")
     profiled = profile.profile(model, run, settings.output_length, device)
     tell("profiled")
+    integrated = integration(model)
+    tell(integrated)
     timer = CudaTimer(0.2) if device.type == "cuda" else CpuTimer(0.05)
     roofline = measure_roofline(timer, model.dtype)
     family = model.config.get_text_config(decoder=True).model_type
@@ -98,4 +115,4 @@ def survey(
     in_regions = sum(row.seconds for row in rows if row.key not in groups)
     inside = [[*pair, seconds] for pair, seconds in profiled.inside.items()]
     whole = {"profiled_seconds": profiled.total, "in_regions": in_regions / profiled.total, "inside": inside}
-    return rows, whole | {"family": family}
+    return rows, whole | {"family": family, "integration": integrated}

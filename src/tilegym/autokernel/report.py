@@ -65,6 +65,8 @@ def results(ledger: Ledger, baseline: dict[str, Any], experiments: list[Experime
     lines += [f"Throughput is of runs that are {way(baseline)}.", ""] if way(baseline) else []
     if settings.get("device") == "cpu":
         lines += ["Kernels run in the interpreter here: throughput says nothing of them, and does not decide.", ""]
+    if baseline.get("integration"):
+        lines += [f"Before any of these kernels {baseline['integration']}.", ""]
     lines += ["## Regions", ""]
     head = ("region", "modules", "share", "bound", "state")
     lines += [_row(head), _row(["---"] * len(head))]
