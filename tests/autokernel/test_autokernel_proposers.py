@@ -26,12 +26,12 @@ from tilegym.autokernel.proposers import Tune
 from tilegym.autokernel.proposers import reuse
 from tilegym.autokernel.proposers.agent import NoProposal
 from tilegym.autokernel.proposers.agent import worktrees
-from tilegym.autokernel.proposers.deadline import Late
-from tilegym.autokernel.proposers.deadline import at_most
 from tilegym.autokernel.proposers.tune import numbers
 from tilegym.autokernel.repository import Repository
 from tilegym.autokernel.repository import write_proposal
 from tilegym.autokernel.static_checks import check
+from tilegym.bench.deadline import Late
+from tilegym.bench.deadline import at_most
 from tilegym.errors import AutokernelError
 from tilegym.inventory import AxisConst
 from tilegym.inventory import AxisVar

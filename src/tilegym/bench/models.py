@@ -69,8 +69,8 @@ def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = F
         source = path
     elif model_id.count("/") != 1 or model_id.startswith((".", "~", "/")) or model_id.endswith(".json"):
         raise ModelError(
-            f"{model_id!r} is no file, no folder and no Hub id (owner/name): check the spelling, "
-            f"or name a preset with --random_weights ({', '.join(presets())})"
+            f"{model_id!r} is no file, no folder and no Hub id (owner/name, such as openai-community/gpt2): check the "
+            f"spelling, or name a preset with --random_weights ({', '.join(presets())})"
         )
     else:
         _check_hub(model_id)

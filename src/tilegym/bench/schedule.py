@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from itertools import chain
 from itertools import zip_longest
 
+from tilegym.bench.deadline import Late
+from tilegym.bench.deadline import at_most
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Shape
 
@@ -73,7 +75,7 @@ def in_rounds(tasks: list[Task]) -> list[Task]:
     return [task for task in rounds if task is not None]
 
 
-class OutOfTime(BaseException):
+class OutOfTime(Late):
     """The time for what runs is over. Not an Exception: whatever a provider catches, it must not catch this."""
 
 
@@ -95,22 +97,8 @@ class Clock:
     def at_most(self, seconds: float) -> Iterator[None]:
         """Raises OutOfTime in the block after ``seconds``, or when the run's time is over if that is sooner."""
         seconds = min(seconds, self.remaining)
-        if seconds == float("inf") or threading.current_thread() is not threading.main_thread():
+        with contextlib.nullcontext() if seconds == float("inf") else at_most(seconds, OutOfTime):
             yield
-            return
-        if seconds <= 0:
-            raise OutOfTime
-        before = signal.signal(signal.SIGALRM, _raise_out_of_time)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-
-def _raise_out_of_time(number: int, frame: object) -> None:
-    raise OutOfTime
 
 
 @contextlib.contextmanager

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from tilegym.autokernel.proposers.deadline import Late
-from tilegym.autokernel.proposers.deadline import at_most
 from tilegym.autokernel.protocol import Attempt
 from tilegym.autokernel.protocol import Proposal
 from tilegym.autokernel.protocol import Task
 from tilegym.autokernel.protocol import TensorInfo
 from tilegym.autokernel.tensors import torch_dtype
+from tilegym.bench.deadline import Late
+from tilegym.bench.deadline import at_most
 from tilegym.inventory import BuildSpec
 from tilegym.inventory import Solution
 from tilegym.inventory import SourceFile

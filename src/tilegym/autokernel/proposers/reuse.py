@@ -2,10 +2,10 @@
 
 import functools
 
-from tilegym.autokernel.proposers.deadline import Late
-from tilegym.autokernel.proposers.deadline import at_most
 from tilegym.autokernel.protocol import Proposal
 from tilegym.autokernel.protocol import Task
+from tilegym.bench.deadline import Late
+from tilegym.bench.deadline import at_most
 from tilegym.errors import InventoryError
 from tilegym.inventory import BuildSpec
 from tilegym.inventory import Definition

@@ -1,4 +1,4 @@
-"""Ends a search that takes too long: it has no idea then."""
+"""Ends what takes too long."""
 
 import contextlib
 import signal
@@ -11,14 +11,16 @@ class Late(BaseException):
 
 
 @contextlib.contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raises :class:`Late` in the block when it takes longer. Only the first thread gets signals: others go on."""
+def at_most(seconds: float, error: type[Late] = Late) -> Iterator[None]:
+    """Raises ``error`` in the block when it takes longer. Only the first thread gets signals: others go on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    if seconds <= 0:
+        raise error("no time is left")
 
     def late(*_: object) -> None:
-        raise Late(f"more than {seconds:g} s")
+        raise error(f"more than {seconds:g} s")
 
     former = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
