@@ -100,9 +100,9 @@ def test_a_real_model_is_neither_run_nor_changed():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # it could not run
     before = str(model), config.to_dict()
-    start = time.perf_counter()
+    start = time.process_time()
     found = research(model)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     norm = next(r for r in found.of_kind("rms_norm") if r.parameters["size"] == 256)
     assert len(norm.modules) == 11
     assert found.of_kind("gated_mlp")[0].definition["axes"]["I"]["value"] == 320
