@@ -24,6 +24,7 @@ from generate_regions import COUNTED
 from generate_regions import MASKED
 from generate_regions import PRODUCTS
 from generate_regions import N
+from torch.overrides import TorchFunctionMode
 
 from tilegym.autokernel.generate import GeneratedKernel
 from tilegym.autokernel.generate import Unsupported
@@ -69,10 +70,24 @@ def arguments(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {n: t.to(dtype) for n, t in zip(kernel.inputs, tensors, strict=True)}
 
 
+class Widened(TorchFunctionMode):
+    """What a model widens to fp32 stays fp64 in the oracle, which is none otherwise."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        to_float = func is torch.Tensor.float or (func is torch.Tensor.to and args[1:] == (torch.float32,))
+        if to_float and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def reference(name: str):
     kernel, _, region = case(name)
 
     def run(**tensors):
+        with Widened():
+            return compute(**tensors)
+
+    def compute(**tensors):
         if not isinstance(region, torch.nn.Module):
             return region(*tensors.values())
         own = [*dict(region.named_parameters()), *dict(region.named_buffers())]
