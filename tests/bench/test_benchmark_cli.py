@@ -275,7 +275,8 @@ def test_warming_processes_run_the_command_with_a_cache_of_their_own(tmp_path, m
     assert cache != str(home) and (home / "tuning.sqlite").read_bytes() == b"kept"
 
 
-def test_a_limited_run_stops_and_another_one_does_the_rest(run, tmp_path, monkeypatch):
+def second_shape_sleeps(patch):
+    """A minute passes before the second shape is measured."""
     from tilegym.bench import runner
 
     real = runner.measure_shape
@@ -285,16 +286,20 @@ def test_a_limited_run_stops_and_another_one_does_the_rest(run, tmp_path, monkey
             time.sleep(60)
         yield from real(benchmark, shape, *rest)
 
-    monkeypatch.setattr(runner, "measure_shape", measure)
-    begin = time.monotonic()
-    done = run("--minutes", "0.05")
+    patch.setattr(runner, "measure_shape", measure)
+
+
+def test_a_limited_run_stops_and_another_one_does_the_rest(run, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        second_shape_sleeps(patch)
+        begin = time.monotonic()
+        done = run("--minutes", "0.05")
     assert done.exit_code == 0, done.output
     assert time.monotonic() - begin < 20
     assert "the time is over: the rest with --skip" in done.output
     assert [row["shape"] for row in results(tmp_path)["results"]] == ["4x8"]
     assert not results(tmp_path)["complete"]
     (tmp_path / "out").rename(tmp_path / "earlier")
-    monkeypatch.setattr(runner, "measure_shape", real)
     assert run("--skip", str(tmp_path / "earlier")).exit_code == 0
     assert [row["shape"] for row in results(tmp_path)["results"]] == ["second", "third"]
     assert results(tmp_path)["complete"]
@@ -302,16 +307,7 @@ def test_a_limited_run_stops_and_another_one_does_the_rest(run, tmp_path, monkey
 
 
 def test_a_shape_that_takes_too_long_is_given_up(run, tmp_path, monkeypatch):
-    from tilegym.bench import runner
-
-    real = runner.measure_shape
-
-    def measure(benchmark, shape, *rest):
-        if shape.label == "second":
-            time.sleep(60)
-        yield from real(benchmark, shape, *rest)
-
-    monkeypatch.setattr(runner, "measure_shape", measure)
+    second_shape_sleeps(monkeypatch)
     monkeypatch.setattr(bench_cli, "SHAPE_SECONDS", 0.5)
     done = run("--minutes", "5")
     assert done.exit_code == 1

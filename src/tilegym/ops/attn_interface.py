@@ -14,6 +14,7 @@ from tilegym.ops.ops import fmha_decode
 from tilegym.ops.pytorch.attention import attention
 from tilegym.ops.pytorch.attention import check_arguments
 from tilegym.ops.pytorch.attention_sink import up_to_last_query
+from tilegym.ops.pytorch.checks import wants_gradient
 
 
 def fmha_interface(
@@ -52,19 +53,10 @@ def fmha_interface(
     if dropout != 0.0:
         return attention(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len, dropout)
     options = (window_size, soft_cap, sinks, attention_mask)
-    if q.dim() == 4 and q.shape[2] == 1 and not _wants_gradient(q, k, v, sinks, attention_mask):
+    if q.dim() == 4 and q.shape[2] == 1 and not wants_gradient(q, k, v, sinks, attention_mask):
         # A single query stands at the last key: causal or not is the same.
         return fmha_decode(q, k, v, scaling, None, kv_len, *options, backend=backend)
     return fmha(q, k, v, scaling, is_causal, *options, kv_len, backend=backend)
-
-
-def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    for t in tensors:
-        if t is not None and t.requires_grad:
-            return True
-    return False
 
 
 def get_fmha_interface(backend: str | None = None) -> Callable[..., torch.Tensor]:

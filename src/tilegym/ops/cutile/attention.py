@@ -39,6 +39,7 @@ from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.pytorch.attention import check_arguments
+from tilegym.ops.pytorch.checks import wants_gradient
 
 
 def attend(
@@ -352,13 +353,7 @@ def fmha(
         scaling = q.shape[3] ** -0.5
     check_supported(q, k, v, scaling, sinks, attention_mask, True)
     options = (scaling, is_causal, window_size, soft_cap)
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-        or (attention_mask is not None and attention_mask.requires_grad)
-    ):
+    if wants_gradient(q, k, v, sinks, attention_mask):
         if attention_mask is not None and attention_mask.requires_grad:
             raise UnsupportedError("it has no gradient for attention_mask")
         return Attention.apply(q, k, v, sinks, *options, attention_mask, kv_len)

@@ -32,6 +32,7 @@ from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.causal_conv1d import check_conv
 from tilegym.ops.pytorch.causal_conv1d import check_state
+from tilegym.ops.pytorch.checks import wants_gradient
 
 MIN_TAPS, MAX_TAPS = 2, 4
 MAX_NEW_TOKENS = 64
@@ -404,12 +405,6 @@ def _check_supported(x, weight, bias):
         raise UnsupportedError(f"it takes from {MIN_TAPS} to {MAX_TAPS} taps")
 
 
-def _wants_gradient(x, weight, bias):
-    return torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-
-
 @register_impl("causal_conv1d_fn", "cutile")
 def causal_conv1d_fn(
     hidden_states: torch.Tensor,
@@ -422,7 +417,7 @@ def causal_conv1d_fn(
     _check_supported(hidden_states, weight, bias)
     if seq_idx is not None:
         raise UnsupportedError("it does not take seq_idx")
-    if _wants_gradient(hidden_states, weight, bias):
+    if wants_gradient(hidden_states, weight, bias):
         return CausalConv.apply(hidden_states, weight, bias, activation is not None)
     return conv_forward(hidden_states, weight, bias, activation is not None)
 
@@ -442,6 +437,6 @@ def causal_conv1d_update(
         raise UnsupportedError("conv_state is not fp32, fp16 or bf16")
     if hidden_states.shape[2] > MAX_NEW_TOKENS:
         raise UnsupportedError(f"it takes up to {MAX_NEW_TOKENS} new tokens")
-    if _wants_gradient(hidden_states, weight, bias) or (torch.is_grad_enabled() and conv_state.requires_grad):
+    if wants_gradient(hidden_states, weight, bias, conv_state):
         raise UnsupportedError("it has no backward kernel")
     return conv_update(hidden_states, conv_state, weight, bias, activation is not None)

@@ -31,6 +31,7 @@ from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.pytorch.attention import check_arguments
+from tilegym.ops.pytorch.checks import wants_gradient
 from tilegym.ops.pytorch.flash_decode import check_query
 
 
@@ -204,13 +205,7 @@ def fmha_decode(
     sinks: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-        or (attention_mask is not None and attention_mask.requires_grad)
-    ):
+    if wants_gradient(q, k, v, sinks, attention_mask):
         raise UnsupportedError("it has no backward kernel")
     check_query(q, kv_len_per_split)
     check_arguments("fmha_decode", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)

@@ -14,7 +14,7 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.ops.cutile.gated_delta_rule_chunk import ChunkGatedDeltaRule
 from tilegym.ops.cutile.gated_delta_rule_tiles import check_supported
-from tilegym.ops.cutile.gated_delta_rule_tiles import wants_gradient
+from tilegym.ops.cutile.gated_delta_rule_tiles import trains
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
@@ -130,7 +130,7 @@ def recurrent_gated_delta_rule(
     check_delta_rule("recurrent_gated_delta_rule", query, key, value, g, beta, initial_state, cu_seqlens)
     check_supported(query, key, value, g, beta, initial_state, cu_seqlens)
     # The kernels in chunks compute the same, and have a backward pass.
-    training = wants_gradient(query, key, value, g, beta, initial_state)
+    training = trains(query, key, value, g, beta, initial_state)
     run = ChunkGatedDeltaRule.apply if training else recurrent_forward
     out, final = run(query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel)
     return out, (final if output_final_state else None)

@@ -57,7 +57,7 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import solve
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_matrix
 from tilegym.ops.cutile.gated_delta_rule_tiles import strictly_lower
-from tilegym.ops.cutile.gated_delta_rule_tiles import wants_gradient
+from tilegym.ops.cutile.gated_delta_rule_tiles import trains
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
@@ -293,7 +293,7 @@ def chunk_gated_delta_rule(
     check_delta_rule("chunk_gated_delta_rule", query, key, value, g, beta, initial_state, cu_seqlens)
     check_chunk(chunk_size)
     check_supported(query, key, value, g, beta, initial_state, cu_seqlens)
-    run = ChunkGatedDeltaRule.apply if wants_gradient(query, key, value, g, beta, initial_state) else chunk_forward
+    run = ChunkGatedDeltaRule.apply if trains(query, key, value, g, beta, initial_state) else chunk_forward
     options = (output_final_state, use_qk_l2norm_in_kernel)
     out, final = run(query, key, value, g, beta, initial_state, *options)
     return out, (final if output_final_state else None)

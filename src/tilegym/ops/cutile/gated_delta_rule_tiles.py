@@ -12,6 +12,7 @@ from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import span
+from tilegym.ops.pytorch.checks import wants_gradient
 
 LEVELS = 6
 CHUNK = 2**LEVELS
@@ -225,9 +226,9 @@ def check_supported(
         raise UnsupportedError("it does not take cu_seqlens")
 
 
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+def trains(*tensors: torch.Tensor | None) -> bool:
     """Whether one of ``tensors``, the first of which is the query, needs a gradient; UnsupportedError if too wide."""
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+    if not wants_gradient(*tensors):
         return False
     if tensors[0].shape[3] > MAX_KEY_DIM_OF_GRADIENTS:
         raise UnsupportedError(f"its backward pass takes keys up to {MAX_KEY_DIM_OF_GRADIENTS} wide")

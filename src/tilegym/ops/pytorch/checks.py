@@ -24,3 +24,13 @@ def check_option(op: str, name: str, value: object, allowed: tuple) -> None:
     """Raises ValueError, naming op and argument, for a value that is not among ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{op}: {name} is {value!r}, allowed are {', '.join(map(repr, allowed))}")
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call with ``tensors`` is one of training: gradients are on, and one of these asks for its own."""
+    if not torch.is_grad_enabled():
+        return False
+    for t in tensors:
+        if t is not None and t.requires_grad:
+            return True
+    return False
