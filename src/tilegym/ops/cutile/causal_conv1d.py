@@ -22,6 +22,7 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.pointwise import over_one_plus_exp
+from tilegym.ops.cutile.row_norms import add_rows
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import SMALL
@@ -326,19 +327,16 @@ def conv_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _fake_backward(dy, x, weight, bias, silu):
-    return (
-        torch.empty_like(x),
-        weight.new_empty(weight.shape[::-1], dtype=torch.float32).t(),
-        weight.new_empty(0 if bias is None else weight.shape[0], dtype=torch.float32),
-    )
+    dbias = weight.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+    return torch.empty_like(x), weight.new_empty(weight.shape[::-1]).t(), dbias
 
 
 @compilable(fake=_fake_backward)
 def conv_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx, and in fp32 the gradients of weight and bias, empty without bias."""
-    dx = torch.empty_like(x)
+    """dx, and the gradients of weight and bias, the last one empty without bias."""
+    dx, dweight, dbias = _fake_backward(dy, x, weight, bias, silu)
     batch, channels, tokens = x.shape
     taps, device = weight.shape[1], x.get_device()
     options, filters = (taps, bias is not None, silu), _taps(weight, x.numel())
@@ -356,8 +354,11 @@ def conv_backward(
         sums = dw[entries].flatten(0, 1), db[entries].flatten(0, 1)
         args = (some_dy, some_x, filters, weight if bias is None else bias, some_dx, *sums, *constants)
         launch(x, (some_x.shape[0] * splits, ct.cdiv(channels, tile_c)), kernel, args)
-    dw, db = dw.flatten(0, 1), db.flatten(0, 1)
-    return dx, dw.sum(0).t(), (dw.new_empty(0) if bias is None else db.sum(0))
+    pairs = [(dw.view(batch * splits, taps * channels), dweight.t().view(-1))]
+    if bias is not None:
+        pairs.append((db.view(batch * splits, channels), dbias))
+    add_rows(*pairs)
+    return dx, dweight, dbias
 
 
 @functools.lru_cache(maxsize=1024)
@@ -395,7 +396,7 @@ class CausalConv(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias = ctx.saved_tensors
         dx, dw, db = conv_backward(dy, x, weight, bias, ctx.silu)
-        return dx, dw.to(weight.dtype), (None if bias is None else db.to(bias.dtype)), None
+        return dx, dw, (None if bias is None else db), None
 
 
 def _check_supported(x, weight, bias):

@@ -191,8 +191,7 @@ def dual_rms_norm_backward(
     arrays = (_heads(dq_out), _heads(dk_out), q, k, *weights, dq.view(q.shape), dk.view(k.shape))
     constants = (offset, n, tile_m, tile_n, q_weight is not None, k_weight is not None, dq_weight, dk_weight)
     launch(q, (q_blocks + k_blocks,), kernel, (*arrays, q_sums[0], k_sums[0], q_blocks, eps, *constants))
-    add_blocks(q_blocks, q_sums)
-    add_blocks(k_blocks, k_sums)
+    add_blocks(max(q_blocks, k_blocks), q_sums, k_sums)
     return dq, dk, q_sums[1], k_sums[1]
 
 

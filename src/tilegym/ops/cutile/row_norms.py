@@ -228,9 +228,8 @@ def backward_plan(rows: int, n: int, device: int, center: bool, through: bool) -
     return kernel, min(ct.cdiv(rows, tile_m), occupancy * sm_count(device)), tile_m, tile_n, ahead
 
 
-# Tiles of the wide backward pass, and of the sums of blocks.
+# Tiles of the wide backward pass.
 WIDE_M, WIDE_N = 4, 512
-ADD_M, ADD_N = 64, 32
 
 
 def sums_of_blocks(
@@ -247,17 +246,28 @@ def sums_of_blocks(
 
 
 def add_blocks(blocks: int, *pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Adds up the sums of one or two pairs from :func:`sums_of_blocks`, in one launch."""
-    wanted = [pair for pair in pairs if pair[1].numel()]
+    """Adds up the sums of one or two pairs from :func:`sums_of_blocks`, of up to ``blocks`` blocks, in one launch."""
+    wanted = [pair for pair in pairs if pair[1].numel() and pair[0].shape[0] > 1]
     if blocks > 1 and wanted:
         add_rows(*wanted)
 
 
+@functools.lru_cache(maxsize=1024)
+def add_tile(m: int) -> tuple[int, int]:
+    """(TILE_M, TILE_N) to add up m rows: all of them at once, since each further turn would wait for memory again."""
+    tile_m = min(1024, next_power_of_2(m))
+    return tile_m, max(4, min(128, 4096 // tile_m))
+
+
 def add_rows(*pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Adds up the rows of the first of one or two pairs, fp32 [M, N], into the second, [N] of any dtype."""
+    """Adds up the rows of the first of one or two pairs, fp32 [M, N], into the second, [N] of any dtype.
+
+    M and N of two pairs may differ.
+    """
     (parts0, out0), (parts1, out1) = pairs[0], pairs[-1]
-    grid = (ct.cdiv(out0.shape[0], ADD_N), len(pairs))
-    launch(out0, grid, add_blocks_kernel, (parts0, parts1, out0, out1, ADD_M, ADD_N, len(pairs) == 2))
+    tile_m, tile_n = add_tile(max(parts0.shape[0], parts1.shape[0]))
+    grid = (ct.cdiv(max(out0.shape[0], out1.shape[0]), tile_n), len(pairs))
+    launch(out0, grid, add_blocks_kernel, (parts0, parts1, out0, out1, tile_m, tile_n, len(pairs) == 2))
 
 
 def rows_over(x: torch.Tensor, dims: int) -> torch.Tensor:
