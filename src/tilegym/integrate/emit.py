@@ -2,11 +2,9 @@
 
 import ast
 import errno
+import json
 import os
 import shutil
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,12 @@ from tilegym.integrate.aggregate import GRAPH
 from tilegym.transformers.general import Place
 
 CONFIG = "config.json"
+WIDTH = 120
 
-_PATCH = '''"""{compute} in {architecture} and its like, by TileGym: written and verified by `tilegym integrate`."""
+_PATCH = '''"""{compute} in {architecture} and its like.
+
+Written and verified by `tilegym integrate`.
+"""
 
 from torch import nn
 
@@ -24,12 +26,10 @@ from tilegym.transformers.general import Place
 from tilegym.transformers.general import put
 from tilegym.transformers.patching import PatchSet
 
-PLACES = ({places},)
+PLACES = {places}
 
 
-def monkey_patch_{compute}(
-    model: nn.Module, use_cutile: bool = False, patches: PatchSet | None = None
-) -> PatchSet:
+{signature}
     """Puts {kernels} into ``model``, as :func:`tilegym.transformers.general.put` does."""
     return put(model, "{compute}", PLACES, use_cutile, patches)
 '''
@@ -42,9 +42,7 @@ from tilegym.transformers.general_graph import put_graph
 from tilegym.transformers.patching import PatchSet
 
 
-def monkey_patch_graph(
-    model: nn.Module, use_cutile: bool = False, patches: PatchSet | None = None
-) -> PatchSet:
+def monkey_patch_graph(model: nn.Module, use_cutile: bool = False, patches: PatchSet | None = None) -> PatchSet:
     """Lets ``generate`` replay its steps, by :func:`tilegym.transformers.general_graph.put_graph`; patch attn first."""
     return put_graph(model, use_cutile, patches)
 '''
@@ -101,22 +99,45 @@ def apply_tilegym_kernel_to_{family}(
 
 
 def places_text(places: tuple[Place, ...]) -> str:
-    """Places as Python source."""
-    lines = []
+    """Places as Python source: a tuple at the left margin."""
+    written = []
     for place in places:
-        arguments = [repr(place.of), repr(place.kernel)]
+        arguments = [_source(place.of), _source(place.kernel)]
         if place.options:
-            arguments.append(repr(place.options))
+            arguments.append(_source(place.options, 8))
         if place.put != "forward":
-            arguments.append(f"put={place.put!r}")
-        lines.append(f"Place({', '.join(arguments)})")
-    return ", ".join(lines)
+            arguments.append(f"put={_source(place.put)}")
+        written.append(_layout("Place(", arguments, ")", 4))
+    # With one item a tuple needs its comma.
+    return _layout("(", written, ")" if len(written) > 1 else ",)", len("PLACES = "))
+
+
+def _source(value: Any, indent: int = 0) -> str:
+    """A constant as Python source, with double quotes."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return _layout("{", [f"{_source(k)}: {_source(v, indent + 4)}" for k, v in value.items()], "}", indent)
+    return repr(value)
+
+
+def _layout(head: str, items: list[str], tail: str, indent: int) -> str:
+    """On one line where that fits, else one item a line."""
+    line = head + ", ".join(items) + tail
+    if indent + len(line) < WIDTH and "\n" not in line:
+        return line
+    margin = "" if head == "(" else " " * indent
+    return head + "\n" + "".join(f"{margin}    {item},\n" for item in items) + margin + tail.lstrip(",")
 
 
 def patch_text(compute: str, architecture: str, places: tuple[Place, ...]) -> str:
     """The module that patches one compute."""
     kernels = " and ".join(dict.fromkeys(place.kernel for place in places))
-    return _PATCH.format(compute=compute, architecture=architecture, places=places_text(places), kernels=kernels)
+    arguments = ["model: nn.Module", "use_cutile: bool = False", "patches: PatchSet | None = None"]
+    signature = _layout(f"def monkey_patch_{compute}(", arguments, ") -> PatchSet:", 0)
+    return _PATCH.format(
+        compute=compute, architecture=architecture, places=places_text(places), kernels=kernels, signature=signature
+    )
 
 
 def graph_text(architecture: str) -> str:
@@ -126,7 +147,7 @@ def graph_text(architecture: str) -> str:
 
 def test_text(compute: str, remote: str = "") -> str:
     """The test of one compute. ``remote``: the id of a model that brings code of its own."""
-    config = repr(remote) if remote else f'Path(__file__).with_name("{CONFIG}")'
+    config = _source(remote) if remote else f'Path(__file__).with_name("{CONFIG}")'
     template = _GRAPH_TEST if compute == GRAPH else _TEST
     return template.format(compute=compute, config=config, imports="" if remote else "\nfrom pathlib import Path\n")
 
@@ -142,7 +163,7 @@ def aggregate_text(family: str, model_type: str, architecture: str, computes: li
         model_type=model_type,
         family=family,
         flags="\n    ".join(f"{name}: bool = True," for name in computes),
-        wanted="{" + ", ".join(f"monkey_patch_{name}: {name}" for name in computes) + "}",
+        wanted=_layout("{", [f"monkey_patch_{name}: {name}" for name in computes], "}", 4),
     )
     # Imports of the package stand together.
     text = text.replace(
@@ -153,7 +174,7 @@ def aggregate_text(family: str, model_type: str, architecture: str, computes: li
 
 
 def write(folder: Path, files: dict[str, str]) -> list[Path]:
-    """Writes Python files, formatted by ruff where it is installed, and others as they are.
+    """Writes files.
 
     Raises:
         ModelError: the folder cannot be written.
@@ -171,7 +192,6 @@ def write(folder: Path, files: dict[str, str]) -> list[Path]:
             written.append(path)
     except OSError as error:
         raise ModelError(f"{folder} cannot be written ({error.strerror}): name another folder with --output") from error
-    _format([path for path in written if path.suffix == ".py"])
     return written
 
 
@@ -186,15 +206,6 @@ def write_drafts(folder: Path, drafts: list[dict[str, Any]]) -> None:
     shutil.rmtree(folder / "definitions", ignore_errors=True)
     texts = {f"{draft['name']}.json": Definition.model_validate(draft).to_json() for draft in drafts}
     write(folder / "definitions", texts)
-
-
-def _format(paths: list[Path]) -> None:
-    beside = Path(sysconfig.get_path("scripts")) / "ruff"
-    ruff = str(beside) if beside.exists() else shutil.which("ruff")
-    if ruff and paths:
-        names = [str(path) for path in paths]
-        options = ["--line-length", "120", "--quiet", "--no-cache"]
-        subprocess.run([ruff, "format", *options, "--isolated", *names], check=False, stdout=sys.stderr)
 
 
 def remove(folder: Path, computes: list[str]) -> None:
