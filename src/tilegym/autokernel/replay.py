@@ -15,6 +15,7 @@ from torch import nn
 
 from tilegym.bench.prompts import Batch
 from tilegym.transformers import decode_graph
+from tilegym.transformers import graph_capture
 
 # Turns a function into one that does the same by replaying; both work in place. Besides the function it is given what
 # the function changes and depends on, which it leaves as it is, and the device. It may raise whatever it likes.
@@ -30,7 +31,7 @@ class Refused(Exception):
 
 def cuda_graph(run: Callable[[], None], state: list[Tensor], device: torch.device) -> Callable[[], None]:
     """The :data:`Capture` that makes CUDA graphs."""
-    graph, _ = decode_graph.capture(run, state, device)
+    graph, _ = graph_capture.capture(run, state, device)
     return graph.replay
 
 

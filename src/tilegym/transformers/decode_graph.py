@@ -12,7 +12,6 @@ import contextlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +27,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from tilegym.backend import get_current_backend
 from tilegym.errors import FallbackWarning
 from tilegym.transformers.attention import NAMES as ATTENTION
+from tilegym.transformers.graph_capture import capture
 
 DEVICES = ("cuda",)
 ROUND_CAPACITY = 256  # caches hold a multiple of as many tokens, so that similar lengths share a graph
@@ -184,45 +184,6 @@ class Session:
             warnings.warn(f"{type(model).__name__} decodes without a CUDA graph: {why}", FallbackWarning, stacklevel=2)
         else:
             self.graphs[padded] = graph
-
-
-def capture(run: Callable[[], Any], state: list[Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Captures what ``run`` launches, after two runs on a stream of their own.
-
-    Args:
-        run: works on buffers that stay where they are, and never waits for the device.
-        state: what it changes and depends on; has its values again when this returns.
-        device: a GPU.
-
-    Returns:
-        (the graph, what ``run`` returned: every replay overwrites it).
-
-    Raises:
-        Exception: whatever ``run`` does that a graph cannot hold.
-    """
-    values = [t.clone() for t in state]
-
-    def restore() -> None:
-        for tensor, value in zip(state, values, strict=True):
-            tensor.copy_(value)
-
-    stream = torch.cuda.Stream(device)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles and tunes kernels, and lets libraries make their workspaces
-                run()
-                restore()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            result = run()
-    except Exception:
-        torch.cuda.synchronize()
-        raise
-    finally:
-        restore()
-    return graph, result
 
 
 _NO_GRAPH = object()

@@ -1,0 +1,71 @@
+"""CUDA graphs of what a model launches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class _NumbersAreFilledIn(TorchFunctionMode):
+    """Within it a number gets to a GPU as the argument of a kernel that fills, not as a copy, which no graph holds."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.tensor and isinstance(args[0] if args else None, (bool, int, float)):
+            dtype = kwargs.get("dtype") or torch.tensor(args[0]).dtype
+            return torch.full((), args[0], **(kwargs | {"dtype": dtype}))
+        if function in (torch.where, Tensor.where) and len(args) == 3:
+            like = next((t for t in args if isinstance(t, Tensor) and t.is_floating_point()), None)
+            if like is not None:
+                filled = [like.new_full((), x) if isinstance(x, (int, float)) else x for x in args]
+                return function(*filled, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _end_for_generator(device: torch.device) -> None:
+    """A capture that fails leaves the random generator in its midst, and it would refuse every number from then on."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+def capture(run: Callable[[], Any], state: list[Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Captures what ``run`` launches, after two runs on a stream of their own.
+
+    Args:
+        run: works on buffers that stay where they are, and never waits for the device.
+        state: what it changes and depends on; has its values again when this returns.
+        device: a GPU.
+
+    Returns:
+        (the graph, what ``run`` returned: every replay overwrites it).
+
+    Raises:
+        Exception: whatever ``run`` does that a graph cannot hold.
+    """
+    values = [t.clone() for t in state]
+
+    def restore() -> None:
+        for tensor, value in zip(state, values, strict=True):
+            tensor.copy_(value)
+
+    stream = torch.cuda.Stream(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles and tunes kernels, and lets libraries make their workspaces
+                run()
+                restore()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph), _NumbersAreFilledIn():
+            result = run()
+    except Exception:
+        torch.cuda.synchronize()
+        if device.type == "cuda":
+            _end_for_generator(device)
+        raise
+    finally:
+        restore()
+    return graph, result

@@ -1,0 +1,78 @@
+"""What a CUDA graph can hold of what transformers does, and what a capture that fails leaves behind."""
+
+import pytest
+import torch
+from common import device
+from common import gpu
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilegym.transformers.graph_capture import _NumbersAreFilledIn
+from tilegym.transformers.graph_capture import capture
+
+
+def eager_mask(mask, dtype):
+    """As transformers makes the mask of its eager attention."""
+    lowest = torch.finfo(dtype).min
+    return torch.where(mask, torch.tensor(0.0, device=mask.device, dtype=dtype), lowest)
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.called.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_filled_in(dtype):
+    mask = torch.tensor([[True, False], [True, True]], device=device())
+    expected = eager_mask(mask, dtype)
+    with Names() as names, _NumbersAreFilledIn():
+        found = eager_mask(mask, dtype)
+        kept = found.where(mask, 2.0)
+    assert found.dtype == dtype and torch.equal(found, expected)
+    assert torch.equal(kept, expected.where(mask, 2.0))
+    assert sorted(names.called) == ["full", "new_full", "new_full", "where", "where"]
+
+
+def test_what_has_a_dtype_of_its_own_keeps_it():
+    plain = [torch.tensor(3), torch.tensor(True), torch.tensor(0.5), torch.tensor([1.0, 2.0])]
+    with _NumbersAreFilledIn():
+        filled = [torch.tensor(3), torch.tensor(True), torch.tensor(0.5), torch.tensor([1.0, 2.0])]
+        assert torch.where(torch.tensor([True]), 1, 2).dtype == torch.int64
+    assert [t.dtype for t in filled] == [t.dtype for t in plain]
+    assert all(torch.equal(f, p) for f, p in zip(filled, plain, strict=True))
+
+
+@gpu
+def test_a_graph_holds_the_mask_of_eager_attention():
+    mask = torch.tensor([[True, False], [True, True]], device="cuda")
+    graph, found = capture(lambda: eager_mask(mask, torch.bfloat16), [], torch.device("cuda"))
+    mask.logical_not_()
+    graph.replay()
+    assert torch.equal(found, eager_mask(mask, torch.bfloat16))
+
+
+@gpu
+def test_after_a_capture_that_fails_there_are_random_numbers():
+    x = torch.ones(4, device="cuda")
+
+    def run():
+        torch.nn.functional.dropout(x)
+        return x.sum().item()  # waits
+
+    torch.manual_seed(3)
+    before = torch.rand(4, device="cuda")
+    torch.manual_seed(3)
+    with pytest.raises(RuntimeError):
+        capture(run, [], torch.device("cuda"))
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(4, device="cuda"), before)
+    graph, drawn = capture(lambda: torch.rand(4, device="cuda"), [], torch.device("cuda"))
+    graph.replay()
+    first = drawn.clone()
+    graph.replay()
+    assert not torch.equal(drawn, first)
