@@ -60,7 +60,7 @@ def softmax_backward(
     lse, rest, delta = statistics
     slope = 1.0
     if SOFT_CAP:
-        s = cap_scores(s * scaling, soft_cap)
+        s = cap_scores(s * scaling, soft_cap, EXACT)
         ratio = s / soft_cap
         slope = 1.0 - ratio * ratio
     if MASK == BOOLEAN_MASK:

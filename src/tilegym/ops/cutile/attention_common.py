@@ -19,8 +19,10 @@ KEY_MASK = 3  # boolean, and the same for all queries: padding
 LOG2E = math.log2(math.e)
 
 
-def cap_scores(s, soft_cap):
-    """``soft_cap * tanh(s / soft_cap)``, by tanh(x) = 1 - 2 / (1 + exp(2x)), which is exact to fp32."""
+def cap_scores(s, soft_cap, EXACT: Bool = False):
+    """``soft_cap * tanh(s / soft_cap)``; unless EXACT by tanh(x) = 1 - 2 / (1 + exp(2x)), to an ulp of ``soft_cap``."""
+    if EXACT:
+        return soft_cap * ct.tanh(s / soft_cap)
     return soft_cap - 2 * soft_cap / (1 + ct.exp2(s * (2 * LOG2E / soft_cap)))
 
 

@@ -45,7 +45,7 @@ def take_scores(
     positions, keys, window = limits
     row_max, row_sum, acc = state
     if SOFT_CAP:
-        s = cap_scores(s * scaling, soft_cap)
+        s = cap_scores(s * scaling, soft_cap, EXACT)
     if MASK == BOOLEAN_MASK:
         s = ct.where(load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N), s, -math.inf)
     if MASK == ADDITIVE_MASK:

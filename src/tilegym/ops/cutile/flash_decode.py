@@ -101,7 +101,7 @@ def decode_kernel(
         else:
             s = ct.mma(k_tile, q_tile, ct.zeros((TILE_N, TILE_M), dtype=ct.float32))
         if SOFT_CAP:
-            s = cap_scores(s * scaling, soft_cap)
+            s = cap_scores(s * scaling, soft_cap, EXACT)
         if MASK == BOOLEAN_MASK:
             s = ct.where(load_mask(mask, batch, head, next_head, j, MASK_HEADS, TILE_N), s, -math.inf)
         if MASK == ADDITIVE_MASK:

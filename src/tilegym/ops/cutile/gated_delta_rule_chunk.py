@@ -38,6 +38,7 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import OF_READ
 from tilegym.ops.cutile.gated_delta_rule_tiles import OF_WRITE
 from tilegym.ops.cutile.gated_delta_rule_tiles import RATE
 from tilegym.ops.cutile.gated_delta_rule_tiles import TF32
+from tilegym.ops.cutile.gated_delta_rule_tiles import TF32_PARTS
 from tilegym.ops.cutile.gated_delta_rule_tiles import TF32_SPLIT
 from tilegym.ops.cutile.gated_delta_rule_tiles import check_supported
 from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_decay
@@ -66,7 +67,7 @@ from tilegym.ops.pytorch.gated_delta_rule import NORM_EPS
 from tilegym.ops.pytorch.gated_delta_rule import check_chunk
 from tilegym.ops.pytorch.gated_delta_rule import check_delta_rule
 
-PRECISIONS = {torch.float32: TF32_SPLIT, torch.float16: TF32_SPLIT, torch.bfloat16: TF32}
+PRECISIONS = {torch.float32: TF32_PARTS, torch.float16: TF32_SPLIT, torch.bfloat16: TF32}
 
 
 @ct.kernel

@@ -16,14 +16,15 @@ from tilegym.ops.pytorch.checks import wants_gradient
 
 LEVELS = 6
 CHUNK = 2**LEVELS
-# How fp32 tiles are multiplied: in tf32, with its 10 bits, or in four products of their upper and lower halves in
-# tf32, with 22 bits. (ct.mma on fp32 has no tensor cores, and its tiles no room in the registers.)
-TF32, TF32_SPLIT = 1, 4
+# How fp32 tiles are multiplied: in tf32, with its 10 bits; in four products of their upper and lower halves in tf32,
+# with 22 bits; or in such products of PART columns and rows at a time, since what tensor cores cut off at each step
+# adds up. (ct.mma on fp32 has no tensor cores, and its tiles no room in the registers; on fp64 six times the code.)
+TF32, TF32_SPLIT, TF32_PARTS = 1, 4, 5
+PART = 16
 # The factors of a token, rows of ``factors``, [B * Hv, chunks, FACTORS, CHUNK]: what multiplies q @ S, k @ S, and k on
 # its way into the state; beta; the decay since the start of the chunk.
 OF_READ, OF_HELD, OF_WRITE, RATE, DECAY = range(5)
 FACTORS = 5
-GRAM_PART = 16
 ZERO = ct.PaddingMode.ZERO
 MAX_HEAD_DIM = 256
 MAX_KEY_DIM_OF_GRADIENTS = 128  # tileiras 13.4 fails on wider tiles in bf16, and takes minutes in fp32
@@ -37,7 +38,7 @@ def product_onto(a, b, acc, PRECISION: Int):
     """
     x, y = a.astype(ct.float32), b.astype(ct.float32)
     high_x, high_y = x.astype(ct.tfloat32), y.astype(ct.tfloat32)
-    if PRECISION == TF32_SPLIT:
+    if PRECISION != TF32:
         low_x = (x - high_x.astype(ct.float32)).astype(ct.tfloat32)
         low_y = (y - high_y.astype(ct.float32)).astype(ct.tfloat32)
         # The smallest first. What 16 bits hold has no lower half.
@@ -52,12 +53,19 @@ def product_onto(a, b, acc, PRECISION: Int):
 
 def product_of(a, b, PRECISION: Int):
     """``a @ b`` in fp32."""
-    return product_onto(a, b, ct.zeros((a.shape[0], b.shape[1]), ct.float32), PRECISION)
+    height, width = a.shape[0], b.shape[1]
+    total = ct.zeros((height, width), ct.float32)
+    if PRECISION != TF32_PARTS:
+        return product_onto(a, b, total, PRECISION)
+    for part in ct.static_iter(range(a.shape[1] // PART)):
+        x, y = ct.extract(a, (0, part), (height, PART)), ct.extract(b, (part, 0), (PART, width))
+        total = total + product_onto(x, y, ct.zeros((height, width), ct.float32), PRECISION)
+    return total
 
 
 def product(a, b, acc, PRECISION: Int):
     """``a @ b + acc`` in fp32, for an ``acc`` that may be much larger than the product."""
-    if PRECISION == TF32_SPLIT:
+    if PRECISION != TF32:
         return acc + product_of(a, b, PRECISION)
     return product_onto(a, b, acc, PRECISION)
 
@@ -72,7 +80,7 @@ def gram(a, b, PRECISION: Int):
 def grams(q, k, batch, chunk, head, TILE_K: Int, PRECISION: Int):
     """``k @ k.T``, ``q @ q.T`` and ``q @ k.T`` of a chunk of a head, each as :func:`gram`.
 
-    In fp32 from GRAM_PART columns at a time: what tensor cores cut off at each step adds up where all that is summed is
+    In fp32 from PART columns at a time: what tensor cores cut off at each step adds up where all that is summed is
     positive, as it is for equal keys. The scan, which multiplies otherwise, would miss what A says that it finds.
     """
     if k.dtype != ct.float32:
@@ -81,8 +89,8 @@ def grams(q, k, batch, chunk, head, TILE_K: Int, PRECISION: Int):
     same_k = ct.zeros((CHUNK, CHUNK), ct.float32)
     same_q = ct.zeros((CHUNK, CHUNK), ct.float32)
     across = ct.zeros((CHUNK, CHUNK), ct.float32)
-    for part in range(TILE_K // GRAM_PART):
-        kt, qt = chunk_of(k, batch, chunk, head, part, GRAM_PART), chunk_of(q, batch, chunk, head, part, GRAM_PART)
+    for part in range(TILE_K // PART):
+        kt, qt = chunk_of(k, batch, chunk, head, part, PART), chunk_of(q, batch, chunk, head, part, PART)
         same_k = same_k + gram(kt, kt, PRECISION)
         same_q = same_q + gram(qt, qt, PRECISION)
         across = across + gram(qt, kt, PRECISION)
