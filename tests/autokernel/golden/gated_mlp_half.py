@@ -25,6 +25,7 @@ from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import rows_of
+from tilegym.ops.cutile.tiling import sm_count
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -82,7 +83,11 @@ def gemm_plan(m: int, n: int, bits: int, device: int) -> tuple[ct.kernel, tuple[
     if device < 0:
         tile_m, tile_n, tile_k = 32, 32, 32
     else:
-        tile_m, tile_n, tile_k = max(16, min(128, next_power_of_2(m))), 128, 1024 // bits
+        tile_m, tile_n = max(16, min(128, next_power_of_2(m))), 128
+        # Rather smaller tiles than idle multiprocessors; with more of a row at a time, to have as much under way.
+        while 2 * ct.cdiv(m, tile_m) * ct.cdiv(n, tile_n) <= sm_count(device) and max(tile_m, tile_n) > 64:
+            tile_m, tile_n = (tile_m // 2, tile_n) if tile_m >= tile_n else (tile_m, tile_n // 2)
+        tile_k = 1024 // bits * (2 if tile_m * tile_n <= 4096 else 1)
     kernel = hinted(gated_mlp_half_gemm_kernel, num_worker_warps=8 if tile_m == 128 else 4)
     return kernel, (ct.cdiv(m, tile_m) * ct.cdiv(n, tile_n),), tile_m, tile_n, tile_k
 

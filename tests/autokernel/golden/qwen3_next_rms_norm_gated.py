@@ -44,7 +44,7 @@ def qwen3_next_rms_norm_gated_kernel(hidden_states, gate, weight, y, N: Int, TIL
     weight_row = ct.gather(weight, cols)[None, :].astype(ct.float32)
     hidden_states_tile = load(hidden_states, rows, cols).astype(ct.float32)
     gate_tile = load(gate, rows, cols).astype(ct.float32)
-    variance = ct.sum(hidden_states_tile * hidden_states_tile, axis=1, keepdims=True) / N
+    variance = ct.sum(hidden_states_tile * hidden_states_tile, axis=1, keepdims=True) * (1.0 / N)
     scaled = weight_row * rounded(hidden_states_tile * ct.rsqrt(variance + 1e-06), hidden_states.dtype)
     silu = over_one_plus_exp(gate_tile, gate_tile, hidden_states.dtype)
     store(y, rows, cols, rounded(scaled, hidden_states.dtype) * silu)
@@ -56,9 +56,11 @@ def plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
     m = m if n else 0  # without columns there is nothing to launch
     tile_m, tile_n = whole_rows(m, n, device)
     elements = tile_m * tile_n
-    warps, occupancy = (8 if elements >= 8192 else 4), max(1, min(8, 16384 // elements))
+    tiles, occupancy = ct.cdiv(m, tile_m), max(1, min(8, 16384 // elements))
+    # With fewer blocks than multiprocessors what counts is how long one takes.
+    warps = 8 if elements >= 8192 or (elements >= 2048 and tiles < sm_count(device)) else 4
     kernel = hinted(qwen3_next_rms_norm_gated_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (ct.cdiv(m, tile_m),), tile_m, tile_n
+    return kernel, (tiles,), tile_m, tile_n
 
 
 def _qwen3_next_rms_norm_gated_outputs(hidden_states, gate, weight):
@@ -92,11 +94,11 @@ def qwen3_next_rms_norm_gated_backward_kernel(
         hidden_states_tile = load(hidden_states, rows, cols).astype(ct.float32)
         d_scaled = dy_tile * over_one_plus_exp(gate_tile, gate_tile, dy.dtype)
         d_normed = d_scaled * weight_row
-        variance = ct.sum(hidden_states_tile * hidden_states_tile, axis=1, keepdims=True) / N
+        variance = ct.sum(hidden_states_tile * hidden_states_tile, axis=1, keepdims=True) * (1.0 / N)
         rstd = ct.rsqrt(variance + 1e-06)
         d_rstd = ct.sum(d_normed * hidden_states_tile, axis=1, keepdims=True)
         d_total = d_rstd * -0.5 * (rstd * (rstd * rstd))
-        d_sum_of_square = d_total / N
+        d_sum_of_square = d_total * (1.0 / N)
         normed = rounded(hidden_states_tile * rstd, dy.dtype)
         d_silu = dy_tile * rounded(weight_row * normed, dy.dtype)
         sigmoid = over_one_plus_exp(1.0, gate_tile, dy.dtype)

@@ -15,6 +15,7 @@ from tilegym.autokernel.generate.operations import ATOM
 from tilegym.autokernel.generate.operations import COMPARISON
 from tilegym.autokernel.generate.operations import HELPERS
 from tilegym.autokernel.generate.operations import OPERATIONS
+from tilegym.autokernel.generate.operations import PRODUCT
 from tilegym.autokernel.generate.operations import REPEATS
 from tilegym.autokernel.generate.operations import UNARY
 from tilegym.autokernel.generate.operations import evaluate
@@ -263,6 +264,9 @@ class Body:
         if value.op in REDUCTIONS:
             return self.reduction(value.op, self.operand(value)), ATOM
         operation = OPERATIONS[value.op]
+        if value.op == "div" and value.args[1].op == "columns":
+            # As PyTorch's means on a GPU are computed; a quotient takes some ten instructions of every thread.
+            return f"{self.text(value.args[0], PRODUCT)} * (1.0 / {self.columns})", PRODUCT
         args = [self.text(a, n) for a, n in zip(value.args, operation.needs, strict=True)]
         exact = self.dtype is None or not (narrow or self.rough)
         text = operation.text.format(*args, dtype="ct.float32" if exact else self.dtype)

@@ -15,6 +15,7 @@ PLAIN = (
     (r"over_one_plus_exp\((\w+), \1, \S+\)$", r"silu(\1)"),
     (r"gelu\((.*), \S+, (True|False)\)$", r"gelu(\1)"),
     (r"ct\.where\((.*) <= 0\.0, 0\.0, \1\)$", r"relu(\1)"),
+    (r" \* \(1\.0 / (\w)\)", r" / \1"),
     (r", propagate_nan=True", ""),
     (r"ct\.", ""),
 )

@@ -197,6 +197,21 @@ class Linear:
     weight: str
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Which columns of an argument, of ``width`` if that is fixed, an input is."""
+
+    source: str
+    columns: range
+    width: int | None = None
+
+    def of(self, name: str) -> str:
+        """An expression for these columns of ``name``."""
+        start, stop, step = self.columns.start, self.columns.stop, self.columns.step
+        end = "" if self.width is not None and stop >= self.width else stop
+        return f"{name}[..., {start or ''}:{end}{f':{step}' if step > 1 else ''}]"
+
+
 @dataclass
 class Region:
     """What is to be computed.
@@ -208,6 +223,7 @@ class Region:
         signature: the names of the entry point's parameters in order; names of inputs, of what views are cut from, and
             of ``numbers``.
         views: statements by which the entry point cuts inputs out of its arguments.
+        cuts: what ``views`` cut out, by name, where widths are known.
         numbers: arguments that are numbers, which the kernel is written for.
         dtype: the working dtype, in which generic inputs were traced.
         dtypes: the working dtypes for which PyTorch computes this graph.
@@ -226,6 +242,7 @@ class Region:
     builder: Builder
     dtype: torch.dtype
     views: list[str] = field(default_factory=list)
+    cuts: dict[str, Cut] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = ()
     size: int | None = None

@@ -15,6 +15,7 @@ from tilegym.autokernel.generate.aten import arguments
 from tilegym.autokernel.generate.errors import Unsupported
 from tilegym.autokernel.generate.graph import INTEGERS
 from tilegym.autokernel.generate.graph import Builder
+from tilegym.autokernel.generate.graph import Cut
 from tilegym.autokernel.generate.graph import Linear
 from tilegym.autokernel.generate.graph import Output
 from tilegym.autokernel.generate.graph import Region
@@ -61,6 +62,7 @@ class Importer:
         self.nodes = list(program.graph.nodes)
         self.values: dict[Node, Value] = {}
         self.statements: list[str] = []
+        self.cuts: dict[str, Cut] = {}
         self.linears: list[Linear] = []
         self.left: Node | None = None
         self.name, self.names, self.dtype = name, list(names), dtype
@@ -241,7 +243,7 @@ class Importer:
         outputs = [self._output(i, node) for i, node in enumerate(self.results)]
         region = Region(self.name, self.inputs, outputs, self.names, self.builder, self.dtype)
         region.views, region.numbers, region.linears = self.statements, self.numbers, self.linears
-        region.left = left
+        region.left, region.cuts = left, self.cuts
         region.inputs = in_order(region)
         region.size = int(self.width) if isinstance(self.width, int) else None
         region.width = self._example(self.width)
@@ -360,6 +362,8 @@ class Importer:
             part = self._new_name(self.hints.get(node) or f"{source}_part")
             self.statements.append(f"{part} = {source}[..., {text}]")
             self._input(node, part)
+            first, last, step = (*node.args[2:], None, None, None)[:3]
+            self._note_cut(part, source, sizes(node.args[0])[-1], slice(first, last, step))
             return
         users = {user.args[1]: user for user in node.users}
         count = len(node.meta["val"])
@@ -372,6 +376,17 @@ class Importer:
         )
         for i, user in users.items():
             self._input(user, names[i])
+            begin = sum(v.shape[-1] for v in node.meta["val"][:i])
+            end = begin + node.meta["val"][i].shape[-1]
+            self._note_cut(names[i], source, sizes(node.args[0])[-1], slice(begin, end))
+
+    def _note_cut(self, name: str, source: str, width: Any, part: slice) -> None:
+        if not all(isinstance(i, int | None) for i in (part.start, part.stop, part.step)):
+            return
+        if isinstance(width, int):
+            self.cuts[name] = Cut(source, range(width)[part], width)
+        elif (part.start or 0) >= 0 and 0 <= (-1 if part.stop is None else part.stop) < 2**62:
+            self.cuts[name] = Cut(source, range(part.start or 0, part.stop, part.step or 1))
 
     def _output(self, i: int, node: Node) -> Output:
         self.common = None

@@ -37,9 +37,11 @@ PLANS = {
         """    m = m if n else 0  # without columns there is nothing to launch
     tile_m, tile_n = whole_rows(m, n, device)
     elements = tile_m * tile_n
-    warps, occupancy = (8 if elements >= {eight_warps} else 4), max(1, min(8, {registers} // elements))
+    tiles, occupancy = ct.cdiv(m, tile_m), max(1, min(8, {registers} // elements))
+    # With fewer blocks than multiprocessors what counts is how long one takes.
+    warps = 8 if elements >= {eight_warps} or (elements >= 2048 and tiles < sm_count(device)) else 4
     kernel = hinted({kernel}, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (ct.cdiv(m, tile_m),), tile_m, tile_n
+    return kernel, (tiles,), tile_m, tile_n
 """,
     ),
     "wide": (

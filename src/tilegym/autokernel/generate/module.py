@@ -7,6 +7,9 @@ import torch
 
 from tilegym.autokernel.generate.body import LINE
 from tilegym.autokernel.generate.body import call
+from tilegym.autokernel.generate.cuts import Wholes
+from tilegym.autokernel.generate.cuts import gradient_name
+from tilegym.autokernel.generate.cuts import wholes_of
 from tilegym.autokernel.generate.errors import Unsupported
 from tilegym.autokernel.generate.formula import formulas
 from tilegym.autokernel.generate.gradient import gradient_region
@@ -72,6 +75,7 @@ class ModuleWriter:
         self.launchers: list[str] = []
         self.kernels: list[Kernel] = []
         self.names: list[str] = []
+        self.wholes = Wholes()
         self.gradient, self.why_not = None, "gradients are not asked for"
         if trains and not region.parts:
             try:
@@ -99,11 +103,16 @@ class ModuleWriter:
         if self.gradient is not None:
             self.passed = [o for o in self.gradient.outputs if o.value.op == "input" and not o.vector]
             self.computed = [o for o in self.gradient.outputs if o not in self.passed]
+            # The gradient of two inputs is written once, unless it goes to two places of a whole.
+            alone = [o for o in self.computed if o.name not in map(gradient_name, region.cuts)]
+            self.shared = {o.name: next(p for p in alone if _is_same(o, p)).name for o in alone}
+            self.computed = [o for o in self.computed if self.shared.get(o.name, o.name) == o.name]
             if self.computed:
                 inner = Region(**{**vars(self.gradient), "outputs": self.computed})
                 used = {*_used(self.computed), *(o.like for o in self.computed)}
                 inner.inputs = {n: v for n, v in inner.inputs.items() if v in used}
                 self.gradient.inputs = inner.inputs
+                self.wholes = wholes_of(region, inner.inputs, self.computed)
                 fake = f"_{region.name}_gradients"
                 self._pass(inner, inner.name, f"{self.prefix}backward_plan", fake, True)
             self.sections.append(self._function())
@@ -132,15 +141,20 @@ class ModuleWriter:
         self.names += [f"{k.name} ({k.kind})" for k in kernels]
         body, known = [], set()
         names = list(region.inputs)
-        head = call(f"def {function}", tensors(names), tail=f" -> {returned(len(region.outputs))}:")
-        made = [empty(o, region.inputs, region.dtype, self.imports) for o in region.outputs]
-        plain = [(o, m) for o, m in zip(region.outputs, made, strict=True) if not o.vector]
-        single = len(region.outputs) == 1 and plain
-        outputs = ", ".join(o.name for o in region.outputs)
-        if single:
+        wholes = self.wholes if backward else Wholes()
+        body += [f"    {view}" for view in wholes.views(names)]
+        names = wholes.merged(names)
+        made, views = wholes.allocated(
+            region.outputs, lambda o: empty(o, region.inputs, region.dtype, self.imports), self.imports
+        )
+        head = call(f"def {function}", tensors(names), tail=f" -> {returned(len(made))}:")
+        summed = [o.name for o in region.outputs if o.vector]
+        outputs = ", ".join(made)
+        if len(made) == 1 and not summed:
             body.append(f"    {outputs} = {fake}({', '.join(names)})")
         else:
-            body += [f"    {o.name} = {m}" for o, m in plain]
+            body += [f"    {name} = {text}" for name, text in made.items() if name not in summed]
+        body += [f"    {view}" for view in views]
         for i, kernel in enumerate(kernels):
             writer = KernelWriter(kernel, region.dtype, backward)
             self.imports |= writer.imports
@@ -159,7 +173,7 @@ class ModuleWriter:
             else:
                 body += lines
         self.imports.add((LIBRARY, "compilable"))
-        fake_source = f"def {fake}({', '.join(names)}):\n{returned_values(made)}\n"
+        fake_source = f"def {fake}({', '.join(names)}):\n{returned_values(list(made.values()))}\n"
         launcher = f"@compilable(fake={fake})\n{head}\n" + "\n".join(body) + f"\n    return {outputs}\n"
         self.launchers += [fake_source, launcher]
         self.sections += self.launchers
@@ -169,28 +183,32 @@ class ModuleWriter:
 
     def _function(self) -> str:
         region, gradient = self.region, self.gradient
-        names = list(region.inputs)
-        upstream = [n for n in (_d(o.name) for o in region.outputs)]
-        saved = [n for n in gradient.inputs if n in region.inputs]
-        results = {o.name: o.value.hint if o in self.passed else o.name for o in gradient.outputs}
-        grads = [results.get(_d(n)) if is_differentiable(v) else None for n, v in region.inputs.items()]
+        wholes = self.wholes
+        names = wholes.merged(list(region.inputs))
+        upstream = [gradient_name(o.name) for o in region.outputs]
+        saved = wholes.merged([n for n in gradient.inputs if n in region.inputs])
+        taken = wholes.merged(list(gradient.inputs))
+        made = wholes.merged_gradients([o.name for o in self.computed])
+        results = {o.name: o.value.hint for o in self.passed} | self.shared | {name: name for name in made}
+        fixed = {n for n, v in region.inputs.items() if not is_differentiable(v)}
+        grads = [None if n in fixed else results.get(gradient_name(n)) for n in names]
         lines = [f"class {class_name(region.name)}(torch.autograd.Function):", "    @staticmethod"]
         lines += [f"    def forward(ctx, {', '.join(names)}):"]
         if saved:
             lines.append(f"        ctx.save_for_backward({', '.join(saved)})")
-        lines += [f"        return {region.name}_forward({', '.join(names)})", "", "    @staticmethod"]
+        lines += [f"        {view}" for view in wholes.views(list(region.inputs))]
+        lines += [f"        return {region.name}_forward({', '.join(region.inputs)})", "", "    @staticmethod"]
         lines += [f"    def backward(ctx, {', '.join(upstream)}):", "        if torch.is_grad_enabled():"]
         lines += ['            raise UnsupportedError("there is no second derivative")']
         if self.computed:
-            args = [n for n in gradient.inputs if n not in saved]
+            args = [n for n in taken if n not in saved]
             passes = [*args, *(["*ctx.saved_tensors"] if saved else [])]
-            ordered = list(gradient.inputs) == [*args, *saved]
-            if not ordered:
+            if taken != [*args, *saved]:
                 raise AssertionError("gradients come before what was saved")
             text = f"{gradient.name}({', '.join(passes)})"
-            if grads == [o.name for o in self.computed]:
+            if grads == made:
                 return "\n".join([*lines, f"        return {text}", ""])
-            lines.append(f"        {', '.join(o.name for o in self.computed)} = {text}")
+            lines.append(f"        {', '.join(made)} = {text}")
         lines.append(f"        return {', '.join(map(str, grads))}")
         return "\n".join([*lines, ""])
 
@@ -216,7 +234,7 @@ class ModuleWriter:
         if not like.shape[:-1] or len(like.shape) < 2:
             raise Unsupported("its inputs have no rows")
         shapes += [text for v in region.inputs.values() if v is not like for text in _shape_checks(v, like)]
-        shapes = list(dict.fromkeys(shapes))
+        shapes = list(dict.fromkeys([*shapes, *self.wholes.checks()]))
         lines += _refuse(shapes, "the shapes are not those of the region") if shapes else []
         if region.size is None and any(k.kind == "rows" for k in self.kernels):
             lines += self._refuse_long(like, "MAX_CACHED")
@@ -252,10 +270,11 @@ class ModuleWriter:
             lines += _condition(*(f"{n}.requires_grad" for n in others), unless="torch.is_grad_enabled()")
             lines.append('        raise UnsupportedError("there is no gradient of one of its inputs")')
         if differentiable:
+            differentiable = self.wholes.merged(differentiable)
             lines += _condition(*(f"{n}.requires_grad" for n in differentiable), unless="torch.is_grad_enabled()")
             if region.size is None and any(k.kind == "striding" for k in self.kernels):
                 lines += _indented(self._refuse_long(region.outputs[0].like, "MAX_CACHED_BACKWARD"))
-            lines.append(f"        return {class_name(region.name)}.apply({', '.join(names)})")
+            lines.append(f"        return {class_name(region.name)}.apply({', '.join(self.wholes.merged(names))})")
         lines.append(f"    return {region.name}_forward({', '.join(names)})")
         return "\n".join([*lines, ""])
 
@@ -385,8 +404,9 @@ def _indented(lines: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
-def _d(name: str) -> str:
-    return f"d{name}" if len(name) == 1 else f"d_{name}"
+def _is_same(a: Output, b: Output) -> bool:
+    """Whether two results are the same tensor."""
+    return (a.value, a.dtype, a.shape, a.width, a.vector) == (b.value, b.dtype, b.shape, b.width, b.vector)
 
 
 def _used(outputs: list[Output]) -> set[Value]:

@@ -1,5 +1,6 @@
 """Regions whose results lie over different rows, as of queries and of fewer keys: regions beside each other."""
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -77,4 +78,7 @@ def _rename(region: Region, names: list[str]) -> None:
     region.inputs = {new.get(n, n): v for n, v in region.inputs.items()}
     region.signature = [new.get(n, n) for n in region.signature]
     region.views = [re.sub(r"\w+", lambda word: new.get(word[0], word[0]), view) for view in region.views]
+    region.cuts = {
+        new.get(n, n): dataclasses.replace(c, source=new.get(c.source, c.source)) for n, c in region.cuts.items()
+    }
     region.inputs = in_order(region)

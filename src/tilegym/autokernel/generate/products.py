@@ -192,7 +192,11 @@ def gemm_plan(m: int, n: int, bits: int, device: int) -> tuple[ct.kernel, tuple[
     if device < 0:
         tile_m, tile_n, tile_k = 32, 32, 32
     else:
-        tile_m, tile_n, tile_k = max(16, min({tile_m}, next_power_of_2(m))), {tile_n}, {k_bits} // bits
+        tile_m, tile_n = max(16, min({tile_m}, next_power_of_2(m))), {tile_n}
+        # Rather smaller tiles than idle multiprocessors; with more of a row at a time, to have as much under way.
+        while 2 * ct.cdiv(m, tile_m) * ct.cdiv(n, tile_n) <= sm_count(device) and max(tile_m, tile_n) > 64:
+            tile_m, tile_n = (tile_m // 2, tile_n) if tile_m >= tile_n else (tile_m, tile_n // 2)
+        tile_k = {k_bits} // bits * (2 if tile_m * tile_n <= 4096 else 1)
     kernel = hinted({kernel}, num_worker_warps={warps})
     return kernel, (ct.cdiv(m, tile_m) * ct.cdiv(n, tile_n),), tile_m, tile_n, tile_k
 '''
@@ -250,7 +254,7 @@ class ProductWriter:
         warps = 4 if tuning.warps == 4 and len(region.linears) == 1 else "8 if tile_m == 128 else 4"
         gemm_sizes = {"tile_m": tuning.tile_m, "tile_n": tuning.tile_n, "k_bits": 8 * tuning.tile_k_bytes}
         gemv_sizes = {"tile_n": tuning.gemv_n, "k_bits": 8 * tuning.gemv_k_bytes, "occupancy": tuning.gemv_occupancy}
-        self.imports |= {(TILING, n) for n in ("hinted", "next_power_of_2", "overlaps", "rows_of")}
+        self.imports |= {(TILING, n) for n in ("hinted", "next_power_of_2", "overlaps", "rows_of", "sm_count")}
         self.imports |= {("", "functools"), (LAUNCH, "launch"), (LIBRARY, "compilable")}
         self.names += [gemv_name, gemm_name]
         return [

@@ -1,0 +1,67 @@
+"""Generated kernels move no byte more than they have to, and leave no multiprocessor idle that could work."""
+
+import inspect
+
+import pytest
+import torch
+from common import PyTestCase
+from common import randn
+from common import recorded_launches
+from test_generated_kernels import arguments
+from test_generated_kernels import case
+from test_generated_kernels import loaded
+from test_generated_kernels import product
+
+from tilegym.autokernel.generate import generate
+from tilegym.errors import UnsupportedError
+
+
+def some_columns(x):
+    return torch.sigmoid(x[..., :8]) * x[..., 16:24]
+
+
+def overlapping_columns(x):
+    return torch.sigmoid(x[..., :8]) * x[..., 4:12]
+
+
+def every_other_column(x):
+    return torch.sigmoid(x[..., ::2]) * x[..., 1::2]
+
+
+@pytest.mark.parametrize("region", [some_columns, overlapping_columns, every_other_column], ids=lambda r: r.__name__)
+def test_gradients_of_parts_are_written_to_the_whole(region):
+    given = {"x": randn(3, 5, 24, dtype=torch.bfloat16)}
+    entry = loaded(generate(region, [given["x"]]))
+    PyTestCase().assertCorrectness(entry, region, given, gradient=True)
+    if region is overlapping_columns:
+        return
+    leaf = given["x"].cpu().requires_grad_()
+    with recorded_launches() as launches:
+        (gradient,) = torch.autograd.grad(entry(leaf).sum(), leaf)
+    written = [a for a in launches[-1][1] if isinstance(a, torch.Tensor)][-2:]
+    assert {t.untyped_storage().data_ptr() for t in written} == {gradient.untyped_storage().data_ptr()}
+    wider = {"x": randn(3, 5, 26, dtype=torch.bfloat16)}
+    if region is some_columns:
+        PyTestCase().assertCorrectness(entry, region, wider, gradient=True)
+    else:
+        with pytest.raises(UnsupportedError, match="shapes"):
+            entry(**wider)
+
+
+def test_a_gradient_of_two_inputs_is_written_once():
+    kernel, entry, _ = case("add_rms_norm")
+    leaves = [t.requires_grad_() for t in arguments("add_rms_norm", torch.bfloat16).values()]
+    outputs = entry(*leaves)
+    gradients = torch.autograd.grad(outputs, leaves, [torch.ones_like(o) for o in outputs])
+    assert gradients[0].data_ptr() == gradients[1].data_ptr()
+    assert kernel.source.count("store(d_") == 1
+
+
+@pytest.mark.parametrize("m, n, blocks", [(512, 1024, 128), (512, 4096, 128), (8192, 4096, 2048), (16, 1024, 16)])
+def test_tiles_of_products_are_smaller_where_multiprocessors_would_be_idle(m, n, blocks, monkeypatch):
+    entry = product("linear_gelu")[1]
+    plan_of = inspect.unwrap(entry.__globals__["gemm_plan"])
+    monkeypatch.setitem(entry.__globals__, "sm_count", lambda device: 132)
+    _, grid, tile_m, tile_n, tile_k = plan_of(m, n, 16, 0)
+    assert grid == (blocks,) and tile_m * tile_n * blocks == m * n
+    assert tile_k == (128 if tile_m * tile_n <= 4096 else 64)
