@@ -26,7 +26,7 @@ NEUTRAL = {"sum": "0.0", "max": "-math.inf", "min": "math.inf"}
 # Names that the file of a kernel uses for other things.
 RESERVED = frozenset(
     "ct math torch functools at load span store launch indices plan hinted empty rows cols place tile tiles i across N "
-    "row_count rows_of size_of contiguous_like over_one_plus_exp small_or_flat".split()
+    "row_count rows_of size_of contiguous_like over_one_plus_exp small_or_flat pairs".split()
 ) | frozenset(HELPERS)
 
 

@@ -6,6 +6,7 @@ A view of some columns has a backward pass of its own in PyTorch: zeros for the 
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 
 from tilegym.autokernel.generate.graph import Cut
 from tilegym.autokernel.generate.graph import Output
@@ -13,6 +14,7 @@ from tilegym.autokernel.generate.graph import Region
 from tilegym.autokernel.generate.graph import Value
 from tilegym.autokernel.generate.kernels import ROW_NORMS
 from tilegym.autokernel.generate.launches import Imports
+from tilegym.autokernel.generate.plan import Kernel
 
 
 def gradient_name(name: str) -> str:
@@ -62,6 +64,23 @@ class Wholes:
             views.append(f"{output.name} = {cut.of(name)}")
         return made, views
 
+    def pairs(self, kernel: Kernel) -> dict[str, tuple[str, str]]:
+        """The arrays whose columns are two inputs' or outputs' of ``kernel`` in turns, by name.
+
+        Read by themselves these take two bytes at a time, and each line twice.
+        """
+        names = [*kernel.inputs, *(o.name for o in kernel.outputs)]
+        if kernel.kind != "flat":
+            return {}
+        of = self.cuts | {gradient_name(n): replace(c, source=gradient_name(c.source)) for n, c in self.cuts.items()}
+        found: dict[str, dict[int, str]] = {}
+        for name in names:
+            if name in of and of[name].columns.step == 2 and of[name].width == 2 * len(of[name].columns):
+                found.setdefault(of[name].source, {})[of[name].columns.start] = name
+        pairs = {array: (halves[0], halves[1]) for array, halves in found.items() if len(halves) == 2}
+        # Some array has to be one of the tile's own columns.
+        return pairs if len(names) > 2 * len(pairs) else {}
+
     def checks(self) -> list[str]:
         """Conditions under which a width is not the one that the parts were cut from."""
         return list(dict.fromkeys(f"{c.source}.shape[-1] != {c.width}" for c in self.cuts.values() if c.width))
@@ -88,3 +107,9 @@ def wholes_of(region: Region, inputs: dict[str, Value], computed: list[Output]) 
         if apart and tiles and any(n in inputs for n in cuts) and source not in region.inputs:
             found |= cuts
     return Wholes(found)
+
+
+def pairs_of(region: Region) -> Wholes:
+    """The arguments that are cut into every other column, where there is no backward pass."""
+    cuts = {n: c for n, c in region.cuts.items() if c.columns.step == 2}
+    return Wholes({n: c for n, c in cuts.items() if c.source not in region.inputs})

@@ -59,15 +59,18 @@ class KernelWriter:
     def __init__(self, kernel: Kernel, dtype: torch.dtype, backward: bool = False):
         self.kernel = kernel
         self.imports = {(TILING, "Int")}
-        self.parameters = [*kernel.inputs, *(o.name for o in kernel.outputs)]
+        self.parameters = kernel.arrays
+        self.halves = {n: (array, i) for array, pair in kernel.pairs.items() for i, n in enumerate(pair)}
         arrays = [n for n, v in kernel.inputs.items() if v.dtype == dtype]
         arrays += [o.name for o in kernel.outputs if o.dtype == dtype]
+        arrays = [self.halves.get(n, (n,))[0] for n in arrays]
         working = f"{arrays[0]}.dtype" if dtype != torch.float32 and arrays else None
         rough = working is not None and (backward or all(o.dtype == dtype for o in kernel.outputs))
-        self.body = Body(self.parameters, self.load, working, rough)
+        self.own_helpers: set[str] = set()
+        self.body = Body([*self.parameters, *self.halves], self.load, working, rough)
         self.body.stored_narrow = {self.stored(o) for o in kernel.outputs if o.dtype == dtype}
         getattr(self, f"_{kernel.kind}")()
-        self.helpers = self.body.helpers
+        self.helpers = self.body.helpers | self.own_helpers
         self.imports |= self.body.imports
 
     @property
@@ -94,7 +97,11 @@ class KernelWriter:
         elif value.steps:
             rows = self.body.rows_read[name] = self.body.new_name(f"{name}_rows")
             self.body.line(f"{rows} = rows // {name}_outer * {name}_inner + rows % {name}_inner")
-        if self.kernel.kind == "flat":
+        if name in self.halves:
+            array, number = self.halves[name]
+            self.own_helpers.add("half_of")
+            text = f"half_of({array}_pairs, {number}, TILE_M, TILE_N)"
+        elif self.kernel.kind == "flat":
             text = f"ct.gather({name}, place)"
         elif value.is_tile:
             text = f"{self.use(ROW_NORMS, 'load')}({name}, {rows}, {cols})"
@@ -113,10 +120,22 @@ class KernelWriter:
         return value.args[0] if value.op == "round" and value.dtype == output.dtype and value not in users else value
 
     def store(self, outputs: Iterable[Output]) -> None:
-        body = self.body
+        body, outputs = self.body, list(outputs)
+        stored = {o.name: self.stored(o) for o in outputs}
         for output in outputs:
-            value = self.stored(output)
-            if self.kernel.kind == "flat":
+            value = stored[output.name]
+            if output.name in self.halves:
+                array, number = self.halves[output.name]
+                if number == 1:
+                    self.own_helpers.add("paired")
+                    both = [stored[n] for n in self.kernel.pairs[array]]
+                    for part in both:
+                        if not body.text(part).isidentifier():
+                            body.keep(part)
+                    parts = ", ".join(map(body.text, both))
+                    text = f"paired({parts}, {array}.dtype, TILE_M, TILE_N)"
+                    body.call("ct.scatter", array, "pairs", text)
+            elif self.kernel.kind == "flat":
                 body.call("ct.scatter", output.name, "place", f"{body.text(value, ATOM)}.astype({output.name}.dtype)")
             elif output.value.cols:
                 body.call(self.use(ROW_NORMS, "store"), output.name, "rows", "cols", body.text(value))
@@ -134,8 +153,15 @@ class KernelWriter:
         self.store(outputs)
 
     def _flat(self) -> None:
-        last = self.kernel.outputs[-1].name
+        last = self.kernel.arrays[-1]
         self.body.line(f"place = {self.use(POINTWISE, 'indices')}({last}, TILE_M, TILE_N)")
+        if self.kernel.pairs:
+            self.own_helpers.add("pair_indices")
+            self.body.line(f"pairs = pair_indices({next(iter(self.kernel.pairs))}, {last}, TILE_M, TILE_N)")
+        for array, (first, _) in self.kernel.pairs.items():
+            if first in self.kernel.inputs:
+                self.body.taken.add(f"{array}_pairs")
+                self.body.line(f"{array}_pairs = ct.gather({array}, pairs)")
         self._emit_and_store(list(self.kernel.outputs))
 
     def _tiles(self) -> None:

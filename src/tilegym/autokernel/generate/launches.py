@@ -183,11 +183,11 @@ def launch_lines(
     outputs = list(kernel.outputs)
     if kernel.kind == "flat":
         imports.update({(POINTWISE, "small_or_flat"), (TILING, "size_of")})
-        first = next(iter(kernel.inputs))
-        arrays = [*(as_bytes(name, value) for name, value in kernel.inputs.items()), *(o.name for o in outputs)]
+        first, place = kernel.arrays[0], -1 if kernel.pairs else 0
+        arrays = [as_bytes(n, kernel.inputs[n]) if n in kernel.inputs else n for n in kernel.arrays]
         return [
             call("arrays = small_or_flat", arrays, 4),
-            f"    grid, tile_m, tile_n = {plan}(*size_of(arrays[0]), {first}.get_device())",
+            f"    grid, tile_m, tile_n = {plan}(*size_of(arrays[{place}]), {first}.get_device())",
             f"    launch({first}, grid, {kernel.name}, (*arrays, tile_m, tile_n))",
         ]
     like = rows_like(kernel.inputs)

@@ -1,5 +1,6 @@
 """Puts a generated file together: kernels, plans, launch functions, autograd, entry point."""
 
+import dataclasses
 import keyword
 import re
 
@@ -9,6 +10,7 @@ from tilegym.autokernel.generate.body import LINE
 from tilegym.autokernel.generate.body import call
 from tilegym.autokernel.generate.cuts import Wholes
 from tilegym.autokernel.generate.cuts import gradient_name
+from tilegym.autokernel.generate.cuts import pairs_of
 from tilegym.autokernel.generate.cuts import wholes_of
 from tilegym.autokernel.generate.errors import Unsupported
 from tilegym.autokernel.generate.formula import formulas
@@ -99,24 +101,34 @@ class ModuleWriter:
             self.names = products.names
             self.sections.append(self._entry())
             return
+        inner = self._backward()
         self._pass(region, f"{region.name}_forward", f"{self.prefix}plan", f"_{region.name}_outputs", False)
         if self.gradient is not None:
-            self.passed = [o for o in self.gradient.outputs if o.value.op == "input" and not o.vector]
-            self.computed = [o for o in self.gradient.outputs if o not in self.passed]
-            # The gradient of two inputs is written once, unless it goes to two places of a whole.
-            alone = [o for o in self.computed if o.name not in map(gradient_name, region.cuts)]
-            self.shared = {o.name: next(p for p in alone if _is_same(o, p)).name for o in alone}
-            self.computed = [o for o in self.computed if self.shared.get(o.name, o.name) == o.name]
-            if self.computed:
-                inner = Region(**{**vars(self.gradient), "outputs": self.computed})
-                used = {*_used(self.computed), *(o.like for o in self.computed)}
-                inner.inputs = {n: v for n, v in inner.inputs.items() if v in used}
-                self.gradient.inputs = inner.inputs
-                self.wholes = wholes_of(region, inner.inputs, self.computed)
-                fake = f"_{region.name}_gradients"
-                self._pass(inner, inner.name, f"{self.prefix}backward_plan", fake, True)
+            if inner is not None:
+                self._pass(inner, inner.name, f"{self.prefix}backward_plan", f"_{region.name}_gradients", True)
             self.sections.append(self._function())
         self.sections.append(self._entry())
+
+    def _backward(self) -> Region | None:
+        """What the backward pass computes, if it computes anything; settles what is passed on as a whole."""
+        region = self.region
+        if self.gradient is None:
+            self.wholes = pairs_of(region)
+            return None
+        self.passed = [o for o in self.gradient.outputs if o.value.op == "input" and not o.vector]
+        self.computed = [o for o in self.gradient.outputs if o not in self.passed]
+        # The gradient of two inputs is written once, unless it goes to two places of a whole.
+        alone = [o for o in self.computed if o.name not in map(gradient_name, region.cuts)]
+        self.shared = {o.name: next(p for p in alone if _is_same(o, p)).name for o in alone}
+        self.computed = [o for o in self.computed if self.shared.get(o.name, o.name) == o.name]
+        if not self.computed:
+            return None
+        inner = Region(**{**vars(self.gradient), "outputs": self.computed})
+        used = {*_used(self.computed), *(o.like for o in self.computed)}
+        inner.inputs = {n: v for n, v in inner.inputs.items() if v in used}
+        self.gradient.inputs = inner.inputs
+        self.wholes = wholes_of(region, inner.inputs, self.computed)
+        return inner
 
     def _write_parts(self) -> None:
         """Each part with an entry point of its own, and one that calls them."""
@@ -140,10 +152,8 @@ class ModuleWriter:
         self.kernels += kernels
         self.names += [f"{k.name} ({k.kind})" for k in kernels]
         body, known = [], set()
-        names = list(region.inputs)
-        wholes = self.wholes if backward else Wholes()
-        body += [f"    {view}" for view in wholes.views(names)]
-        names = wholes.merged(names)
+        wholes = self.wholes
+        cuts, names = wholes.views(list(region.inputs)), wholes.merged(list(region.inputs))
         made, views = wholes.allocated(
             region.outputs, lambda o: empty(o, region.inputs, region.dtype, self.imports), self.imports
         )
@@ -154,8 +164,9 @@ class ModuleWriter:
             body.append(f"    {outputs} = {fake}({', '.join(names)})")
         else:
             body += [f"    {name} = {text}" for name, text in made.items() if name not in summed]
-        body += [f"    {view}" for view in views]
+        start = len(body)
         for i, kernel in enumerate(kernels):
+            kernel = dataclasses.replace(kernel, pairs=wholes.pairs(kernel))
             writer = KernelWriter(kernel, region.dtype, backward)
             self.imports |= writer.imports
             self.helpers |= writer.helpers
@@ -173,7 +184,10 @@ class ModuleWriter:
             else:
                 body += lines
         self.imports.add((LIBRARY, "compilable"))
-        fake_source = f"def {fake}({', '.join(names)}):\n{returned_values(list(made.values()))}\n"
+        body[start:start] = _needed(views, body[start:])
+        body[:0] = _needed(cuts, body)
+        result = returned_values(list(made.values()))
+        fake_source = "\n".join([f"def {fake}({', '.join(names)}):", *_needed(cuts, [result]), result, ""])
         launcher = f"@compilable(fake={fake})\n{head}\n" + "\n".join(body) + f"\n    return {outputs}\n"
         self.launchers += [fake_source, launcher]
         self.sections += self.launchers
@@ -196,8 +210,7 @@ class ModuleWriter:
         lines += [f"    def forward(ctx, {', '.join(names)}):"]
         if saved:
             lines.append(f"        ctx.save_for_backward({', '.join(saved)})")
-        lines += [f"        {view}" for view in wholes.views(list(region.inputs))]
-        lines += [f"        return {region.name}_forward({', '.join(region.inputs)})", "", "    @staticmethod"]
+        lines += [f"        return {region.name}_forward({', '.join(names)})", "", "    @staticmethod"]
         lines += [f"    def backward(ctx, {', '.join(upstream)}):", "        if torch.is_grad_enabled():"]
         lines += ['            raise UnsupportedError("there is no second derivative")']
         if self.computed:
@@ -275,6 +288,7 @@ class ModuleWriter:
             if region.size is None and any(k.kind == "striding" for k in self.kernels):
                 lines += _indented(self._refuse_long(region.outputs[0].like, "MAX_CACHED_BACKWARD"))
             lines.append(f"        return {class_name(region.name)}.apply({', '.join(self.wholes.merged(names))})")
+        names = names if region.linears else self.wholes.merged(names)
         lines.append(f"    return {region.name}_forward({', '.join(names)})")
         return "\n".join([*lines, ""])
 
@@ -407,6 +421,12 @@ def _indented(lines: list[str]) -> list[str]:
 def _is_same(a: Output, b: Output) -> bool:
     """Whether two results are the same tensor."""
     return (a.value, a.dtype, a.shape, a.width, a.vector) == (b.value, b.dtype, b.shape, b.width, b.vector)
+
+
+def _needed(statements: list[str], lines: list[str]) -> list[str]:
+    """Those of ``statements``, assignments to a name, whose names ``lines`` have."""
+    words = set(re.findall(r"\w+", " ".join(lines)))
+    return [f"    {s}" for s in statements if s.partition(" = ")[0] in words]
 
 
 def _used(outputs: list[Output]) -> set[Value]:

@@ -212,6 +212,23 @@ HELPERS = {
     """In a kernel: ``value`` as PyTorch keeps it between two steps, in fp32."""
     return value.astype(dtype).astype(ct.float32)
 ''',
+    "pair_indices": '''def pair_indices(pairs, single, TILE_M: Int, TILE_N: Int):
+    """In a kernel: what indexes the pairs of elements of ``pairs`` that belong to this block's tile of ``single``."""
+    across = ct.cdiv(single.shape[single.ndim - 1], TILE_N)
+    cols = span(ct.bid(0) % across, 2 * TILE_N)[None, :]
+    return at(pairs, span(ct.bid(0) // across, TILE_M)[:, None], cols)
+''',
+    "half_of": '''def half_of(tile, NUMBER: Int, TILE_M: Int, TILE_N: Int):
+    """In a kernel: the first (0) or the second (1) of each pair of columns."""
+    pairs = tile.reshape((TILE_M, TILE_N, 2))
+    return ct.extract(pairs, (0, 0, NUMBER), (TILE_M, TILE_N, 1)).reshape((TILE_M, TILE_N))
+''',
+    "paired": '''def paired(first, second, dtype, TILE_M: Int, TILE_N: Int):
+    """In a kernel: the columns of two tiles in turns."""
+    shape = (TILE_M, TILE_N, 1)
+    pairs = ct.cat((first.astype(dtype).reshape(shape), second.astype(dtype).reshape(shape)), 2)
+    return pairs.reshape((TILE_M, 2 * TILE_N))
+''',
     "softplus": '''def softplus(x):
     """In a kernel: log(1 + exp(x)), x itself beyond 20, as PyTorch has it."""
     e = ct.exp(x)
@@ -240,6 +257,9 @@ HELPERS = {
 }
 HELPER_IMPORTS = {
     "rounded": (),
+    "pair_indices": tuple(("tilegym.ops.cutile.tiling", name) for name in ("Int", "at", "span")),
+    "half_of": (("tilegym.ops.cutile.tiling", "Int"),),
+    "paired": (("tilegym.ops.cutile.tiling", "Int"),),
     "softplus": (),
     "expm1": (),
     "gelu": (("tilegym.ops.cutile.geglu", "_gate"), ("tilegym.ops.cutile.tiling", "Bool")),

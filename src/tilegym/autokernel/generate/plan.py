@@ -58,12 +58,21 @@ class Kernel:
             ``columns``: blocks striding over the rows of a tile of columns, to sum over rows.
         inputs: arrays it reads, by name.
         outputs: what it writes.
+        pairs: arrays whose columns are two inputs' or two outputs' in turns, by name, and the names of the two. The
+            kernel takes them in the place of the two, and before all others: they are the largest.
     """
 
     name: str
     kind: str
     inputs: dict[str, Value]
     outputs: tuple[Output, ...]
+    pairs: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def arrays(self) -> list[str]:
+        """The names of the arrays it takes, in order."""
+        halves = {n for pair in self.pairs.values() for n in pair}
+        return [*self.pairs, *(n for n in (*self.inputs, *(o.name for o in self.outputs)) if n not in halves)]
 
     @property
     def sums(self) -> list[Output]:
