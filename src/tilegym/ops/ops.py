@@ -400,7 +400,9 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """``cross_entropy(hidden_states @ weight.T + bias, target)`` without ever holding all of the logits.
 
-    The memory that it takes grows with chunk_size * V, not with the number of tokens; it never waits for the GPU.
+    Logits exist for a chunk of rows at a time. Where weight needs a gradient they are in the memory of that, and the
+    call takes, beside the gradients, the memory of 2^24 logits, or of 1024 for every row if that is more. In fp16 the
+    gradient of weight is held in fp32 until the backward pass. The call never waits for the GPU.
 
     Args:
         hidden_states: [..., H], fp32, fp16 or bf16.
@@ -408,8 +410,8 @@ def fused_linear_cross_entropy(
         target: [...] of classes in [0, V) or ignore_index, int64 or int32, as in :func:`cross_entropy`.
         bias: [V] or None, in the dtype of hidden_states.
         ignore_index: rows with this target count for nothing, in the gradients neither.
-        chunk_size: the most rows whose logits exist at a time; fewer do where that takes no longer. In 16 bits the
-            gradient of weight is summed in fp32 if there are more than 4 * chunk_size rows, which takes more memory.
+        chunk_size: the most rows whose logits exist at a time; fewer do where that takes no longer, and at most H, in
+            fp16 2 * H, where weight needs a gradient. Then logits of rows beyond the first chunk are computed twice.
         reduction: "mean" over the rows that are not ignored (NaN if all are), "sum" or "none". With "none" the backward
             pass computes the logits again.
 

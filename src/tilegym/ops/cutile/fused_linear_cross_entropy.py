@@ -1,15 +1,23 @@
-"""Cross entropy of a linear layer's outputs, of which only a chunk of rows exists at a time.
+"""Cross entropy of a linear layer's outputs, of which only those for a chunk of tokens exist at a time.
 
-For each chunk: the logits, one GEMM; their losses; their gradient, written over them; and with it the gradients of
-hidden states and weight, two GEMMs. The GEMMs are torch's. With the reduction "mean" or "sum" all of this happens in
-the forward pass, for an upstream gradient of 1: the backward pass only scales. With "none" each row has an upstream
-gradient of its own, and the backward pass computes the logits again.
+For each chunk: the logits, one GEMM; their losses; their gradient, written over them; and with it the gradient of
+hidden states, a GEMM. The gradient of weight then takes one GEMM over all tokens for each slice of the vocabulary, so
+that it is summed in fp32 and rounded once. The GEMMs are torch's. With the reduction "mean" or "sum" all of this
+happens in the forward pass, for an upstream gradient of 1: the backward pass only scales. With "none" each row has an
+upstream gradient of its own, and the backward pass computes the logits again.
 
-What is held beside the gradients is one chunk's logits. The gradient of weight is summed over the chunks in weight's
-own dtype, a GEMM adding to what there is: then every chunk rounds the sum so far. Sums over n chunks that grow as a
-random walk does are off by sqrt((n + 1) / 2) times what one rounding is off, 1.6 times with MOST_ROUNDED of them.
-Where there are more, and in fp16, whose range sums may leave, they are added in fp32, which takes twice the memory.
+Where weight has a gradient the logits take no memory of their own: they are where that will be. The gradient [V, H] has
+room for the logits of R <= H tokens, transposed: [V, R] from the start of its memory on. A chunk has so many tokens,
+and the last chunk's gradients of logits stay there. Slices of weight's gradient are written over them from the last
+class to the first: the logits of the classes before v end before row v of the gradient begins, so that what is still
+to be read stays as it is. Before a slice is written, its gradients of logits are copied to a small buffer. Those for
+the tokens of other chunks are computed again into the same buffer, with the sums known. So there are 3 GEMMs for R
+tokens, and up to 4 for more. In fp16, whose range sums over tokens may leave, weight's gradient is held in fp32, which
+gives room for twice the tokens.
 """
+
+import functools
+import math
 
 import cuda.tile as ct
 import torch
@@ -20,21 +28,72 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile import pointwise
 from tilegym.ops.cutile.cross_entropy import add_losses
-from tilegym.ops.cutile.cross_entropy import cross_entropy_forward
-from tilegym.ops.cutile.cross_entropy import launch_backward
+from tilegym.ops.cutile.pointwise import indices
+from tilegym.ops.cutile.softmax import _exp
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.fused_linear_cross_entropy import check_fused_linear_cross_entropy
 
-NO_OPTIONS = (0.0, 0.0, 0.0)  # softcap, label smoothing, z-loss
-MOST_ROUNDED = 4
-PARTS = 8  # of a product that is added in fp32
 # Shorter chunks leave a GPU's multiprocessors idle (hidden states' gradient, 1024x4096, is 128 tiles of 128x256); so
 # many elements of logits are little beside a large model's other tensors.
 FEWEST_ROWS, FEW_ELEMENTS = 1024, 2**26
+# A slice has as many classes as make this many logits (of 8192 tokens: 2048, whose GEMMs are 256 tiles of 128x256), but
+# no fewer than would leave multiprocessors idle.
+SLICE_ELEMENTS, FEWEST_CLASSES = 2**24, 1024
+MOST_PARTS = 64
+ALIGNMENT = 16  # of rows of logits, in elements, so that kernels access 16 bytes at a time
+
+
+@ct.kernel
+def partial_sums_kernel(x, partials, tiles, TILE_V: Int, TILE_T: Int):
+    """x: [V, T], logits, tokens beside each other. partials: [2, P, T], the maximum and the sum of exp(x - maximum)
+    of each of P parts of the vocabulary, ``tiles`` * TILE_V classes."""
+    part, tokens, classes = ct.bid(1), span(ct.bid(0), TILE_T)[None, :], x.shape[0]
+    top = ct.full((1, TILE_T), -math.inf, ct.float32)
+    sums = ct.zeros((TILE_V, TILE_T), ct.float32)
+    for tile in range(part * tiles, ct.minimum((part + 1) * tiles, ct.cdiv(classes, TILE_V))):
+        rows = span(tile, TILE_V)[:, None]
+        value = ct.where(rows < classes, ct.gather(x, (rows, tokens)).astype(ct.float32), -math.inf)
+        new_top = ct.maximum(top, ct.max(value, axis=0, keepdims=True))
+        # While all seen so far is -inf, differences to it would be NaN.
+        base = ct.where(new_top == -math.inf, 0.0, new_top)
+        sums = sums * _exp(top - base, x.dtype) + _exp(value - base, x.dtype)
+        top = new_top
+    ct.scatter(partials, (0, part, tokens), top)
+    ct.scatter(partials, (1, part, tokens), ct.sum(sums, axis=0, keepdims=True))
+
+
+@ct.kernel
+def token_losses_kernel(x, partials, target, losses, lses, ignore_index, PARTS: Int, TILE_T: Int):
+    """target, losses: [T]; lses: [2, T], the two terms of lse = max + log(sum(exp(x - max))), whose sum has fewer
+    digits; PARTS: at least P."""
+    tokens, parts, classes = span(ct.bid(0), TILE_T)[None, :], span(0, PARTS)[:, None], x.shape[0]
+    tops = ct.where(parts < partials.shape[1], ct.gather(partials, (0, parts, tokens)), -math.inf)
+    top = ct.max(tops, axis=0, keepdims=True)
+    total = ct.sum(ct.gather(partials, (1, parts, tokens)) * _exp(tops - top, x.dtype), axis=0, keepdims=True)
+    label = ct.gather(target, tokens)
+    is_class = (label == ignore_index) | ((label >= 0) & (label < classes))
+    log_sum = ct.where(is_class, ct.log(total), math.nan)
+    # Differences to the maximum first: lse - x[target] would cancel.
+    loss = log_sum - (ct.gather(x, (label, tokens)).astype(ct.float32) - top)
+    ct.scatter(losses, tokens, ct.where(label == ignore_index, 0.0, loss))
+    ct.scatter(lses, (0, tokens), top)
+    ct.scatter(lses, (1, tokens), log_sum)
+
+
+@ct.kernel
+def logits_gradient_kernel(x, target, lses, scale, first, ignore_index, TILE_V: Int, TILE_T: Int):
+    """Writes the gradient over x [V, T], the logits of classes from ``first`` on, for upstream gradients scale [T]."""
+    rows, tokens = indices(x, TILE_V, TILE_T)
+    label = ct.gather(target, tokens)
+    value = ct.gather(x, (rows, tokens)).astype(ct.float32)
+    power = _exp((value - ct.gather(lses, (0, tokens))) - ct.gather(lses, (1, tokens)), x.dtype)
+    grad = ct.where(rows + first == label, power - 1.0, power) * ct.gather(scale, tokens)
+    ct.scatter(x, (rows, tokens), ct.where(label == ignore_index, 0.0, grad).astype(x.dtype))
 
 
 @ct.kernel
@@ -47,16 +106,88 @@ def scale_kernel(x, factor, TILE_M: Int, TILE_N: Int):
         ct.scatter(x, at, (ct.gather(x, at).astype(ct.float32) * number).astype(x.dtype))
 
 
-def rows_of_chunk(rows: int, vocabulary: int, chunk_size: int) -> int:
-    """How many of ``rows`` tokens have logits at a time: few, but not so few that the GEMMs or the sums suffer."""
-    few = -(-rows // MOST_ROUNDED)
-    return min(chunk_size, max(FEWEST_ROWS, FEW_ELEMENTS // max(vocabulary, 1), -(-few // 128) * 128))
+def aligned(tokens: int) -> int:
+    """How many elements a row of the logits of so many tokens takes."""
+    return -(-tokens // ALIGNMENT) * ALIGNMENT
 
 
-def _gradients(hidden, weight, dhidden, dweight, dbias, rounded=True):
-    """Gradients to be written: of hidden and weight in their dtype, but of weight in fp32 for fp16 and unless
-    ``rounded``; that of bias zeros in fp32."""
-    dtype = weight.dtype if rounded and weight.dtype != torch.float16 else torch.float32
+def rows_of_chunk(vocabulary: int, chunk_size: int) -> int:
+    """How many tokens have logits at a time, in a buffer of their own: few, but not so few that the GEMMs suffer."""
+    return min(chunk_size, max(FEWEST_ROWS, FEW_ELEMENTS // max(vocabulary, 1)))
+
+
+def rows_stored(tokens: int, room: int, chunk_size: int) -> tuple[int, int]:
+    """How many of ``tokens`` have logits at a time where there is room for so many, and what their rows take of it."""
+    rows = min(tokens, room, chunk_size)
+    if aligned(rows) <= room:
+        return rows, aligned(rows)
+    rows = room // ALIGNMENT * ALIGNMENT or rows
+    return rows, rows
+
+
+def classes_of_slice(tokens: int, vocabulary: int, chunk_size: int) -> int:
+    """How many classes a slice has, whose logits for all tokens are to be no more than those of a chunk."""
+    classes = min(max(FEWEST_CLASSES, SLICE_ELEMENTS // tokens), max(1, chunk_size * vocabulary // tokens), vocabulary)
+    return classes // 128 * 128 or classes
+
+
+@functools.lru_cache(maxsize=1024)
+def losses_plan(classes: int, tokens: int, device: int) -> tuple[tuple[int, int], int, int, int]:
+    """(grid, tiles of a part, TILE_V, TILE_T) for logits [classes, tokens] on CUDA device ``device`` (-1: CPU)."""
+    tile_v, tile_t = tile_of(tokens)
+    across, tiles = ct.cdiv(tokens, tile_t), ct.cdiv(classes, tile_v)
+    parts = max(1, min(MOST_PARTS, tiles, 8 * sm_count(device) // across))
+    each = ct.cdiv(tiles, parts)
+    return (across, max(1, ct.cdiv(tiles, max(each, 1)))), each, tile_v, tile_t
+
+
+def tile_of(tokens: int) -> tuple[int, int]:
+    """(TILE_V, TILE_T) for logits of so many tokens."""
+    tile_t = min(128, next_power_of_2(tokens))
+    return 4096 // tile_t, tile_t
+
+
+def _compute_losses(logits, target, losses, lses, ignore_index):
+    """Writes losses [T] and lses [2, T] of logits [V, >= T]."""
+    device, width = logits.get_device(), logits.shape[1]
+    grid, tiles, tile_v, tile_t = losses_plan(*logits.shape, device)
+    partials = logits.new_empty((2, grid[1], width), dtype=torch.float32)
+    launch(logits, grid, partial_sums_kernel, (logits, partials, tiles, tile_v, tile_t))
+    arrays = (logits, partials, target, losses, lses)
+    grid = (ct.cdiv(len(target), 32),)
+    launch(logits, grid, token_losses_kernel, (*arrays, ignore_index, next_power_of_2(partials.shape[1]), 32))
+
+
+def _to_gradient(logits, target, lses, scale, first, ignore_index):
+    """Writes over logits [V, >= T], of classes from ``first`` on, their gradient."""
+    tile_v, tile_t = tile_of(logits.shape[1])
+    grid = (ct.cdiv(logits.shape[0], tile_v) * ct.cdiv(logits.shape[1], tile_t),)
+    arrays = (logits, target, lses, scale)
+    launch(logits, grid, logits_gradient_kernel, (*arrays, first, ignore_index, tile_v, tile_t))
+
+
+def _compute_logits(weight, bias, hidden, out):
+    """weight [V, H] @ hidden [T, H] transposed + bias [V], into out [V, T]."""
+    if bias is None:
+        torch.mm(weight, hidden.t(), out=out)
+    else:
+        torch.addmm(bias[:, None], weight, hidden.t(), out=out)
+
+
+def _product(a, b, out):
+    """a @ b into out, which may have fp32 for products in fp16 that leave its range."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def _gradients(hidden, weight, dhidden, dweight, dbias):
+    """Gradients to be written: of hidden and weight in their dtype, but of weight in fp32 for fp16; that of bias zeros
+    in fp32."""
+    dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype
     return (
         torch.empty_like(hidden, memory_format=torch.contiguous_format) if dhidden else hidden.new_empty(0),
         weight.new_empty(weight.shape if dweight else 0, dtype=dtype),
@@ -64,17 +195,19 @@ def _gradients(hidden, weight, dhidden, dweight, dbias, rounded=True):
     )
 
 
-def _add_product(total, a, b, first):
-    """total [V, H] + a [M, V] transposed @ b [M, H] into total, which is empty before the first."""
-    if total.dtype == a.dtype:
-        total.addmm_(a.t(), b, beta=0 if first else 1)
-        return
-    if first:
-        total.zero_()
-    # In parts, so that the product in a's dtype is small.
-    size = max(1, -(-a.shape[1] // PARTS))
-    for part, columns in zip(total.split(size), a.split(size, dim=1), strict=True):
-        part += columns.t() @ b
+def _write_slices(stored, hidden, weight, bias, target, lses, scale, ignore_index, classes, dw):
+    """Writes weight's gradient dw a slice of ``classes`` at a time. In its memory, the gradients of logits of the first
+    tokens are ``stored``, [V, R]; those of the others are computed."""
+    tokens, first = len(target), stored.shape[1]
+    buffer = hidden.new_empty(classes, aligned(tokens))
+    for start in reversed(range(0, len(weight), classes)):
+        rows = slice(start, min(start + classes, len(weight)))
+        part = buffer[: rows.stop - start]
+        part[:, :first].copy_(stored[rows])
+        if first < tokens:
+            _compute_logits(weight[rows], None if bias is None else bias[rows], hidden[first:], part[:, first:tokens])
+            _to_gradient(part[:, first:], target[first:], lses[:, first:], scale[first:], start, ignore_index)
+        _product(part[:, :tokens], hidden, dw[rows])
 
 
 def _fake(hidden, weight, bias, target, scale, ignore_index, chunk_size, dhidden, dweight, dbias):
@@ -98,37 +231,43 @@ def linear_cross_entropy_chunks(
 
     ``scale`` [M], fp32, is the upstream gradient of each loss.
     """
-    losses = torch.empty(target.shape, dtype=torch.float32, device=target.device)
-    tokens, vocabulary = hidden.shape[0], weight.shape[0]
-    rows = rows_of_chunk(tokens, vocabulary, chunk_size)
-    dh, dw, db = _gradients(hidden, weight, dhidden, dweight, dbias, tokens <= rows * MOST_ROUNDED)
+    losses, lses = (target.new_empty(shape, dtype=torch.float32) for shape in (target.shape, (2, *target.shape)))
+    dh, dw, db = _gradients(hidden, weight, dhidden, dweight, dbias)
+    tokens, vocabulary = len(hidden), len(weight)
     if tokens == 0:
         dw.zero_()
-    buffer = hidden.new_empty(min(rows, tokens), vocabulary)
+        return losses, dh, dw, db
+    # So few logits that they fit into a slice's buffer are computed there.
+    inside = dw.numel() > 0 and (tokens > chunk_size or tokens * vocabulary > SLICE_ELEMENTS)
+    if inside:
+        memory = dw.view(-1).view(hidden.dtype)
+        rows, width = rows_stored(tokens, memory.numel() // vocabulary, chunk_size)
+        buffer = memory[: vocabulary * width].view(vocabulary, width)
+    else:
+        rows = min(tokens, rows_of_chunk(vocabulary, chunk_size))
+        buffer = hidden.new_empty(vocabulary, aligned(rows))
     # The operands have one dtype already; autocast would give the products another than their outputs'.
     with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, tokens, rows):
-            chunk = slice(start, start + rows)
+        # The first tokens come last: theirs are the gradients that stay.
+        for start in (*range(rows, tokens, rows), 0):
+            chunk = slice(start, min(start + rows, tokens))
             x, labels = hidden[chunk], target[chunk]
-            logits = buffer[: x.shape[0]]
-            if bias is None:
-                torch.mm(x, weight.t(), out=logits)
-            else:
-                torch.addmm(bias, x, weight.t(), out=logits)
-            losses[chunk], lse = cross_entropy_forward(logits, labels, ignore_index, *NO_OPTIONS)
-            if not (dhidden or dweight or dbias):
-                continue
-            launch_backward(scale[chunk], logits, labels, lse, None, ignore_index, *NO_OPTIONS)
+            wide = buffer[:, : aligned(len(x))]
+            logits = buffer[:, : len(x)]
+            _compute_logits(weight, bias, x, logits)
+            _compute_losses(wide, labels, losses[chunk], lses[:, chunk], ignore_index)
+            if dhidden or dbias or (dweight and start == 0):
+                _to_gradient(wide, labels, lses[:, chunk], scale[chunk], 0, ignore_index)
             if dhidden:
-                torch.mm(logits, weight, out=dh[chunk])
-            if dweight:
-                _add_product(dw, logits, x, start == 0)
+                torch.mm(logits.t(), weight, out=dh[chunk])
             if dbias:
-                db += logits.sum(0, dtype=torch.float32)
-    if dw.dtype != torch.float32 or weight.dtype == torch.float16:
-        return losses, dh, dw, db
-    buffer = logits = None  # goes before the copy comes
-    return losses, dh, dw.to(weight.dtype), db
+                db += logits.sum(1, dtype=torch.float32)
+        if inside:
+            classes = classes_of_slice(tokens, vocabulary, chunk_size)
+            _write_slices(logits, hidden, weight, bias, target, lses, scale, ignore_index, classes, dw)
+        elif dw.numel():
+            _product(logits, hidden, dw)
+    return losses, dh, dw, db
 
 
 def _may_run_again() -> bool:
