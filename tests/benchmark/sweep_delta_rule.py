@@ -4,6 +4,8 @@ Used as ``sweep_gemm_attention.py``, whose docstring says how. Sizes are those o
 heads of 128.
 """
 
+import itertools
+
 import cuda.tile as ct
 import torch
 from sweep_common import GROUPS
@@ -200,17 +202,17 @@ def conv_group(tokens, channels=8192):
 
     work = 2 * 2 * tokens * channels / 1e9
     GROUPS[name] = Group(tensors, lambda t: t["y"], {"torch": reference}, work, "GB/s")
-    for tile_c in (64, 128, 256, 512):
-        for elements in (1024, 2048, 4096, 8192):
+    for sizes in itertools.product((256, 512), (4, 8), (3, 4, 6), (False, True)):
 
-            def launches(t, tile_c=tile_c, tile_t=elements // tile_c):
-                grid = (ct.cdiv(tokens, tile_t), ct.cdiv(channels, tile_c))
-                args = (t["x"], t["w"], t["w"], t["y"], tile_c, tile_t, 4, True, False, True)
-                return [(grid, conv.conv_kernel, args)]
+        def launches(t, walk=conv.Walk(*sizes)):
+            plan = conv.walk_plan(walk, conv.conv_last_kernel, 1, channels, tokens, t["x"].get_device())
+            _, share, splits, tile_c, even = plan
+            arrays = (t["x"].mT, t["w"], t["w"], *[t["y"].mT] * 4)
+            args = (*arrays, splits, share, tile_c, walk.step, 4, False, True, walk.ahead, even)
+            return [((splits, ct.cdiv(channels, tile_c)), conv.conv_last_kernel, args)]
 
-            for occupancy in (None, 4, 8):
-                label = f"{elements // tile_c} tokens x {tile_c} channels"
-                VARIANTS.append(Variant(name, label, hints(4, occupancy), launches))
+        label = f"{sizes[1]} tokens x {sizes[0]} channels{' ahead' * sizes[3]}"
+        VARIANTS.append(Variant(name, label, hints(4, sizes[2]), launches))
 
 
 for sequences in (1, 64):

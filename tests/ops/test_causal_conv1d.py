@@ -18,6 +18,7 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import causal_conv1d_fn
 from tilegym.ops import causal_conv1d_update
 from tilegym.ops.cutile import causal_conv1d
+from tilegym.ops.cutile.causal_conv1d import Walk
 from tilegym.ops.cutile.causal_conv1d import conv_backward
 from tilegym.ops.cutile.causal_conv1d import conv_forward
 from tilegym.ops.cutile.causal_conv1d import conv_update
@@ -195,6 +196,14 @@ class Test_CausalConv1d(PyTestCase):
             causal_conv1d_fn(**{name: t.cpu() for name, t in kwargs.items()}, backend="cutile")
         assert len(launches) == 3 and all(t.stride(0) < 108 for t in (launches[0][1][0], launches[0][1][3]))
         self.assertCorrectness(causal_conv1d_fn, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("shape", [(2, 32, 24, 4), (1, 30, 45, 3), (1, 16, 3, 4), (2, 17, 8, 2)])
+    @pytest.mark.parametrize("walk", [Walk(16, 4, 2, True), Walk(32, 8, 1, False), Walk(16, 8, 3, True)])
+    def test_walks(self, walk, shape, monkeypatch):
+        """Other tiles than those for an H200, and blocks that walk along several of them."""
+        monkeypatch.setattr(causal_conv1d, "FORWARD", walk)
+        monkeypatch.setattr(causal_conv1d, "BACKWARD", walk)
+        self.assertCorrectness(causal_conv1d_fn, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)
 
     @gpu
     def test_more_than_32_bits_of_elements(self):

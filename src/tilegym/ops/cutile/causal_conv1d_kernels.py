@@ -1,0 +1,270 @@
+"""Kernels of the causal convolution.
+
+Where the channels of a token lie side by side, a thread has its channels and goes from token to token, carrying those
+that the taps reach back to; backward it goes from the last to the first, so that each token's dx is known with its dz.
+Where the tokens of a channel do, a block computes a tile of both: each tap is a gather of the same tile some tokens
+earlier, which the first one has brought into the L1 cache. Negative tokens are out of bounds, which reads as zero.
+
+Backward, with z the convolution's sums: ``dz = dy * act'(z)``, ``dx[t] = sum_j weight[K - 1 - j] * dz[t + j]``,
+``dweight[i] = sum_t dz[t] * x[t - K + 1 + i]``. Each block sums dweight and dbias over tokens of its own; the sums are
+added in a fixed order.
+
+Constants of the kernels: BIAS, whether there is one; SILU, whether it is the activation; AHEAD, whether the next tokens
+are read before these are worked on; EVEN, whether all tiles are full, so that few accesses need to be checked.
+"""
+
+import cuda.tile as ct
+
+from tilegym.ops.cutile.pointwise import over_one_plus_exp
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import span
+
+
+def _load(x, batch, channels, tokens):
+    return ct.gather(x, (batch, channels[:, None], tokens[None, :])).astype(ct.float32)
+
+
+def _store(y, batch, channels, tokens, tile):
+    ct.scatter(y, (batch, channels[:, None], tokens[None, :]), tile.astype(y.dtype))
+
+
+def _filter(weight, channels, K: Int):
+    """The taps, one vector of channels each, of weight [C, K]."""
+    taps = ()
+    for i in ct.static_iter(range(K)):
+        taps = (*taps, ct.gather(weight, (channels, i)).astype(ct.float32))
+    return taps
+
+
+def _filter_of_walk(weight, channels, K: Int):
+    """The same where x is not to take on the layout of what is gathered."""
+    # As columns of one tile: the layout of strided vectors would become that of x too, by way of shared memory.
+    at = ct.arange(ct.static_eval(next_power_of_2(K)), dtype=ct.int32)[None, :]
+    both = ct.gather(weight, (channels[:, None], at)).astype(ct.float32)
+    taps = ()
+    for i in ct.static_iter(range(K)):
+        taps = (*taps, ct.sum(ct.where(at == i, both, 0.0), axis=1))
+    return taps
+
+
+def _columns(vectors, K: Int):
+    """To be broadcast along the tokens."""
+    columns = ()
+    for i in ct.static_iter(range(K)):
+        columns = (*columns, vectors[i][:, None])
+    return columns
+
+
+def _bias(bias, channels, BIAS: Bool):
+    return ct.gather(bias, channels).astype(ct.float32) if BIAS else ct.zeros(channels.shape, ct.float32)
+
+
+def _through_silu(dy, z, dtype):
+    s = over_one_plus_exp(1.0, z, dtype)
+    return dy * (s * (1.0 + z * (1.0 - s)))
+
+
+def _sum_of_taps(taps, b, near, first: Int, K: Int):
+    z = b
+    for i in ct.static_iter(range(K)):
+        z = z + taps[i] * near[first + i].astype(ct.float32)
+    return z
+
+
+def _tokens_at(x, batch, first, channels, COUNT: Int, CHECK: Bool):
+    """COUNT tokens, a vector of channels each."""
+    tokens = ()
+    for i in ct.static_iter(range(COUNT)):
+        tokens = (*tokens, ct.gather(x, (batch, first + i, channels), check_bounds=CHECK))
+    return tokens
+
+
+def _forward_step(xs, before, taps, b, outs, batch, first, channels, STEP: Int, K: Int, SILU: Bool, EVEN: Bool):
+    """STEP tokens from ``first`` on; the K - 1 last ones, for the next step."""
+    near, dtype = (*before, *xs), outs[0].dtype
+    for u in ct.static_iter(range(STEP)):
+        z = _sum_of_taps(taps, b, near, u, K)
+        if SILU:
+            z = over_one_plus_exp(z, z, dtype)
+        ct.scatter(outs[u % 4], (batch, first + u, channels), z.astype(dtype), check_bounds=not EVEN)
+    return near[STEP:]
+
+
+@ct.kernel
+def conv_last_kernel(
+    x, weight, bias, y0, y1, y2, y3, splits, share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool, SILU: Bool,
+    AHEAD: Bool, EVEN: Bool,
+):  # fmt: skip
+    """x, y: [B, T, C], the channels of a token side by side; weight: [C, K]. Blocks: (batch and splits, channels).
+
+    A block walks along ``share`` tokens, a multiple of STEP, and computes up to STEP - 1 more than there are. All y
+    are one array: stores into one array are ordered, by a barrier each, those into arrays of different names are not.
+    """
+    batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
+    start = ct.bid(0) % splits * share
+    end, last = min(start + share, x.shape[1]), x.shape[1] - STEP
+    taps, b, outs = _filter_of_walk(weight, channels, K), _bias(bias, channels, BIAS), (y0, y1, y2, y3)
+    before = _tokens_at(x, batch, start - (K - 1), channels, K - 1, True)
+    if AHEAD:
+        coming = _tokens_at(x, batch, start, channels, STEP, True)
+    for first in range(start, end, STEP):
+        if AHEAD:
+            xs, later = coming, min(first + STEP, last) if EVEN else first + STEP
+            coming = _tokens_at(x, batch, later, channels, STEP, not EVEN)
+        else:
+            xs = _tokens_at(x, batch, first, channels, STEP, not EVEN)
+        before = _forward_step(xs, before, taps, b, outs, batch, first, channels, STEP, K, SILU, EVEN)
+
+
+@ct.kernel
+def conv_kernel(x, weight, bias, y, TILE_C: Int, TILE_T: Int, K: Int, BIAS: Bool, SILU: Bool):
+    """The same, the tokens of a channel side by side."""
+    t_tiles = ct.cdiv(x.shape[2], TILE_T)
+    batch, channels = ct.bid(0) // t_tiles, span(ct.bid(1), TILE_C)
+    tokens = span(ct.bid(0) % t_tiles, TILE_T)
+    taps = _columns(_filter(weight, channels, K), K)
+    z = _bias(bias, channels, BIAS)[:, None]
+    for i in ct.static_iter(range(K)):
+        z = z + taps[i] * _load(x, batch, channels, tokens - (K - 1 - i))
+    if SILU:
+        z = over_one_plus_exp(z, z, y.dtype)
+    _store(y, batch, channels, tokens, z)
+
+
+def _backward_step(
+    xs, ups, after, dz_after, dw, db, taps, b, outs, batch, first, channels, n_tokens, STEP: Int, K: Int, SILU: Bool,
+    EVEN: Bool,
+):  # fmt: skip
+    """STEP tokens from ``first`` on, the last one first: what :func:`conv_last_backward_kernel` carries, before them.
+
+    xs: x from K - 1 tokens earlier on; after: the K - 1 that follow on these.
+    """
+    near, dtype = (*xs, *after), outs[0].dtype
+    for v in ct.static_iter(range(STEP)):
+        u = STEP - 1 - v
+        dz = ups[u].astype(ct.float32)
+        if SILU:
+            dz = _through_silu(dz, _sum_of_taps(taps, b, near, u, K), dtype)
+            if not EVEN:
+                # Behind the last token z is of no meaning, and need not be finite.
+                dz = ct.where(first + u < n_tokens, dz, 0.0)
+        added, dzs = (), (dz, *dz_after)
+        total = taps[K - 1] * dz
+        for i in ct.static_iter(range(K)):
+            added = (*added, dw[i] + dz * near[u + i].astype(ct.float32))
+            if i > 0:
+                total = total + taps[K - 1 - i] * dzs[i]
+        dw, db, dz_after = added, db + dz, dzs[: K - 1]
+        ct.scatter(outs[u % 4], (batch, first + u, channels), total.astype(dtype), check_bounds=not EVEN)
+    return near[: K - 1], dz_after, dw, db
+
+
+@ct.kernel
+def conv_last_backward_kernel(
+    dy, x, weight, bias, dx0, dx1, dx2, dx3, dweight, dbias, splits, share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool,
+    SILU: Bool, AHEAD: Bool, EVEN: Bool,
+):  # fmt: skip
+    """As :func:`conv_backward_kernel`, over the blocks and with the arrays of :func:`conv_last_kernel`."""
+    batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
+    start, n_tokens = ct.bid(0) % splits * share, x.shape[1]
+    steps = ct.cdiv(min(share, n_tokens - start), STEP)
+    top = start + steps * STEP
+    taps, b, outs = _filter_of_walk(weight, channels, K), _bias(bias, channels, BIAS), (dx0, dx1, dx2, dx3)
+    db = ct.zeros((TILE_C,), ct.float32)
+    dw, dz_after = (), ()
+    for _ in ct.static_iter(range(K)):
+        dw = (*dw, db)
+    near = _tokens_at(x, batch, top - (K - 1), channels, 2 * K - 2, True)
+    beyond = _tokens_at(dy, batch, top, channels, K - 1, True)
+    for j in ct.static_iter(range(K - 1)):
+        dz = beyond[j].astype(ct.float32)
+        if SILU:
+            dz = ct.where(top + j < n_tokens, _through_silu(dz, _sum_of_taps(taps, b, near, j, K), x.dtype), 0.0)
+        dz_after = (*dz_after, dz)
+    after = near[: K - 1]
+    if AHEAD:
+        next_xs = _tokens_at(x, batch, top - STEP - (K - 1), channels, STEP, True)
+        next_ups = _tokens_at(dy, batch, top - STEP, channels, STEP, True)
+    for i in range(steps):
+        first = top - (i + 1) * STEP
+        if AHEAD:
+            xs, ups = next_xs, next_ups
+            next_xs = _tokens_at(x, batch, first - STEP - (K - 1), channels, STEP, True)
+            next_ups = _tokens_at(dy, batch, first - STEP, channels, STEP, True)
+        else:
+            xs = _tokens_at(x, batch, first - (K - 1), channels, STEP, True)
+            ups = _tokens_at(dy, batch, first, channels, STEP, not EVEN)
+        after, dz_after, dw, db = _backward_step(
+            xs, ups, after, dz_after, dw, db, taps, b, outs, batch, first, channels, n_tokens, STEP, K, SILU, EVEN
+        )
+    for i in ct.static_iter(range(K)):
+        ct.scatter(dweight, (ct.bid(0), i, channels), dw[i])
+    if BIAS:
+        ct.scatter(dbias, (ct.bid(0), channels), db)
+
+
+@ct.kernel
+def conv_backward_kernel(
+    dy, x, weight, bias, dx, dweight, dbias, splits, TILE_C: Int, TILE_T: Int, K: Int, BIAS: Bool, SILU: Bool
+):  # fmt: skip
+    """dweight: [B * splits, K, C] and dbias: [B * splits, C], the sums over the tokens of each block, in fp32."""
+    n_tokens = x.shape[2]
+    batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
+    taps, b = _columns(_filter(weight, channels, K), K), _bias(bias, channels, BIAS)[:, None]
+    db = ct.zeros((TILE_C,), ct.float32)
+    dw = ()
+    for _ in ct.static_iter(range(K)):
+        dw = (*dw, ct.zeros((TILE_C,), ct.float32))
+    for tile in range(ct.bid(0) % splits, ct.cdiv(n_tokens, TILE_T), splits):
+        tokens = span(tile, TILE_T)
+        near = ()  # x from K - 1 tokens before to K - 1 behind
+        for i in ct.static_iter(range(2 * K - 1)):
+            near = (*near, _load(x, batch, channels, tokens + (i - K + 1)))
+        sums = ct.zeros(near[0].shape, ct.float32)
+        for j in ct.static_iter(range(K)):
+            dz = _load(dy, batch, channels, tokens + j)
+            if SILU:
+                z = b
+                for i in ct.static_iter(range(K)):
+                    z = z + taps[i] * near[i + j]
+                # Behind the last token z is of no meaning, and need not be finite.
+                dz = ct.where((tokens + j < n_tokens)[None, :], _through_silu(dz, z, x.dtype), 0.0)
+            sums = sums + taps[K - 1 - j] * dz
+            if j == 0:
+                db = db + ct.sum(dz, axis=1)
+                updated = ()
+                for i in ct.static_iter(range(K)):
+                    updated = (*updated, dw[i] + ct.sum(dz * near[i], axis=1))
+                dw = updated
+        _store(dx, batch, channels, tokens, sums)
+    for i in ct.static_iter(range(K)):
+        ct.scatter(dweight, (ct.bid(0), i, channels), dw[i])
+    if BIAS:
+        ct.scatter(dbias, (ct.bid(0), channels), db)
+
+
+@ct.kernel
+def conv_update_kernel(
+    x, state, weight, bias, y, TILE_C: Int, TILE_T: Int, TILE_L: Int, K: Int, BIAS: Bool, SILU: Bool
+):  # fmt: skip
+    """x, y: [B, C, T]; state: [B, C, L], changed in place. Blocks: (channels, batch)."""
+    channels, batch = span(ct.bid(0), TILE_C), ct.bid(1)
+    tokens, places = span(0, TILE_T), span(0, TILE_L)
+    length, n_tokens = state.shape[2], x.shape[2]
+    taps = _columns(_filter(weight, channels, K), K)
+    z = _bias(bias, channels, BIAS)[:, None]
+    for i in ct.static_iter(range(K)):
+        # Either of the two is out of bounds, and 0.
+        earlier = tokens - (K - 1 - i)
+        z = z + taps[i] * (
+            _load(x, batch, channels, earlier)
+            + _load(state, batch, channels, ct.where(earlier < 0, earlier + length, -1))
+        )
+    kept = _load(state, batch, channels, places + n_tokens)
+    kept = kept + _load(x, batch, channels, places + n_tokens - length)
+    if SILU:
+        z = over_one_plus_exp(z, z, y.dtype)
+    _store(y, batch, channels, tokens, z)
+    _store(state, batch, channels, places, kept)
