@@ -15,6 +15,7 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED_BACKWARD
 from tilegym.ops.cutile.row_norms import add_blocks
+from tilegym.ops.cutile.row_norms import add_pairs
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
@@ -31,6 +32,7 @@ from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import row_count
+from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
@@ -68,10 +70,12 @@ def _backward(
     for tile in range(first, ct.cdiv(row_count(x), TILE_M), blocks):
         rows = span(tile, TILE_M)
         up, row = load(dy, rows, cols).astype(ct.float32), load(x, rows, cols).astype(ct.float32)
-        r = rstd_of(row * row, eps, N)
-        xhat = row * r
         g = up * scale
-        store(dx, rows, cols, r * (g - xhat * (ct.sum(g * xhat, axis=1, keepdims=True) * (1.0 / N))))
+        # Both sums at once: neither needs the other.
+        squares, products = ct.reduce((row * row, g * row), 1, add_pairs, (0.0, 0.0), keepdims=True)
+        r = ct.rsqrt(squares * (1.0 / N) + eps)
+        xhat = row * r
+        store(dx, rows, cols, r * (xhat * (products * r * (-1.0 / N)) + g))
         if DWEIGHT:
             dw = dw + up * xhat
     if DWEIGHT:
@@ -114,12 +118,12 @@ def plan(q_rows: int, k_rows: int, n: int, device: int) -> tuple[ct.kernel, tupl
 
 @functools.lru_cache(maxsize=1024)
 def backward_plan(q_rows: int, k_rows: int, n: int, device: int) -> tuple[ct.kernel, int, int, int, int]:
-    """(kernel, blocks for q, blocks for k, TILE_M, TILE_N); hints and tiles are rms_norm's."""
+    """(kernel, blocks for q, blocks for k, TILE_M, TILE_N): tiles of 1024 elements; 2048 would spill on sm_90."""
     q_rows, k_rows = (q_rows, k_rows) if n else (0, 0)
     tile_n = next_power_of_2(n)
     warps, occupancy = (8, 2) if tile_n > 2048 else (4, 8)
     most = occupancy * sm_count(device)
-    tile_m = max(1, min(2048 // tile_n, next_power_of_2((q_rows + k_rows) // most)))
+    tile_m = max(1, min(1024 // tile_n, next_power_of_2((q_rows + k_rows) // most)))
     share = q_rows / max(q_rows + k_rows, 1)
     q_blocks = min(ct.cdiv(q_rows, tile_m), max(1, round(most * share)))
     k_blocks = min(ct.cdiv(k_rows, tile_m), max(1, round(most * (1.0 - share))))
@@ -128,7 +132,10 @@ def backward_plan(q_rows: int, k_rows: int, n: int, device: int) -> tuple[ct.ker
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [..., H, D] as [T, H, D]: a view where strides allow and fit the kernels' 32 bits, else a copy."""
+    """``x`` [..., H, D] as [T * H, D] if it is contiguous, where finding a row takes no division, else as [T, H, D]: a
+    view where strides allow and fit the kernels' 32 bits, else a copy."""
+    if x.is_contiguous():
+        return x.view(x.shape[:-1].numel(), x.shape[-1])
     if x.dim() != 3:
         *lead, heads, dim = x.shape
         x = x[None] if not lead else x.reshape(x.shape[:-2].numel(), heads, dim)
@@ -136,7 +143,7 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(heads: torch.Tensor) -> int:
-    return heads.shape[0] * heads.shape[1]
+    return size_of(heads)[0]
 
 
 @compilable(fake=lambda q, k, *_: (contiguous_like(q), contiguous_like(k)))

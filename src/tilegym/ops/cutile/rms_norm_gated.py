@@ -94,7 +94,7 @@ def rms_norm_gated_backward_kernel(
 ):  # fmt: skip
     """Blocks stride over the rows of a group; row ``bid`` of dweight is that block's sum."""
     cols = span(0, TILE_N)
-    w = _load_weight(weight, cols, 1, N, GROUPS, WEIGHT)
+    w = _load_weight(weight, cols, TILE_M, N, GROUPS, WEIGHT)
     dw = ct.zeros((TILE_M, TILE_N), ct.float32)
     for tile in range(ct.bid(0), ct.cdiv(x.shape[0] // GROUPS, TILE_M), ct.num_blocks(0)):
         at = _at(tile, cols, TILE_M, GROUPS)
@@ -102,14 +102,14 @@ def rms_norm_gated_backward_kernel(
         up, row, opening = up.astype(ct.float32), row.astype(ct.float32), opening.astype(ct.float32)
         sigmoid = over_one_plus_exp(1.0, opening, x.dtype)
         factor = opening * sigmoid if SILU else sigmoid
-        slope = sigmoid * (1.0 - sigmoid)
-        slope = sigmoid + opening * slope if SILU else slope
+        slope = sigmoid + factor * (1.0 - sigmoid) if SILU else sigmoid * (1.0 - sigmoid)
         u = row if NORM_FIRST else row * factor
-        r = rstd_of(u * u, eps, N)
-        xhat = u * r
         through = up * factor if NORM_FIRST else up  # the gradient of xhat * weight
         g = through * w
-        du = r * (g - xhat * (ct.sum(g * xhat, axis=1, keepdims=True) * (1.0 / N)))
+        r = rstd_of(u * u, eps, N)
+        xhat = u * r
+        # In this order a multiplication and the addition are one instruction.
+        du = r * (xhat * (ct.sum(g * xhat, axis=1, keepdims=True) * (-1.0 / N)) + g)
         if DWEIGHT:
             dw = dw + through * xhat
         if NORM_FIRST:

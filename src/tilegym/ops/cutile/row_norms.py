@@ -81,7 +81,7 @@ def _load_row(dy, x, means, rstds, tile, cols, TILE_M: Int, CENTER: Bool):
     return load(dy, rows, cols), load(x, rows, cols), mean, ct.gather(rstds, rows)
 
 
-def _add_pairs(a, b, c, d):
+def add_pairs(a, b, c, d):
     return a + c, b + d
 
 
@@ -114,7 +114,7 @@ def backward_kernel(
         # Where cols is beyond the row's end up is 0, whatever xhat is.
         g = up * scale_of(w, OFFSET)
         if CENTER:
-            product, total = ct.reduce((g * xhat, g), 1, _add_pairs, (0.0, 0.0), keepdims=True)
+            product, total = ct.reduce((g * xhat, g), 1, add_pairs, (0.0, 0.0), keepdims=True)
             grad = g - total * (1.0 / N) - xhat * (product * (1.0 / N))
         else:
             grad = g - xhat * (ct.sum(g * xhat, axis=1, keepdims=True) * (1.0 / N))
