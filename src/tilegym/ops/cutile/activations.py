@@ -12,6 +12,7 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.geglu import _gate
+from tilegym.ops.cutile.geglu import gelu_of
 from tilegym.ops.cutile.pointwise import indices
 from tilegym.ops.cutile.pointwise import plan
 from tilegym.ops.cutile.pointwise import small_or_flat
@@ -28,9 +29,7 @@ def gelu_kernel(x, y, TILE_M: Int, TILE_N: Int, TANH: Bool):
     """x, y: [M, N]; one block a tile, neighbours along a row."""
     at = indices(y, TILE_M, TILE_N)
     value = ct.gather(x, at)
-    wide = value.astype(ct.float32)
-    p, _ = _gate(wide, value.dtype, TANH)
-    ct.scatter(y, at, (wide * p).astype(y.dtype))
+    ct.scatter(y, at, gelu_of(value.astype(ct.float32), value.dtype, TANH).astype(y.dtype))
 
 
 @ct.kernel

@@ -79,14 +79,33 @@ def _gate(a, dtype, TANH: Bool):
     return ct.where(a > 0.0, 1.0 - tail, tail), ONE_OVER_SQRT_2_PI * bell
 
 
+def gelu_of(a, dtype, TANH: Bool):
+    """gelu of fp32 ``a``, exact enough for results in ``dtype``."""
+    if dtype == ct.float32:
+        p, _ = _gate(a, dtype, TANH)
+        return a * p
+    # Alone it takes fewer steps than with its derivative, and 16 bits need fewer of the polynomial's terms.
+    if TANH:
+        # -2u times log2(e). Where its power overflows the quotient is 0.
+        scale = ct.static_eval(-TWO_SQRT_2_OVER_PI * math.log2(math.e))
+        power = ct.exp2(a * (scale + (scale * CUBIC) * (a * a)), flush_to_zero=True)
+        return ct.truediv(a, 1.0 + power, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+    # As _tail, within 4e-5 of it, relative.
+    t = ct.truediv(1.0, 1.0 + 0.38 * ct.abs(a), rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+    p = 0.18887204 + -0.08992631 * t
+    p = 0.09198311 + p * t
+    p = 0.15782842 + p * t
+    p = 0.15122525 + p * t
+    tail = ct.exp2(a * a * -0.7213475204444817, flush_to_zero=True) * (p * t)
+    return a * ct.where(a > 0.0, 1.0 - tail, tail)
+
+
 @ct.kernel
 def geglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, TANH: Bool):
     """a, b, y: [M, N]; one block a tile, neighbours along a row."""
     at = indices(y, TILE_M, TILE_N)
     gate, up = ct.gather(a, at), ct.gather(b, at)
-    wide = gate.astype(ct.float32)
-    p, _ = _gate(wide, gate.dtype, TANH)
-    gelu = (wide * p).astype(y.dtype)
+    gelu = gelu_of(gate.astype(ct.float32), gate.dtype, TANH).astype(y.dtype)
     ct.scatter(y, at, (gelu.astype(ct.float32) * up.astype(ct.float32)).astype(y.dtype))
 
 
