@@ -50,17 +50,25 @@ def _philox(counter, key0, key1):
 
 
 @ct.kernel
-def dropout_kernel(x, y, first_group, key0, key1, THRESHOLD: Int, SCALE: Float):
-    """x, y: [n]. Each block takes one group: 4 quarters of LANES elements, and LANES counters."""
+def dropout_kernel(x, y0, y1, y2, y3, first_group, key0, key1, THRESHOLD: Int, SCALE: Float):
+    """x, y: [n]. Each block takes one group: 4 quarters of LANES elements, and LANES counters.
+
+    x is read before the counters' words are computed. All y are one array: stores into one array would be ordered, by
+    a barrier each.
+    """
     lanes = ct.arange(LANES, dtype=ct.int32)
+    start = ct.bid(0) * (4 * LANES) + lanes
+    values = ()
+    for quarter in ct.static_iter(range(4)):
+        values = (*values, ct.gather(x, start + quarter * LANES))
     counter = ((first_group + ct.bid(0)) * LANES + lanes).astype(ct.uint32)
     words = _philox(counter, _word(key0), _word(key1))
-    start = ct.bid(0) * (4 * LANES) + lanes
     threshold = ct.full((1,), THRESHOLD, ct.uint32)
+    outs = (y0, y1, y2, y3)
     for quarter in ct.static_iter(range(4)):
-        at = start + quarter * LANES
         factor = ct.where(words[quarter] >= threshold, ct.full((1,), SCALE, ct.float32), 0.0)
-        ct.scatter(y, at, (ct.gather(x, at).astype(ct.float32) * factor).astype(y.dtype))
+        out = (values[quarter].astype(ct.float32) * factor).astype(y0.dtype)
+        ct.scatter(outs[quarter], start + quarter * LANES, out)
 
 
 # Elements of one launch: their indices have to stay within 31 bits.
@@ -85,7 +93,7 @@ def dropout_forward(x: torch.Tensor, seed: int, p: float) -> torch.Tensor:
     for start in range(0, flat.numel(), PART):
         part, part_out = flat[start : start + PART], out[start : start + PART]
         grid = (ct.cdiv(part.numel(), 4 * LANES),)
-        launch(x, grid, kernel, (part, part_out, start // (4 * LANES), *key, *threshold_and_scale(p)))
+        launch(x, grid, kernel, (part, *[part_out] * 4, start // (4 * LANES), *key, *threshold_and_scale(p)))
     return y
 
 
