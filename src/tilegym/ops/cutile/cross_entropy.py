@@ -34,9 +34,47 @@ from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.cross_entropy import check_cross_entropy
 
+LOG2E = math.log2(math.e)
+
 
 def _capped(x, SOFTCAP: Float):
     return x if SOFTCAP == 0.0 else SOFTCAP * ct.tanh(x / SOFTCAP)
+
+
+def _unit(dtype):
+    """What a logit is multiplied with before its power is taken: that of 2 is the faster one, and exact enough for
+    results that 16 bits determine."""
+    return 1.0 if dtype == ct.float32 else LOG2E
+
+
+def _power(x, dtype):
+    return ct.exp(x) if dtype == ct.float32 else ct.exp2(x, flush_to_zero=True)
+
+
+def _base(top):
+    # While all seen so far is -inf, differences to it would be NaN.
+    return ct.where(top == -math.inf, 0.0, top)
+
+
+def _write_losses(
+    x, target, losses, lses, ignore_index, rows, base, total, mean, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float
+):
+    """From the sum ``total`` of the powers relative to ``base``, both in the kernel's unit, and the mean of the row."""
+    unit, classes, label = _unit(x.dtype), x.shape[1], ct.gather(target, rows)
+    is_class = (label == ignore_index) | ((label >= 0) & (label < classes))
+    log_sum = ct.where(is_class, ct.log(total), math.nan)
+    chosen = _capped(ct.gather(x, (rows, label)).astype(ct.float32), SOFTCAP)
+    # Differences to the maximum first, rounded as in the sum: lse - chosen would cancel.
+    loss = log_sum - (chosen * unit - base) * (1.0 / unit)
+    if SMOOTHING > 0.0:
+        loss = (1.0 - SMOOTHING) * loss + SMOOTHING * (log_sum - (mean * unit - base) * (1.0 / unit))
+    base = base * (1.0 / unit)
+    if Z_LOSS > 0.0:
+        lse = base + log_sum
+        loss = loss + Z_LOSS * lse * lse
+    ct.scatter(losses, rows, ct.where(label == ignore_index, 0.0, loss))
+    ct.scatter(lses, (rows, 0), base)
+    ct.scatter(lses, (rows, 1), log_sum)
 
 
 @ct.kernel
@@ -44,42 +82,53 @@ def cross_entropy_kernel(
     x, target, losses, lses, ignore_index, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float, TILE_M: Int, TILE_N: Int
 ):
     """x: [M, V]; target, losses: [M]; lses: [M, 2], the two terms of lse = max + log(sum(exp(x - max))), whose sum has
-    fewer digits. Each block takes TILE_M rows, in tiles of TILE_N columns."""
-    rows, classes = span(ct.bid(0), TILE_M)[:, None], x.shape[1]
-    label = ct.gather(target, rows)
-    tiles = ct.cdiv(classes, TILE_N)
-    if TILE_M == 1:
-        # A row that is ignored is not read.
-        tiles = ct.where(ct.gather(target, ct.bid(0)) == ignore_index, 0, tiles)
-    top = ct.full((TILE_M, 1), -math.inf, ct.float32)
-    sums = ct.zeros((TILE_M, TILE_N), ct.float32)
-    totals = ct.zeros((TILE_M, TILE_N), ct.float32)
-    for tile in range(tiles):
-        cols = span(tile, TILE_N)[None, :]
-        part = _capped(ct.gather(x, (rows, cols)).astype(ct.float32), SOFTCAP)
-        if SMOOTHING > 0.0:
-            totals = totals + ct.where(cols < classes, part, 0.0)
-        part = ct.where(cols < classes, part, -math.inf)
-        new_top = ct.maximum(top, ct.max(part, axis=1, keepdims=True))
-        # While all seen so far is -inf, differences to it would be NaN.
-        base = ct.where(new_top == -math.inf, 0.0, new_top)
-        sums = sums * _exp(top - base, x.dtype) + _exp(part - base, x.dtype)
-        top = new_top
-    base = ct.where(top == -math.inf, 0.0, top)
-    is_class = (label == ignore_index) | ((label >= 0) & (label < classes))
-    log_sum = ct.where(is_class, ct.log(ct.sum(sums, axis=1, keepdims=True)), math.nan)
-    chosen = _capped(ct.gather(x, (rows, label)).astype(ct.float32), SOFTCAP)
-    # Differences to the maximum first: lse - chosen would cancel.
-    loss = log_sum - (chosen - base)
+    fewer digits. Each block takes TILE_M whole rows."""
+    rows, cols = span(ct.bid(0), TILE_M)[:, None], span(0, TILE_N)[None, :]
+    part = _capped(ct.gather(x, (rows, cols)).astype(ct.float32), SOFTCAP)
+    mean = 0.0
     if SMOOTHING > 0.0:
-        mean = ct.sum(totals, axis=1, keepdims=True) / classes
-        loss = (1.0 - SMOOTHING) * loss + SMOOTHING * (log_sum - (mean - base))
-    if Z_LOSS > 0.0:
-        lse = base + log_sum
-        loss = loss + Z_LOSS * lse * lse
-    ct.scatter(losses, rows, ct.where(label == ignore_index, 0.0, loss))
-    ct.scatter(lses, (rows, 0), base)
-    ct.scatter(lses, (rows, 1), log_sum)
+        mean = ct.sum(ct.where(cols < x.shape[1], part, 0.0), axis=1, keepdims=True) / x.shape[1]
+    part = ct.where(cols < x.shape[1], part, -math.inf) * _unit(x.dtype)
+    base = _base(ct.max(part, axis=1, keepdims=True))
+    total = ct.sum(_power(part - base, x.dtype), axis=1, keepdims=True)
+    _write_losses(x, target, losses, lses, ignore_index, rows, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
+
+
+def _add(x, row, cols, top, sums, totals, SOFTCAP: Float, SMOOTHING: Float, INSIDE: Bool):
+    """Adds the tile of columns ``cols``, [TILE_G, TILE_N], to the maxima and sums of its columns."""
+    part = ct.gather(x, (row, cols), padding_value=-math.inf, check_bounds=not INSIDE).astype(ct.float32)
+    part = _capped(part, SOFTCAP)
+    if not INSIDE:
+        part = ct.where(cols < x.shape[1], part, -math.inf)
+    if SMOOTHING > 0.0:
+        totals = totals + ct.sum(part if INSIDE else ct.where(cols < x.shape[1], part, 0.0), axis=0, keepdims=True)
+    unit = _unit(x.dtype)
+    new_top = ct.maximum(top, ct.max(part, axis=0, keepdims=True) * unit)
+    base = _base(new_top)
+    powers = ct.sum(_power(part * unit - base, x.dtype), axis=0, keepdims=True)
+    return new_top, sums * _power(top - base, x.dtype) + powers, totals
+
+
+@ct.kernel
+def cross_entropy_wide_kernel(
+    x, target, losses, lses, ignore_index, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float, TILE_G: Int, TILE_N: Int
+):
+    """As :func:`cross_entropy_kernel`, one row of any length a block. Each of TILE_N columns has a maximum and a sum of
+    its own, which are put together in the end: on the way no thread waits for another."""
+    row, classes, size = ct.bid(0), x.shape[1], ct.static_eval(TILE_G * TILE_N)
+    inner = ct.arange(TILE_G, dtype=ct.int32)[:, None] * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
+    # A row that is ignored is not read.
+    end = ct.where(ct.gather(target, row) == ignore_index, 0, classes)
+    top = ct.full((1, TILE_N), -math.inf, ct.float32)
+    sums, totals = ct.zeros((1, TILE_N), ct.float32), ct.zeros((1, TILE_N), ct.float32)
+    for tile in range(end // size):
+        top, sums, totals = _add(x, row, tile * size + inner, top, sums, totals, SOFTCAP, SMOOTHING, True)
+    for tile in range(end // size, ct.cdiv(end, size)):
+        top, sums, totals = _add(x, row, tile * size + inner, top, sums, totals, SOFTCAP, SMOOTHING, False)
+    base = _base(ct.max(top))
+    total = ct.sum(sums * _power(top - base, x.dtype))
+    mean = ct.sum(totals) / classes
+    _write_losses(x, target, losses, lses, ignore_index, row, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
 
 
 @ct.kernel
@@ -123,18 +172,14 @@ def add_losses_kernel(losses, target, out, number, ignore_index, TILE: Int, MEAN
 
 @functools.lru_cache(maxsize=1024)
 def forward_plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
-    """(kernel, grid, TILE_M, TILE_N) for logits [m, n] on CUDA device ``device`` (-1: CPU).
-
-    For wide rows those that were the fastest for softmax, which reads as much at a time, on an H200.
-    """
+    """(kernel, grid, its tile) for logits [m, n] on CUDA device ``device`` (-1: CPU)."""
     if n <= 4096:
         tile_n, warps, occupancy = next_power_of_2(n), 4, 8
         # Short rows share a block, as long as there are blocks for every multiprocessor.
         tile_m = max(1, min(4096 // tile_n, next_power_of_2(m // (4 * sm_count(device)))))
-    else:
-        tile_m, (tile_n, warps, occupancy) = 1, (8192, 8, 1) if n < 65536 else (4096, 4, 2)
-    kernel = hinted(cross_entropy_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (ct.cdiv(m, tile_m),), tile_m, tile_n
+        kernel = hinted(cross_entropy_kernel, num_worker_warps=warps, occupancy=occupancy)
+        return kernel, (ct.cdiv(m, tile_m),), tile_m, tile_n
+    return hinted(cross_entropy_wide_kernel, num_worker_warps=4, occupancy=3), (m,), 8, 1024
 
 
 def _like_targets(logits, target, *_):
@@ -149,11 +194,11 @@ def cross_entropy_forward(
     """The loss of every row, and the two terms of its lse, [*target.shape, 2], in fp32; softcap 0: none."""
     rows = rows_of(logits)
     losses, lse = _like_targets(logits, target)
-    kernel, grid, tile_m, tile_n = forward_plan(*rows.shape, logits.get_device())
+    kernel, grid, *tile = forward_plan(*rows.shape, logits.get_device())
     arrays = (rows, target, losses, lse)
     if target.dim() != 1:
         arrays = (rows, target.reshape(-1), losses.view(-1), lse.view(-1, 2))
-    launch(logits, grid, kernel, (*arrays, ignore_index, softcap, smoothing, z_loss, tile_m, tile_n))
+    launch(logits, grid, kernel, (*arrays, ignore_index, softcap, smoothing, z_loss, *tile))
     return losses, lse
 
 
