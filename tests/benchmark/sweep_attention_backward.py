@@ -87,7 +87,7 @@ def group_of(kernel: str, shape: tuple[int, ...], causal: bool) -> str:
 
 
 def constants(d, causal, tile, two_loops, interleave):
-    return (*tile, p2(d), p2(d), causal, False, False, 0, 1, False, False, causal, two_loops, False, interleave)
+    return (*tile, p2(d), 1, p2(d), causal, False, False, 0, 1, False, False, causal, two_loops, False, interleave)
 
 
 def label(tile, two_loops, interleave):

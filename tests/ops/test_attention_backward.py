@@ -69,6 +69,12 @@ def named(kernel, args):
     return dict(zip(kernel._pyfunc.__code__.co_varnames, args, strict=False))
 
 
+def tile_constants(config, head_dim):
+    """The first constants of a kernel, for a head dimension that is a power of two."""
+    columns = min(vars(config).get("TILE_P", head_dim), head_dim)
+    return config.TILE_M, config.TILE_N, columns, head_dim // columns, head_dim
+
+
 class Test_FMHA_Backward(PyTestCase):
     @dtypes()
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
@@ -306,15 +312,14 @@ class Test_FMHA_Backward(PyTestCase):
     def test_compiles(self, arch, head_dim):
         q, k, v = (torch.empty(1, heads, 512, head_dim, dtype=torch.bfloat16) for heads in (8, 2, 2))
         lse = torch.empty(1, 1, 8, 512)
-        tail = (head_dim, head_dim, True, False, False, 0, 1, False, False, True)
+        tail = (True, False, False, 0, 1, False, False, True)
         for kernel, arrays, configs, more in (
             (attention_dq_kernel, (q, k, v, q, q, lse, 0, 0, q, lse), dq_configs, (False,)),
             (attention_dkdv_kernel, (q, k, v, q, lse, lse, 0, 0, k, v, 0), dkdv_configs, (False,)),
         ):
             config = configs(arch, head_dim)[0]
             constants = (
-                config.TILE_M,
-                config.TILE_N,
+                *tile_constants(config, head_dim),
                 *tail,
                 config.TWO_LOOPS,
                 False,
@@ -330,8 +335,18 @@ class Test_FMHA_Backward(PyTestCase):
         lse, delta, mask = torch.empty(1, 2, 4, 50), torch.empty(1, 2, 4, 50), torch.empty(2, 1, 1, 50).bool()
         arrays = (q, k, v, do, lse, delta, mask, 0, dk, dv, 0)
         for config in dkdv_configs("sm_90", head_dim):
-            tile = (config.TILE_M, config.TILE_N, head_dim, head_dim)
-            constants = (*tile, True, False, False, KEY_MASK, 1, False, False, True, config.TWO_LOOPS)
+            constants = (
+                *tile_constants(config, head_dim),
+                True,
+                False,
+                False,
+                KEY_MASK,
+                1,
+                False,
+                False,
+                True,
+                config.TWO_LOOPS,
+            )
             kernel = attention_dkdv_kernel.replace_hints(**config.hints)
             assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants, False, 1, False), ("sm_90",))
 

@@ -13,6 +13,7 @@ from test_attention import SHAPES
 from test_attention import tensors
 from test_attention_backward import QKV
 from test_attention_backward import gradients
+from test_attention_backward import tile_constants
 from test_attention_backward import with_sinks_of
 
 from tilegym.ops import fmha
@@ -96,8 +97,21 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         )
         lse, delta, total = torch.empty(1, 2, 4, 50), torch.empty(1, 2, 4, 50), torch.empty(q.shape)
         (config,) = fused_configs("sm_90", head_dim)
-        tile = (config.TILE_M, config.TILE_N, head_dim, head_dim)
-        constants = (*tile, True, False, False, 0, 1, False, False, True, config.TWO_LOOPS, False, 8, True)
+        constants = (
+            *tile_constants(config, head_dim),
+            True,
+            False,
+            False,
+            0,
+            1,
+            False,
+            False,
+            True,
+            config.TWO_LOOPS,
+            False,
+            8,
+            True,
+        )
         kernel = attention_dkdv_kernel.replace_hints(**config.hints)
         arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total)
         assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants), ("sm_90",))

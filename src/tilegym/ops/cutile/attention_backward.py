@@ -27,7 +27,7 @@ from tilegym.ops.cutile.attention_tiles import mask_of_rows
 from tilegym.ops.cutile.matmul import uses_tf32
 
 # For which head dimensions (as padded, 64 or more) and whether causal one kernel computes all gradients, where it can;
-# it adds to dq atomically. On an H200 at B4 Hq32 Hkv8 S4096 it takes 3.3 ms instead of 3.6 for D 64, 6.0 instead of 6.2
+# it adds to dq atomically. On an H200 at B4 Hq32 Hkv8 S4096 it takes 3.3 ms instead of 3.6 for D 64, 5.6 instead of 6.2
 # for D 128, 13.3 instead of 14.8 for D 256, and 6.8 instead of 7.7 if causal; where it is not named, two are as fast.
 FUSED = {(64, False), (128, False), (256, False), (256, True)}
 FUSED_FROM = 1024  # queries and keys: for fewer, launches before and behind it weigh more
@@ -38,19 +38,20 @@ def dq_configs(arch: str, tile_d: int) -> list[Config]:
     """Tiles of the kernel for dq, for head dimensions padded to ``tile_d``, the best first.
 
     Three tiles of fp32 must fit the registers: dq [TILE_M, D], the scores and their gradient [TILE_M, TILE_N]. On an
-    H200 the first ones reach 1100 TFLOP/s of a causal backward pass of B4 Hq32 S4096 D128 in bf16, 845 with D 64 and
-    924 of B2 Hq16 with D 256, and are within 1 % of the best without a mask. With one loop instead of two the first
-    for D 128 falls to 767.
+    H200 the first ones reach 1106 TFLOP/s of a causal backward pass of B4 Hq32 S4096 D128 in bf16, 845 with D 64 and
+    924 of B2 Hq16 with D 256, and are within 1 % of the best without a mask. For D 128 eight heads in turns gain 2 %,
+    and with one loop instead of two the first falls to 767.
     """
     if arch == "cpu":
-        return [Config(TILE_M=32, TILE_N=16, TWO_LOOPS=True)]
+        return [Config(TILE_M=32, TILE_N=16, TILE_P=32, TWO_LOOPS=True)]
     if arch.startswith(("sm_9", "sm_10")):
         if tile_d > 128:
             return [
                 Config(TILE_M=128, TILE_N=32, TWO_LOOPS=True, num_worker_warps=8),
                 Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True),
             ]
-        tall = Config(TILE_M=128, TILE_N=64, TWO_LOOPS=True, num_worker_warps=8)
+        turns = 8 if tile_d > 64 else 1
+        tall = Config(TILE_M=128, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=turns, num_worker_warps=8)
         pair = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, occupancy=2)
         return [tall, pair] if tile_d > 64 else [pair, tall]
     tile_m, tile_n = (32, 32) if tile_d > 128 else (64, 32) if tile_d > 64 else (64, 64)
@@ -60,11 +61,13 @@ def dq_configs(arch: str, tile_d: int) -> list[Config]:
 def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
     """The same for the kernel for dk and dv, which has four: dk, dv [TILE_N, D] and two of [TILE_N, TILE_M].
 
-    By the same count, with B4 Hq32 Hkv8 S4096, the first ones reach 632 TFLOP/s for D 64, 697 for D 128 and 552 for
-    D 256 on an H200, and 640, 701 and 553 without a mask. Heads in turns gain 4 to 11 % in causal passes.
+    By the same count, with B4 Hq32 Hkv8 S4096, the first ones reach 632 TFLOP/s for D 64, 782 for D 128 and 552 for
+    D 256 on an H200, and 640 and 553 for D 64 and 256 without a mask. Heads in turns gain 4 to 11 % in causal passes.
+    Loading queries and keys in parts of 64 columns leaves D 128 room for 64 queries in a block that shares its
+    multiprocessor with another: 1.76 ms instead of 1.95 for the second, which takes 32.
     """
     if arch == "cpu":
-        return [Config(TILE_M=16, TILE_N=32, TWO_LOOPS=True)]
+        return [Config(TILE_M=16, TILE_N=32, TILE_P=32, TWO_LOOPS=True)]
     if arch.startswith(("sm_9", "sm_10")):
         if tile_d > 128:
             return [
@@ -74,6 +77,7 @@ def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
         wide = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8)
         if tile_d > 64:
             return [
+                Config(TILE_M=64, TILE_N=64, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2),
                 Config(TILE_M=32, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2),
                 Config(TILE_M=128, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8),
                 wide,
@@ -84,20 +88,25 @@ def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
 
 
 def fused_configs(arch: str, tile_d: int) -> list[Config]:
-    """For that kernel when it adds to dq as well: one more tile of fp32, [TILE_M, D]."""
+    """For that kernel when it adds to dq as well: one more tile of fp32, [TILE_M, TILE_P], by default TILE_P = D.
+
+    On an H200 parts of 64 columns, with which 128 keys fit the registers for D 128, take 5.6 ms of B4 Hq32 Hkv8 S4096
+    without a mask, where 64 keys take 5.9 in one part and 6.6 in two. A causal pass takes 2.99 ms, two kernels 3.00.
+    """
     if arch == "cpu":
-        return [Config(TILE_M=16, TILE_N=32, TWO_LOOPS=True)]
+        return [Config(TILE_M=16, TILE_N=32, TILE_P=32, TWO_LOOPS=True)]
     if tile_d > 128:
         return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8)]
     if tile_d > 64:
-        return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=8)]
+        return [Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=False, num_worker_warps=8)]
     return [Config(TILE_M=128, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
 
 
 def fp32_configs(arch: str, tile_d: int) -> list[Config]:
     """For either kernel in fp32, whose tiles take twice the room."""
     if arch == "cpu":
-        return dq_configs(arch, tile_d)
+        # In one part: scores rounded as those of the forward pass, or the gradients of sinks have six times the error.
+        return [Config(TILE_M=32, TILE_N=16, TWO_LOOPS=True)]
     return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=False)]
 
 
@@ -181,7 +190,9 @@ def attention_backward(
     def constants(cfg: Config, kind: int, bounded: bool) -> tuple:
         mask_rows = 1 if one_row else cfg.TILE_M
         options = (is_causal, windowed, soft_cap is not None, kind, mask_rows, has_kv_len, exact)
-        tile, two_loops = (cfg.TILE_M, cfg.TILE_N, tile_d, tile_dv), cfg.TWO_LOOPS or has_kv_len
+        columns = min(vars(cfg).get("TILE_P", tile_d), tile_d)
+        tile = (cfg.TILE_M, cfg.TILE_N, columns, -(-head_dim // columns), tile_dv)
+        two_loops = cfg.TWO_LOOPS or has_kv_len
         return (*tile, *options, bounded, two_loops, tf32, interleave_of(cfg, is_causal))
 
     def dq_arguments(cfg: Config) -> tuple:

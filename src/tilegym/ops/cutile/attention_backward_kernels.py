@@ -8,6 +8,9 @@ A block of the first kernel takes TILE_M queries of one head and walks along the
 the second takes TILE_N keys of one kv head and walks along the queries of all heads of its group; it has dk and dv.
 Nobody else adds to what a block writes: no atomics, and the same bits in every run.
 
+Queries and keys come in PARTS of TILE_P columns: a head dimension need not be a power of two of them, and of what the
+second kernel adds to dq one part at a time is in registers.
+
 The second kernel can do the whole: FUSED, it adds what its keys give to dq in fp32, atomically, where the first kernel
 would compute scores and dP again; then prepare_fused_kernel comes before it and finish_fused_kernel behind it.
 """
@@ -37,6 +40,44 @@ def load_rows(x, batch, head, i, ROWS: Int, COLUMNS: Int, TF32: Bool):
     tile = ct.load(x, (batch, head, i, 0), (1, 1, ROWS, COLUMNS), padding_mode=ct.PaddingMode.ZERO)
     tile = tile.reshape((ROWS, COLUMNS))
     return tile.astype(ct.tfloat32) if TF32 else tile
+
+
+def load_parts(x, batch, head, i, ROWS: Int, TILE_P: Int, PARTS: Int, TF32: Bool):
+    """As load_rows, PARTS tiles of TILE_P columns."""
+    tiles = ()
+    for part in ct.static_iter(range(PARTS)):
+        tile = ct.load(x, (batch, head, i, part), (1, 1, ROWS, TILE_P), padding_mode=ct.PaddingMode.ZERO)
+        tile = tile.reshape((ROWS, TILE_P))
+        tiles = (*tiles, tile.astype(ct.tfloat32) if TF32 else tile)
+    return tiles
+
+
+def zero_parts(ROWS: Int, TILE_P: Int, PARTS: Int):
+    tiles = ()
+    for _ in ct.static_iter(range(PARTS)):
+        tiles = (*tiles, ct.zeros((ROWS, TILE_P), dtype=ct.float32))
+    return tiles
+
+
+def sum_of_products(a, b, total, PARTS: Int):
+    """``total`` and a b^T of all parts."""
+    for part in ct.static_iter(range(PARTS)):
+        total = ct.mma(a[part], ct.transpose(b[part]), total)
+    return total
+
+
+def add_products(a, b, totals, PARTS: Int):
+    """``totals[n] + a b[n]`` of all parts."""
+    new = ()
+    for part in ct.static_iter(range(PARTS)):
+        new = (*new, ct.mma(a, b[part], totals[part]))
+    return new
+
+
+def store_parts(x, batch, head, i, tiles, scaling, PARTS: Int):
+    for part in ct.static_iter(range(PARTS)):
+        tile = tiles[part] * scaling
+        ct.store(x, (batch, head, i, part), tile.reshape((1, 1, *tile.shape)).astype(x.dtype))
 
 
 def load_statistic(x, part, batch, head, i, TILE_M: Int, PADDING):
@@ -97,16 +138,16 @@ def cast_operand(tile, like, TF32: Bool):
 
 
 def add_to_dq(
-    state, q_tile, do_tile, k, v, mask, place, kv_head, positions, partial, limits, statistics, scaling, soft_cap,
-    TILE_N: Int, TILE_D: Int, TILE_DV: Int, KV_LEN: Bool, TF32: Bool, SINKS: Bool, options,
+    state, q_tiles, do_tile, k, v, mask, place, kv_head, positions, partial, limits, statistics, scaling, soft_cap,
+    TILE_N: Int, TILE_P: Int, PARTS: Int, TILE_DV: Int, KV_LEN: Bool, TF32: Bool, SINKS: Bool, options,
 ):  # fmt: skip
     """What tile ``j`` of the keys adds to dq / scaling and, for the sinks, to delta summed from P and dP."""
     dq, delta = state
     batch, head, i, j = place
-    k_tile = load_rows(k, batch, kv_head, j, TILE_N, TILE_D, TF32)
+    k_tiles = load_parts(k, batch, kv_head, j, TILE_N, TILE_P, PARTS, TF32)
     v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, TF32)
-    zeros = ct.zeros((q_tile.shape[0], TILE_N), dtype=ct.float32)
-    s = ct.mma(q_tile, ct.transpose(k_tile), zeros)
+    zeros = ct.zeros((do_tile.shape[0], TILE_N), dtype=ct.float32)
+    s = sum_of_products(q_tiles, k_tiles, zeros, PARTS)
     dp = ct.mma(do_tile, ct.transpose(v_tile), zeros)
     index = (positions, j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :])
     p, dp, ds = softmax_backward(
@@ -116,8 +157,12 @@ def add_to_dq(
         delta = delta + ct.sum(p * dp, axis=1)
     if KV_LEN and partial:
         rows = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
-        k_tile = ct.where(rows < limits[0], k_tile, ct.zeros((TILE_N, TILE_D), dtype=k_tile.dtype))
-    return ct.mma(cast_operand(ds, k, TF32), k_tile, dq), delta
+        kept = ()
+        for part in ct.static_iter(range(PARTS)):
+            nothing = ct.zeros((TILE_N, TILE_P), dtype=k_tiles[part].dtype)
+            kept = (*kept, ct.where(rows < limits[0], k_tiles[part], nothing))
+        k_tiles = kept
+    return add_products(cast_operand(ds, k, TF32), k_tiles, dq, PARTS), delta
 
 
 @ct.kernel
@@ -137,7 +182,8 @@ def attention_dq_kernel(
     window: int,
     TILE_M: Int,
     TILE_N: Int,
-    TILE_D: Int,
+    TILE_P: Int,
+    PARTS: Int,
     TILE_DV: Int,
     CAUSAL: Bool,
     WINDOW: Bool,
@@ -169,24 +215,24 @@ def attention_dq_kernel(
     row_lse = load_statistic(lse, 0, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[:, None]
     rest = load_statistic(lse, 1, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[:, None] if EXACT else 0.0
     statistics = (row_lse, rest, row_delta[:, None])
-    q_tile = load_rows(q, batch, head, i, TILE_M, TILE_D, TF32)
+    q_tiles = load_parts(q, batch, head, i, TILE_M, TILE_P, PARTS, TF32)
     if TF32:
         do_tile = do_tile.astype(ct.tfloat32)
 
-    state = (ct.zeros((TILE_M, TILE_D), dtype=ct.float32), ct.zeros((TILE_M,), dtype=ct.float32))
+    state = (zero_parts(TILE_M, TILE_P, PARTS), ct.zeros((TILE_M,), dtype=ct.float32))
     limits = (keys, window)
     options = (CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT)
-    tail = (limits, statistics, scaling, soft_cap, TILE_N, TILE_D, TILE_DV, KV_LEN, TF32, SINKS, options)
+    tail = (limits, statistics, scaling, soft_cap, TILE_N, TILE_P, PARTS, TILE_DV, KV_LEN, TF32, SINKS, options)
 
     def step(state, j, partial):
         place = (batch, head, i, j)
-        return add_to_dq(state, q_tile, do_tile, k, v, mask, place, kv_head, positions, partial, *tail)
+        return add_to_dq(state, q_tiles, do_tile, k, v, mask, place, kv_head, positions, partial, *tail)
 
     acc, exact_delta = for_each_tile(step, state, tiles, BOUNDED, TWO_LOOPS)
     if SINKS:
         # Not by way of the rounded output: all queries' errors would add up in the gradient of a sink.
         ct.store(delta, (1, batch, head, i), exact_delta.reshape((1, 1, 1, TILE_M)))
-    ct.store(dq, (batch, head, i, 0), (acc * scaling).reshape((1, 1, TILE_M, TILE_D)).astype(dq.dtype))
+    store_parts(dq, batch, head, i, acc, scaling, PARTS)
 
 
 @ct.kernel
@@ -223,28 +269,29 @@ def finish_fused_kernel(
     ct.store(dq, (batch, head, i, 0), tile.astype(dq.dtype).reshape((1, 1, TILE_M, TILE_D)))
 
 
-def reduce_dq(dq, ds, k_tile, batch, head, i, TILE_M: Int, TILE_D: Int):
+def reduce_dq(dq, ds, k_tiles, batch, head, i, TILE_M: Int, TILE_P: Int, PARTS: Int):
     """Adds to dq what a tile of keys gives to tile ``i`` of the queries of a head, by dS / scaling [TILE_N, TILE_M]."""
-    part = ct.mma(ct.transpose(ds), k_tile, ct.zeros((TILE_M, TILE_D), dtype=ct.float32))
-    # On sm_90 the tensor memory accelerator does this, and nobody waits for it.
-    view = dq.tiled_view((1, 1, TILE_M, TILE_D))
-    view.atomic_store_add((batch, head, i, 0), part.reshape((1, 1, TILE_M, TILE_D)))
+    ds, shape = ct.transpose(ds), (1, 1, TILE_M, TILE_P)
+    for part in ct.static_iter(range(PARTS)):
+        product = ct.mma(ds, k_tiles[part], ct.zeros((TILE_M, TILE_P), dtype=ct.float32))
+        # On sm_90 the tensor memory accelerator does this, and nobody waits for it.
+        dq.tiled_view(shape).atomic_store_add((batch, head, i, part), product.reshape(shape))
 
 
 def add_to_dk_dv(
-    state, k_tile, v_tile, q, do, lse, delta, mask, dq, place, columns, partial, limits, scaling, soft_cap, TILE_M: Int,
-    TILE_D: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, options, FUSED: Bool,
+    state, k_tiles, v_tile, q, do, lse, delta, mask, dq, place, columns, partial, limits, scaling, soft_cap,
+    TILE_M: Int, TILE_P: Int, PARTS: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, options, FUSED: Bool,
 ):  # fmt: skip
     """What tile ``i`` of the queries of a head adds to dk / scaling and dv, and if FUSED its keys to dq / scaling."""
     batch, head, i, j = place
     dk, dv = state
     keys, window, queries = limits
-    tile_n = k_tile.shape[0]
+    tile_n = v_tile.shape[0]
     # To transpose a tile costs nothing: the tensor cores take it either way from shared memory.
-    q_tile = load_rows(q, batch, head, i, TILE_M, TILE_D, TF32)
+    q_tiles = load_parts(q, batch, head, i, TILE_M, TILE_P, PARTS, TF32)
     do_tile = load_rows(do, batch, head, i, TILE_M, TILE_DV, TF32)
     zeros = ct.zeros((tile_n, TILE_M), dtype=ct.float32)
-    s = ct.mma(k_tile, ct.transpose(q_tile), zeros)
+    s = sum_of_products(k_tiles, q_tiles, zeros, PARTS)
     dp = ct.mma(v_tile, ct.transpose(do_tile), zeros)
     # Where there is no query, q and dO are zero, and that is enough as long as P is finite; an additive mask takes an
     # infinity here. It costs: the tensor memory accelerator pads with zeros only, and without it all warps wait for
@@ -260,9 +307,9 @@ def add_to_dk_dv(
     )  # fmt: skip
     dv = ct.mma(cast_operand(p, do, TF32), do_tile, dv)
     ds = cast_operand(ds, q, TF32)
-    dk = ct.mma(ds, q_tile, dk)
+    dk = add_products(ds, q_tiles, dk, PARTS)
     if FUSED:
-        reduce_dq(dq, ds, k_tile, batch, head, i, TILE_M, TILE_D)
+        reduce_dq(dq, ds, k_tiles, batch, head, i, TILE_M, TILE_P, PARTS)
     return dk, dv
 
 
@@ -284,7 +331,8 @@ def attention_dkdv_kernel(
     window: int,
     TILE_M: Int,
     TILE_N: Int,
-    TILE_D: Int,
+    TILE_P: Int,
+    PARTS: Int,
     TILE_DV: Int,
     CAUSAL: Bool,
     WINDOW: Bool,
@@ -319,13 +367,13 @@ def attention_dkdv_kernel(
         if ct.max(ct.broadcast_to(kept, (TILE_N, 8)).astype(ct.int32)).item() == 0:
             first, full_first, full_last, last = 0, 0, 0, 0
 
-    k_tile = load_rows(k, batch, kv_head, j, TILE_N, TILE_D, TF32)
+    k_tiles = load_parts(k, batch, kv_head, j, TILE_N, TILE_P, PARTS, TF32)
     v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, TF32)
-    state = (ct.zeros((TILE_N, TILE_D), dtype=ct.float32), ct.zeros((TILE_N, TILE_DV), dtype=ct.float32))
+    state = (zero_parts(TILE_N, TILE_P, PARTS), ct.zeros((TILE_N, TILE_DV), dtype=ct.float32))
     limits = (keys, window, q.shape[2])
     options = (CAUSAL, WINDOW, SOFT_CAP, 0 if MASK == KEY_MASK else MASK, MASK_ROWS, False, EXACT)
-    tail = (limits, scaling, soft_cap, TILE_M, TILE_D, TILE_DV, EXACT, TF32, options)
-    arrays = (k_tile, v_tile, q, do, lse, delta, mask, dq)
+    tail = (limits, scaling, soft_cap, TILE_M, TILE_P, PARTS, TILE_DV, EXACT, TF32, options)
+    arrays = (k_tiles, v_tile, q, do, lse, delta, mask, dq)
     # One loop for the tiles of all heads of the group, so that loads run ahead from one head to the next.
     if not BOUNDED:
         for n in range(group * (last - first)):
@@ -347,8 +395,12 @@ def attention_dkdv_kernel(
             place = (batch, kv_head * group + n // (last - first), i, j)
             state = add_to_dk_dv(state, *arrays, place, columns, i < full_first or i >= full_last, *tail, FUSED)
 
-    dk_tile, dv_tile = state
+    dk_tiles, dv_tile = state
     if KV_LEN or MASK == KEY_MASK:
-        dk_tile, dv_tile = ct.where(kept, dk_tile, 0.0), ct.where(kept, dv_tile, 0.0)
-    ct.store(dk, (batch, kv_head, j, 0), (dk_tile * scaling).reshape((1, 1, TILE_N, TILE_D)).astype(dk.dtype))
+        dv_tile = ct.where(kept, dv_tile, 0.0)
+        kept_tiles = ()
+        for part in ct.static_iter(range(PARTS)):
+            kept_tiles = (*kept_tiles, ct.where(kept, dk_tiles[part], 0.0))
+        dk_tiles = kept_tiles
+    store_parts(dk, batch, kv_head, j, dk_tiles, scaling, PARTS)
     ct.store(dv, (batch, kv_head, j, 0), dv_tile.reshape((1, 1, TILE_N, TILE_DV)).astype(dv.dtype))
