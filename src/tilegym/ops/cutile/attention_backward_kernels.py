@@ -80,9 +80,10 @@ def store_parts(x, batch, head, i, tiles, scaling, PARTS: Int):
         ct.store(x, (batch, head, i, part), tile.reshape((1, 1, *tile.shape)).astype(x.dtype))
 
 
-def load_statistic(x, part, batch, head, i, TILE_M: Int, PADDING):
+def load_statistic(x, part, batch, head, i, TILE_M: Int):
     """Of x [parts, B, Hq, Sq] the values of some queries, [TILE_M]."""
-    return ct.load(x, (part, batch, head, i), (1, 1, 1, TILE_M), padding_mode=PADDING).reshape((TILE_M,))
+    tile = ct.load(x, (part, batch, head, i), (1, 1, 1, TILE_M), padding_mode=ct.PaddingMode.ZERO)
+    return tile.reshape((TILE_M,))
 
 
 def softmax_backward(
@@ -212,8 +213,8 @@ def attention_dq_kernel(
     out_tile = load_rows(out, batch, head, i, TILE_M, TILE_DV, False)
     row_delta = ct.sum(do_tile.astype(ct.float32) * out_tile.astype(ct.float32), axis=1)
     ct.store(delta, (0, batch, head, i), row_delta.reshape((1, 1, 1, TILE_M)))
-    row_lse = load_statistic(lse, 0, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[:, None]
-    rest = load_statistic(lse, 1, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[:, None] if EXACT else 0.0
+    row_lse = load_statistic(lse, 0, batch, head, i, TILE_M)[:, None]
+    rest = load_statistic(lse, 1, batch, head, i, TILE_M)[:, None] if EXACT else 0.0
     statistics = (row_lse, rest, row_delta[:, None])
     q_tiles = load_parts(q, batch, head, i, TILE_M, TILE_P, PARTS, TF32)
     if TF32:
@@ -293,14 +294,14 @@ def add_to_dk_dv(
     zeros = ct.zeros((tile_n, TILE_M), dtype=ct.float32)
     s = sum_of_products(k_tiles, q_tiles, zeros, PARTS)
     dp = ct.mma(v_tile, ct.transpose(do_tile), zeros)
-    # Where there is no query, q and dO are zero, and that is enough as long as P is finite; an additive mask takes an
-    # infinity here. It costs: the tensor memory accelerator pads with zeros only, and without it all warps wait for
-    # each other at every tile.
-    padding = ct.PaddingMode.POS_INF if options[3] == ADDITIVE_MASK else ct.PaddingMode.ZERO
-    row_lse = load_statistic(lse, 0, batch, head, i, TILE_M, padding)[None, :]
-    rest = load_statistic(lse, 1, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[None, :] if EXACT else 0.0
-    row_delta = load_statistic(delta, 0, batch, head, i, TILE_M, ct.PaddingMode.ZERO)[None, :]
+    row_lse = load_statistic(lse, 0, batch, head, i, TILE_M)[None, :]
+    rest = load_statistic(lse, 1, batch, head, i, TILE_M)[None, :] if EXACT else 0.0
+    row_delta = load_statistic(delta, 0, batch, head, i, TILE_M)[None, :]
     positions = keys - queries + i * TILE_M + ct.arange(TILE_M, dtype=ct.int32)[None, :]
+    if options[3] == ADDITIVE_MASK:
+        # Where there is no query, q and dO are zero, and that is enough as long as P is finite. What an additive mask
+        # adds to a score may be anything. Not by padding with infinity: on an H200 that loaded zeros.
+        row_lse = ct.where(positions < keys, row_lse, math.inf)
     p, _, ds = softmax_backward(
         s, dp, mask, place, (positions, columns), partial, (keys, window), (row_lse, rest, row_delta), scaling,
         soft_cap, *options, tile_n, True,
