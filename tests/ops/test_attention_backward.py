@@ -131,6 +131,16 @@ class Test_FMHA_Backward(PyTestCase):
         for got, expected in zip(gradients(kwargs, backend="cutile"), wanted, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.parametrize("head_dim", [33, 64, 128, 256])
+    def test_one_visible_key_in_fp32(self, head_dim):
+        """P is one, whatever the score: the first query has no gradient and gives none to its key, not by rounding."""
+        kwargs = tensors(1, 2, 1, 33, 33, head_dim, head_dim)
+        inputs = leaves(kwargs)
+        out = fmha(*inputs, backend="cutile")
+        out.register_hook(lambda grad: grad * (torch.arange(33, device=grad.device) == 0)[:, None])
+        dq, dk, _ = torch.autograd.grad(out, inputs, randn(*out.shape, seed=7).to(out))
+        assert not dq.any() and not dk.any()
+
     def test_large_scores(self):
         kwargs = tensors(1, 2, 2, 40, 40, 16, 16) | {"scaling": 30.0}
         with sdpa_kernel(SDPBackend.MATH):

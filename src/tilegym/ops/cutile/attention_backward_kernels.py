@@ -211,7 +211,13 @@ def attention_dq_kernel(
 
     do_tile = load_rows(do, batch, head, i, TILE_M, TILE_DV, False)
     out_tile = load_rows(out, batch, head, i, TILE_M, TILE_DV, False)
-    row_delta = ct.sum(do_tile.astype(ct.float32) * out_tile.astype(ct.float32), axis=1)
+    if do.dtype == ct.float32 and not TF32:
+        # Added in the order of dP: a query that sees one key has P = 1, and dP - delta must be zero.
+        products = ct.mma(do_tile, ct.transpose(out_tile), ct.zeros((TILE_M, TILE_M), dtype=ct.float32))
+        column = ct.arange(TILE_M, dtype=ct.int32)
+        row_delta = ct.sum(ct.where(column[:, None] == column[None, :], products, 0.0), axis=1)
+    else:
+        row_delta = ct.sum(do_tile.astype(ct.float32) * out_tile.astype(ct.float32), axis=1)
     ct.store(delta, (0, batch, head, i), row_delta.reshape((1, 1, 1, TILE_M)))
     row_lse = load_statistic(lse, 0, batch, head, i, TILE_M)[:, None]
     rest = load_statistic(lse, 1, batch, head, i, TILE_M)[:, None] if EXACT else 0.0
