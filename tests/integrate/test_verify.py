@@ -1,6 +1,7 @@
 """Capturing calls, and telling right kernels from wrong ones on them."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tilegym.bench.prompts import Batch
 from tilegym.integrate import capture
 from tilegym.integrate import verify
 from tilegym.integrate.plan import make_plan
+from tilegym.transformers.general import Place
 
 BATCHES = {
     "prompt": Batch(torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.int64)),
@@ -53,6 +55,48 @@ def test_a_wrong_kernel_is_found_out(key, wrong):
     place = dataclasses.replace(place, options={**place.options, **wrong})
     check = verify.verify(model, place, path, calls[key], "pytorch")
     assert not check.passed and check.why.startswith(calls[key][0].label)
+
+
+@functools.cache
+def delta_rules():
+    """Qwen3.5's delta rule in bf16, by chunks and by tokens: its state is in fp32."""
+    model, points, calls = captured("qwen3_5_text")
+    return model, {key: (*points[key], calls[key]) for key in ("gated_delta_rule", "gated_delta_rule_2")}
+
+
+@pytest.mark.parametrize("key", ["gated_delta_rule", "gated_delta_rule_2"])
+def test_a_state_in_fp32_is_no_more_exact_than_its_tokens(key):
+    model, rules = delta_rules()
+    check = verify.verify(model, *rules[key], "cutile")
+    assert check.passed, check.why
+    states = [e for e in check.errors if e.result == "output 1"]
+    assert len(states) == 2 and all(e.allowed < 0.01 for e in states)
+
+
+@pytest.mark.parametrize("key", ["gated_delta_rule", "gated_delta_rule_2"])
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("use_qk_l2norm_in_kernel", lambda given: False),
+        ("g", torch.zeros_like),
+        ("beta", torch.ones_like),
+        ("g", lambda given: 0.98 * given),
+    ],
+    ids=["no normalisation", "no decay", "no beta", "another decay"],
+)
+def test_a_wrong_delta_rule_is_found_out(key, name, wrong, monkeypatch):
+    model, rules = delta_rules()
+    place, path, calls = rules[key]
+    kernel = place.replacement("pytorch")
+
+    def forgetful(*args, **kwargs):
+        return kernel(*args, **{**kwargs, name: wrong(kwargs[name])})
+
+    monkeypatch.setattr(Place, "replacement", lambda *_: forgetful)
+    check = verify.verify(model, place, path, calls, "pytorch", gradients=False)
+    assert "is allowed" in check.why
+    monkeypatch.setattr(Place, "replacement", lambda *_: kernel)
+    assert verify.verify(model, place, path, calls, "pytorch", gradients=False).passed
 
 
 def test_a_kernel_that_the_backend_does_not_serve_is_no_success():

@@ -8,6 +8,7 @@ from tilegym.kernel import kernelize_model
 from tilegym.kernel import register_external_layer
 from tilegym.kernel import register_layer_kernel
 from tilegym.kernel import report
+from tilegym.kernel import verify
 
 from .fakes import Norm
 from .fakes import Scale
@@ -129,6 +130,37 @@ def test_rounding_is_no_difference(dtype, mode):
     model = nn.Sequential(Norm(), Norm()).to(dtype)
     kernelize_model(model, mode, verify=True, sample_inputs=x.to(dtype), use_fallback=False)
     assert [e.verified for e in report(model).replaced] == [True, True]
+
+
+class InFp32(nn.Module):
+    """Loses digits in fp32, whatever it is given."""
+
+    def forward(self, x):
+        return (x.to(torch.float32) + 1e4).float() - 1e4
+
+
+def test_float64_is_not_rounded_on_the_way():
+    def exact(layer, x):
+        return x.clone()
+
+    found = verify.deviations(InFp32(), InFp32.forward, exact, ((x,), {}), gradients=False)["output"]
+    assert not found.problem and found.error < 1e-6 < found.allowed
+
+
+class Sum(nn.Module):
+    def forward(self, x):
+        return x.float().sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("off", [1e-4, 2e-2])
+def test_a_result_in_fp32_is_as_exact_as_its_inputs(dtype, off):
+    def kernel(layer, x):
+        return x.float().sum(-1) * (1 + off)
+
+    call = ((torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).to(dtype),), {})
+    found = verify.deviations(Sum(), Sum.forward, kernel, call, gradients=False)["output"]
+    assert bool(found.problem) == (dtype is torch.float32 or off > 1e-3)
 
 
 @pytest.mark.parametrize(
