@@ -59,6 +59,8 @@ def plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
     tiles, occupancy = ct.cdiv(m, tile_m), max(1, min(8, 16384 // elements))
     # With fewer blocks than multiprocessors what counts is how long one takes.
     warps = 8 if elements >= 8192 or (elements >= 2048 and tiles < sm_count(device)) else 4
+    # Blocks that run at once anyway may as well have more registers.
+    occupancy = max(1, occupancy // 2) if tiles <= occupancy * sm_count(device) else occupancy
     kernel = hinted(qwen3_next_rms_norm_gated_kernel, num_worker_warps=warps, occupancy=occupancy)
     return kernel, (tiles,), tile_m, tile_n
 
@@ -113,7 +115,7 @@ def backward_plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], i
     """(kernel, grid, TILE_M, TILE_N) for [m, n] on CUDA device ``device`` (-1: CPU)."""
     m = m if n else 0  # without columns there is nothing to launch
     tile_n = next_power_of_2(n)
-    warps, occupancy = (8 if tile_n >= 4096 else 4), max(1, min(4, 8192 // tile_n))
+    warps, occupancy = (8 if tile_n >= 4096 else 4), max(1, min(4, 12288 // tile_n))
     blocks = occupancy * sm_count(device)
     tile_m = max(1, min(1024 // tile_n, next_power_of_2(m // blocks)))
     kernel = hinted(qwen3_next_rms_norm_gated_backward_kernel, num_worker_warps=warps, occupancy=occupancy)
