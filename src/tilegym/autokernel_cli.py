@@ -1,5 +1,6 @@
 """``tilegym autokernel MODEL``: the auto-kernelize loop from the command line."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -34,7 +35,10 @@ def autokernel(
     ),
     out: Path | None = typer.Option(None, help="For ledger, reports and recordings. Default: out/autokernel/RUN."),
     device: list[str] = typer.Option(
-        ["auto"], "--device", help="'cpu', or a GPU by UUID or index; several times for several. Default: all GPUs."
+        ["auto"],
+        "--device",
+        help="'cpu', or a GPU by UUID or index among those that CUDA_VISIBLE_DEVICES leaves; several times for more. "
+        "Default: all of these.",
     ),
     ray: str = typer.Option("", "--ray", help="Judge kernels on the Ray cluster at this address."),
     arch: list[str] = typer.Option(
@@ -81,9 +85,11 @@ def autokernel(
         raise AutokernelError(f"--precision is {precision!r}, it has to be one of {', '.join(PRECISIONS)}")
     if not minutes > 0:
         raise AutokernelError(f"--minutes is {minutes:g}, it has to be more than 0")
-    _check_compiler()
     names = _devices(device)
     on_gpu = names[0] != "cpu"
+    if on_gpu:  # before anything asks CUDA: this process uses no other GPU either
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    _check_compiler()
     name = run or re.sub(r"[^A-Za-z0-9._-]+", "-", model.rpartition("/")[2].replace(".py::", "-")).strip("-.")
     out = (out or Path("out") / "autokernel" / name).resolve()
     repo = Repository(repository, name, out / "worktrees")
@@ -160,16 +166,41 @@ def _devices(asked: list[str]) -> tuple[str, ...]:
 
 
 def _gpus() -> dict[str, str]:
-    """The UUIDs of the GPUs, by index; without nvidia-smi the indices that torch knows."""
+    """The UUIDs of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, by index among these, in its order.
+
+    Without nvidia-smi they are called as that variable calls them.
+    """
     import torch
 
     program = shutil.which("nvidia-smi")
     if program is None:
-        return {str(i): str(i) for i in range(torch.cuda.device_count())}
+        names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        return {str(i): names[i] if names else str(i) for i in range(torch.cuda.device_count())}
     query = [program, "--query-gpu=index,uuid", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     rows = [line.split(", ") for line in done.stdout.splitlines() if ", " in line]
-    return {index: uuid for index, uuid in rows} if done.returncode == 0 else {}
+    return _visible({index: uuid for index, uuid in rows}) if done.returncode == 0 else {}
+
+
+def _visible(gpus: dict[str, str]) -> dict[str, str]:
+    """Those of ``gpus`` that ``CUDA_VISIBLE_DEVICES`` names, by their index among these.
+
+    As CUDA reads it: indices or beginnings of UUIDs; the first name of no GPU ends the list, and one that stands there
+    twice leaves none. Parts of a GPU (MIG) are taken as they are called.
+    """
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
+        return gpus
+    found: list[str] = []
+    for name in (part.strip() for part in asked.split(",")):
+        if name.startswith("MIG-"):
+            named = [name]
+        else:
+            named = [u for i, u in gpus.items() if name == i or (name.startswith("GPU-") and u.startswith(name))]
+        if len(named) != 1:
+            break
+        found += named
+    return {str(i): uuid for i, uuid in enumerate(found)} if len(set(found)) == len(found) else {}
 
 
 def _proposers(asked: str, agent: Path | None, repo) -> list:

@@ -1,11 +1,13 @@
 """The command line: what it refuses, and that a run of it works and goes on."""
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tilegym import autokernel_cli
 from tilegym import cli
 from tilegym.autokernel.loop import Loop
 from tilegym.autokernel.repository import Repository
@@ -66,6 +68,64 @@ def test_options_have_hyphens_or_underscores(repository, tmp_path, monkeypatch, 
 def test_wrong_arguments(repository, tmp_path, arguments, message):
     result = call(MODEL, "--repository", repository, "--out", tmp_path / "out", *arguments)
     assert result.exit_code and message in str(result.exception)
+
+
+FOUR = [f"GPU-{letter * 8}-0000" for letter in "abcd"]
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    listed = "".join(f"{i}, {uuid}\n" for i, uuid in enumerate(FOUR))
+    monkeypatch.setattr(autokernel_cli.shutil, "which", lambda name: name)
+    done = subprocess.CompletedProcess([], 0, listed, "")
+    monkeypatch.setattr(autokernel_cli.subprocess, "run", lambda *_, **__: done)
+
+
+@pytest.mark.parametrize(
+    "visible, left",
+    [
+        (None, [0, 1, 2, 3]),
+        ("2", [2]),
+        ("3, 1", [3, 1]),
+        (f"{FOUR[2]},{FOUR[0]}", [2, 0]),
+        ("GPU-bb", [1]),
+        ("1,-1,2", [1]),
+        ("0,7,1", [0]),
+        ("1,1", []),
+        ("-1", []),
+        ("", []),
+    ],
+)
+def test_all_gpus_are_those_that_are_visible(four_gpus, monkeypatch, visible, left):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    left = tuple(FOUR[i] for i in left)
+    assert autokernel_cli._devices(["auto"]) == (left or ("cpu",))
+    for index, uuid in enumerate(left):
+        assert autokernel_cli._devices([str(index)]) == autokernel_cli._devices([uuid]) == (uuid,)
+    hidden = next(uuid for uuid in [*FOUR, "GPU-e"] if uuid not in left)
+    for name in (hidden, str(len(left))):
+        with pytest.raises(AutokernelError, match="is not here"):
+            autokernel_cli._devices([name])
+
+
+def test_a_part_of_a_gpu_is_taken_as_it_is_called(four_gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234")
+    assert autokernel_cli._devices(["auto"]) == ("MIG-1234",)
+
+
+def test_the_run_itself_uses_no_other_gpu(four_gpus, repository, tmp_path, monkeypatch):
+    seen = []
+
+    def stop():
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        raise AutokernelError("seen")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    monkeypatch.setattr(autokernel_cli, "_check_compiler", stop)
+    call(MODEL, "--repository", repository, "--out", tmp_path / "out", "--device", "1")
+    assert seen == [FOUR[1]]
 
 
 def test_a_dirty_repository_is_refused(repository, tmp_path):
