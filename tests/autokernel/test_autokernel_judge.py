@@ -211,6 +211,14 @@ def test_large_inputs_are_written_once(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [Path(written[0][0][0]).name]
 
 
+def test_a_worker_mistakes_no_outbox_for_another(tmp_path):
+    """The gates before the seventh have an outbox, and that has one of its own, for the same worker."""
+    files, weight = harness.Files(torch.device("cpu")), torch.randn(1024, 512)
+    for x in (torch.zeros(2), torch.ones(2), torch.full((1024, 512), 2.0)):
+        names, described = tensors.Outbox(tmp_path).write({"x": x, "weight": weight})
+        assert torch.equal(tensors.unpack(files.load(names), json.loads(described))["x"], x)
+
+
 def test_recorded_weights_are_kept_once(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False))
     found = profile.record(model, [lambda: [model(torch.randn(n, 8)) for n in (2, 3)]])

@@ -4,6 +4,7 @@ Every tensor travels as the flat memory that it lies in, with guard elements on 
 back sees every byte that was touched.
 """
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,11 +76,15 @@ def pack(values: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any
 
 
 class Outbox:
-    """Writes the inputs of calls to files in ``folder``; what is large, weights above all, once for all calls."""
+    """Writes the inputs of calls to files in ``folder``; what is large, weights above all, once for all calls.
+
+    No two files are called the same, of other outboxes for the folder either: a worker keeps what it has read, by name.
+    """
+
+    _numbers = itertools.count(1)
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._count = 0
         # With the tensors themselves, so that their ids stay their own.
         self._large: dict[tuple[str, int], tuple[torch.Tensor, str, list]] = {}
 
@@ -108,8 +113,7 @@ class Outbox:
         return self._large[name, id(value)]
 
     def _file(self, flats: dict[str, torch.Tensor]) -> str:
-        self._count += 1
-        path = self.folder / f"inputs{self._count}.safetensors"
+        path = self.folder / f"inputs{next(self._numbers)}.safetensors"
         write(path, flats)
         return str(path)
 
