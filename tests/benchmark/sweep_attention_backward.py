@@ -87,12 +87,16 @@ def group_of(kernel: str, shape: tuple[int, ...], causal: bool) -> str:
 
 
 def constants(d, causal, tile, two_loops, interleave):
-    return (*tile, p2(d), 1, p2(d), causal, False, False, 0, 1, False, False, causal, two_loops, False, interleave)
+    columns = tile[2] if len(tile) > 2 else p2(d)
+    parts = (columns, -(-d // columns))
+    options = (causal, False, False, 0, 1, False, False, causal, two_loops, False)
+    return (*tile[:2], *parts, p2(d), *options, interleave)
 
 
 def label(tile, two_loops, interleave):
     loops, turns = " two loops" * two_loops, f" {interleave} heads" * (interleave > 1)
-    return f"{tile[0]} queries x {tile[1]} keys{loops}{turns}"
+    parts = f" parts of {tile[2]}" if len(tile) > 2 else ""
+    return f"{tile[0]} queries x {tile[1]} keys{parts}{loops}{turns}"
 
 
 def dq(shape, causal, tile, h, two_loops=False, interleave=1):
@@ -146,8 +150,8 @@ def fused(shape, causal, tile, h, two_loops=False, interleave=1, rows=32, which=
 
 
 PAIR, TALL = hints(None, 2), hints(8)
-# The tiles that were the fastest of many in an earlier sweep: for dq, for dkdv and, of those that compile without
-# spilling, for the fused kernel.
+# The tiles (queries, keys and, if not all in one, columns of a part) that were the fastest of many in an earlier sweep:
+# for dq, for dkdv and, of those that compile without spilling, for the fused kernel.
 TILES = {
     64: (
         [((64, 64), PAIR), ((128, 64), TALL)],
@@ -156,8 +160,8 @@ TILES = {
     ),
     128: (
         [((128, 64), TALL), ((64, 64), PAIR)],
-        [((32, 64), PAIR), ((64, 128), TALL), ((128, 64), TALL)],
-        [((64, 128), TALL), ((128, 64), TALL), ((64, 64), hints())],
+        [((64, 64, 64), PAIR), ((32, 64), PAIR), ((64, 128), TALL)],
+        [((64, 128, 64), TALL), ((64, 64, 64), PAIR), ((64, 64), hints())],
     ),
     256: (
         [((128, 32), TALL), ((64, 64), hints())],
@@ -179,8 +183,8 @@ for d, (dq_tiles, dkdv_tiles, fused_tiles) in TILES.items():
                         kernel(shape, causal, tile, h, two_loops, interleave)
 for rows in (16, 32, 64, 128):
     for which in (0, 2):
-        fused((4, 32, 8, 4096, 128), True, (64, 128), TALL, True, 8, rows, which)
-fused((4, 32, 8, 4096, 128), True, (64, 128), TALL, True, 8, 32, 1)
+        fused((4, 32, 8, 4096, 128), True, (64, 128, 64), TALL, True, 8, rows, which)
+fused((4, 32, 8, 4096, 128), True, (64, 128, 64), TALL, True, 8, 32, 1)
 
 
 if __name__ == "__main__":
