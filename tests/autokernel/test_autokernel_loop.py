@@ -138,7 +138,8 @@ class FakeModel:
             raise Failed("discard", "too slow in the model")
         for kernel in kernels.values():
             assert (Path(kernel["root"]) / json.loads(kernel["solution"])["sources"][0]["path"]).is_file()
-        return {"throughput": 100.0 + 10 * len(kernels), "peak": 1000}
+        ratio = 1 + len(kernels) / 10  # while the machine gets slower, and the unpatched model with it
+        return {"throughput": 100.0 * 0.5 ** len(kernels) * ratio, "ratio_to_original": ratio, "peak": 1000}
 
 
 def loop(repository, folder, checkpoint=lambda name: None, devices=None, **settings):
@@ -196,14 +197,15 @@ def test_reports_are_made_from_the_ledger(repository, tmp_path):
     made.run()
     text = (tmp_path / "out/results.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and " | " in line]
-    assert rows[2][0] == "| 0" and rows[2][4] == "baseline" and rows[2][3] == "100.00"
-    statuses = [row[4] for row in rows[3:11]]
+    assert rows[2][0] == "| 0" and rows[2][5] == "baseline" and rows[2][3:5] == ["100.00", "1.00x"]
+    statuses = [row[5] for row in rows[3:11]]
     assert statuses == [e.status for e in made.ledger.experiments()]
     assert "does not decide" in text  # without a GPU
+    assert [row[4] for row in rows[3:11] if row[5] == "keep"] == ["1.10x", "1.20x"]
     page = (tmp_path / "out/results.html").read_text()
     for svg in [part.split("</svg>")[0] for part in page.split("<svg")[1:]]:
         xml.etree.ElementTree.fromstring(f"<svg{svg}</svg>")
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 2 and ">1.32x<" in page  # a tenth above the largest gain
     for e in made.ledger.experiments():
         trace = Trace.from_json((tmp_path / f"out/traces/{e.number}.json").read_text())
         assert trace.definition == e.name and json.loads(trace.evaluation.log)["status"] == e.status

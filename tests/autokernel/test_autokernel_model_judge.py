@@ -284,15 +284,17 @@ def test_the_record_says_how_it_was_measured(repository, tmp_path):
     first, second = made.ledger.kept()
     assert first.model["way"] == REPLAYED and second.model["way"] == EAGER
     assert [e.verdict.gates[-1].detail for e in (first, second)] == [
-        "110.00 tokens/s, replayed",
-        "120.00 tokens/s, eager (candidate: it waits)",
+        "55.00 tokens/s, 1.10x, replayed",
+        "30.00 tokens/s, 1.20x, eager (candidate: it waits)",
     ]
     trace = json.loads((tmp_path / f"out/traces/{second.number}.json").read_text())
     assert json.loads(trace["evaluation"]["log"])["model"]["way"] == EAGER
     text = (tmp_path / "out/results.md").read_text()
-    assert "\nThroughput is of runs that are replayed.\n" in text
+    assert "\nThroughput is of runs that are replayed, and differs with the state of the machine; " in text
     kept = [line for line in text.splitlines() if " | keep | " in line]
     assert ["| throughput eager (candidate: it waits); " in line for line in kept] == [False, True]
     # What was measured in another way is no point of the curve, and no gain over the baseline.
     assert (tmp_path / "out/results.html").read_text().count("<circle") == 0
-    assert "throughput 100.0 to 110.0 tokens/s (1.10x, replayed)" in "\n".join(docs.run_section(tmp_path / "out"))
+    assert "throughput 50.0 to 55.0 tokens/s (1.10x, replayed, in the same turns)" in "\n".join(
+        docs.run_section(tmp_path / "out")
+    )

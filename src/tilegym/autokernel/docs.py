@@ -11,13 +11,25 @@ from typing import Any
 
 from tilegym.autokernel.ledger import KEEP
 from tilegym.autokernel.ledger import Ledger
+from tilegym.autokernel.report import gain
+from tilegym.autokernel.report import times as gains
 from tilegym.autokernel.report import way
 from tilegym.errors import AutokernelError
 
 PAGE = Path(__file__).parents[3] / "docs" / "autokernel.md"
 BEGIN, END = "<!-- measured: written by tilegym.autokernel.docs -->", "<!-- end of what was measured -->"
 
-_HEADER = "experiment", "region", "proposer", "status", "kernel, ms a run", "PyTorch, ms a run", "coverage", "tokens/s"
+_HEADER = (
+    "experiment",
+    "region",
+    "proposer",
+    "status",
+    "kernel, ms a run",
+    "PyTorch, ms a run",
+    "coverage",
+    "tokens/s",
+    "x unpatched",
+)
 
 
 def run_section(folder: Path) -> list[str]:
@@ -36,9 +48,10 @@ def run_section(folder: Path) -> list[str]:
     finished = [e for e in ledger.experiments() if e.state == "finished"]
     kept = [e for e in finished if e.status == KEEP]
     coverage = max([0.0, *(e.coverage or 0.0 for e in finished)])
-    comparable = [e.throughput for e in kept if e.model.get("way") == baseline.get("way")]
-    best = comparable[-1] if comparable else baseline["throughput"]
-    how = f", {way(baseline)}" if way(baseline) else ""
+    comparable = [e for e in kept if e.model.get("way") == baseline.get("way") and gain(e.model)]
+    best = comparable[-1].throughput if comparable else baseline["throughput"]
+    ratio = gain(comparable[-1].model) if comparable else 1.0
+    how = ", ".join([f"{ratio:.2f}x", *filter(None, [way(baseline)]), "in the same turns"])
     seconds = ledger.fact("seconds") or 0.0
     where = ", ".join(str(machine[name]) for name in ("device_name", "date") if machine.get(name))
     lines = [
@@ -46,24 +59,13 @@ def run_section(folder: Path) -> list[str]:
         "",
         f"{where + ': ' if where else ''}{model['spec']['precision']}, prompts of {model['input_length']} tokens and"
         f" more, {model['output_length']} generated; {len(finished)} experiments in {seconds / 60:.0f} minutes,"
-        f" {len(kept)} kept. Displaced coverage {coverage:.1%}; throughput {baseline['throughput']:.1f} to {best:.1f}"
-        f" tokens/s ({best / baseline['throughput']:.2f}x{how}), {baseline['noise']:.1%} being noise. Regions"
+        f" {len(kept)} kept. Displaced coverage {coverage:.1%}; throughput {best / ratio:.1f} to {best:.1f}"
+        f" tokens/s ({how}), {baseline['noise']:.1%} being noise. Regions"
         f" together are {baseline['in_regions']:.1%} of the model's time.",
         "",
-        _row(
-            (
-                "experiment",
-                "region",
-                "proposer",
-                "status",
-                "kernel, ms a run",
-                "PyTorch, ms a run",
-                "coverage",
-                "tokens/s",
-            )
-        ),
-        _row(["---"] * 8),
-        _row(("0", "the unpatched model", "", "", "", "", "0.0%", f"{baseline['throughput']:.1f}")),
+        _row(_HEADER),
+        _row(["---"] * len(_HEADER)),
+        _row(("0", "the unpatched model", "", "", "", "", "0.0%", f"{baseline['throughput']:.1f}", "1.00x")),
     ]
     for e in finished:
         timing = e.verdict.timing if e.verdict else {}
@@ -71,7 +73,8 @@ def run_section(folder: Path) -> list[str]:
         times = [f"{1e3 * timing[name]:.3f}" if name in timing else "" for name in ("kernel", "reference")]
         throughput = "" if e.throughput is None else f"{e.throughput:.1f}"
         region = e.region.rpartition(".")[2]
-        lines.append(_row((str(e.number), region, e.proposer, status, *times, f"{e.coverage or 0:.1%}", throughput)))
+        found = f"{e.coverage or 0:.1%}", throughput, gains(e.model)
+        lines.append(_row((str(e.number), region, e.proposer, status, *times, *found)))
     return [*lines, ""]
 
 

@@ -342,7 +342,8 @@ class Loop:
             with self._installed(experiment) as (best, kernels):
                 try:
                     found = self.model_judge.judge(kernels, best, self.ledger.fact("baseline"))
-                    detail = ", ".join(filter(None, (f"{found['throughput']:.2f} tokens/s", report.way(found))))
+                    speed = f"{found['throughput']:.2f} tokens/s", report.times(found), report.way(found)
+                    detail = ", ".join(filter(None, speed))
                     record = GateRecord("G8", True, detail, time.monotonic() - begin)
                 except (Failed, WorkerFailed) as failed:
                     detail = failed.detail if isinstance(failed, Failed) else failed.log

@@ -21,7 +21,7 @@ from tilegym.inventory.schema import Performance
 from tilegym.inventory.schema import RandomInput
 from tilegym.inventory.schema import ScalarInput
 
-_HEADER = ("experiment", "commit", "coverage", "throughput", "status", "description")
+_HEADER = ("experiment", "commit", "coverage", "throughput", "x unpatched", "status", "description")
 # The statuses of FlashInfer-Bench.
 _OF_TRACES = {KEEP: "PASSED", "timeout": "TIMEOUT", "incorrect": "INCORRECT_NUMERICAL", "crash": "RUNTIME_ERROR"}
 _WIDTH, _HEIGHT, _MARGIN = 640, 220, 48
@@ -49,20 +49,36 @@ def way(found: dict[str, Any]) -> str:
     return f"{found['way']}{why}" if "way" in found else ""
 
 
+def gain(found: dict[str, Any]) -> float | None:
+    """How many times as fast as the unpatched model in the same turns, by what gate 8 found; None where it found none.
+
+    Tokens/s of two experiments cannot be compared: hours may lie between them, and a machine has faster hours.
+    """
+    return found.get("ratio_to_original")
+
+
+def times(found: dict[str, Any]) -> str:
+    """:func:`gain` in words; "" where there is none."""
+    return "" if gain(found) is None else f"{gain(found):.2f}x"
+
+
 def results(ledger: Ledger, baseline: dict[str, Any], experiments: list[Experiment]) -> str:
     """The table of all experiments, and of the regions, in Markdown."""
     settings = ledger.fact("settings")
-    rows = [("0", "", "0.0%", f"{baseline['throughput']:.2f}", "baseline", "the unpatched model")]
+    rows = [("0", "", "0.0%", f"{baseline['throughput']:.2f}", "1.00x", "baseline", "the unpatched model")]
     for e in experiments:
         throughput = "" if e.throughput is None else f"{e.throughput:.2f}"
         description = e.description if e.status == KEEP else f"{e.proposer}, {e.gate}: {e.description}"
         if e.model.get("way") != baseline.get("way") and way(e.model):
             description = f"throughput {way(e.model)}; {description}"
         commit = (e.kept_commit or e.commit_id)[:12]
-        rows.append((str(e.number), commit, f"{e.coverage or 0:.1%}", throughput, e.status, _line(description)))
+        measured = f"{e.coverage or 0:.1%}", throughput, times(e.model)
+        rows.append((str(e.number), commit, *measured, e.status, _line(description)))
     lines = [f"# Auto-kernelize: {settings['model']['spec']['model_id']}", ""]
     lines += [_row(_HEADER), _row(["---"] * len(_HEADER)), *map(_row, rows), ""]
-    lines += [f"Throughput is of runs that are {way(baseline)}.", ""] if way(baseline) else []
+    how = f" is of runs that are {way(baseline)}, and" if way(baseline) else ""
+    turns = "differs with the state of the machine; its ratio to the unpatched model's is of the same turns"
+    lines += [f"Throughput{how} {turns}.", ""]
     if settings.get("device") == "cpu":
         lines += ["Kernels run in the interpreter here: throughput says nothing of them, and does not decide.", ""]
     if baseline.get("integration"):
@@ -91,16 +107,16 @@ def _line(text: str) -> str:
 
 def page(baseline: dict[str, Any], experiments: list[Experiment]) -> str:
     """A page with coverage and throughput over the experiments: what was kept as a line, what was not as points."""
-    coverage, throughput, points = [(0, 0.0)], [(0, baseline["throughput"])], []
+    coverage, gains, points = [(0, 0.0)], [(0, 1.0)], []
     for e in experiments:
         coverage.append((e.number, e.coverage or 0.0))
-        if e.throughput is not None and e.model.get("way") == baseline.get("way"):
-            (throughput if e.status == KEEP else points).append((e.number, e.throughput))
+        if gain(e.model) is not None and e.model.get("way") == baseline.get("way"):
+            (gains if e.status == KEEP else points).append((e.number, gain(e.model)))
     last = max([1, *(e.number for e in experiments)])
-    throughput.append((last, throughput[-1][1]))
+    gains.append((last, gains[-1][1]))
     curves = _curve("Displaced coverage", coverage, [], last, 1.0, "{:.0%}")
-    top = 1.1 * max(value for _, value in (*throughput, *points))
-    curves += _curve("Throughput, tokens/s", throughput, points, last, top, "{:.1f}")
+    top = 1.1 * max(value for _, value in (*gains, *points))
+    curves += _curve("Throughput over the unpatched model's", gains, points, last, top, "{:.2f}x")
     rows = "".join(
         f"<tr><td>{e.number}</td><td>{e.status}</td><td>{html.escape(e.name)}</td>"
         f"<td>{html.escape(_line(e.description))}</td></tr>"
