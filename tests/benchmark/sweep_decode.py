@@ -54,7 +54,7 @@ def decode_group(b: int, hq: int, hkv: int, s: int, d: int) -> str:
     return name
 
 
-def decode(group, b, hq, hkv, s, d, tile_n, splits, tile_s, h, kv_len=True):
+def decode(group, b, hq, hkv, s, d, tile_n, splits, tile_s, h, kv_len=True, least=8):
     final = splits == 1
 
     def launches(t):
@@ -69,15 +69,15 @@ def decode(group, b, hq, hkv, s, d, tile_n, splits, tile_s, h, kv_len=True):
             0,
             t["kv_len"] if kv_len else 0,
         )
-        numbers = (d**-0.5, 1.0, 0, max(16, p2(hq // hkv)), tile_n, d, d, d)
+        numbers = (d**-0.5, 1.0, 0, max(least, p2(hq // hkv)), tile_n, d, d, d)
         flags = (False, False, 0, 1, False, kv_len, False)
         first = ((b * hkv, splits), decode_kernel, (*arrays, *numbers, *flags, final, False))
         if final:
             return [first]
-        return [first, ((b * hq,), merge_kernel, (partial, t["o"], d**-0.5, tile_s, d, d, False))]
+        return [first, ((b * hq,), merge_kernel, (partial, t["o"], d**-0.5, tile_s, d, d, splits <= tile_s, False))]
 
     how = "" if final else f"merged {tile_s} at a time"
-    label = f"keys{tile_n} splits{splits} {how} {'' if kv_len else ' no kv_len'}"
+    label = f"keys{tile_n} splits{splits} {how} columns{least} {'' if kv_len else ' no kv_len'}"
     VARIANTS.append(Variant(group, label, h, launches))
 
 
@@ -97,11 +97,12 @@ for shape, chosen in SHAPES:
     g = decode_group(*shape)
     group, width = p2(shape[1] // shape[2]), shape[4]
     for splits in chosen:
-        for tile_s in (1,) if splits == 1 else (TILE_S, 8, 4):
+        for tile_s in (1,) if splits == 1 else {p2(splits), TILE_S}:
             warps = 8 if group > 64 else None
             for tile_n, h in ((128, hints(warps, 2)), (64, hints(warps, 4)), (64, hints(warps, 2))):
                 if tile_n * width * 2 <= 32768:
-                    decode(g, *shape, tile_n, splits, tile_s, h)
+                    for least in (8, 16):
+                        decode(g, *shape, tile_n, splits, tile_s, h, least=least)
 
 if __name__ == "__main__":
     main(__doc__)

@@ -22,7 +22,6 @@ from tilegym.ops import splitk_reduce
 from tilegym.ops.cutile import flash_decode_plan
 from tilegym.ops.cutile.flash_decode import decode_forward
 from tilegym.ops.cutile.flash_decode import decode_kernel
-from tilegym.ops.cutile.flash_decode_plan import TILE_BYTES
 from tilegym.ops.cutile.flash_decode_plan import choose_splits
 from tilegym.ops.cutile.flash_decode_plan import choose_tiles
 from tilegym.ops.cutile.flash_decode_plan import max_splits
@@ -148,6 +147,17 @@ class Test_FlashDecode(PyTestCase):
             grids.append([launches[0][1][4].shape, launches[1][1][0].shape])
         assert grids[0] == grids[1]
 
+    def test_splits_merged_at_once_or_in_turns(self, monkeypatch):
+        kwargs = {k: v.cpu() for k, v in (tensors(*SHAPES[0]) | OPTIONS["lengths beyond the ends"]).items()}
+        results = []
+        for at_once in (True, False):
+            monkeypatch.setattr(flash_decode_plan, "MERGED_AT_ONCE", 64 if at_once else 0)
+            with sanitized(), recorded_launches(run=True) as launches:
+                results.append(fmha_decode(**kwargs, kv_len_per_split=7, backend="cutile"))
+            assert launches[1][1][-2] is at_once
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(results[0], reference(**kwargs))
+
     @gpu
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize(
@@ -176,6 +186,10 @@ class Test_FlashDecode(PyTestCase):
         assert choose_splits(0, 8192, None, 0) >= 1
         assert choose_splits(1, 10**7, None, 0) <= 256
         assert choose_splits(1, 1000, 100, 0) == 10
+        # As they were measured on an H200: B8 T8192, B1 T8192, B1 T1024, B32 T2048, with 8 kv heads each.
+        measured = ((64, 8192), (8, 8192), (8, 1024), (256, 2048))
+        assert [choose_splits(*sizes, None, 0) for sizes in measured] == [4, 16, 8, 1]
+        assert choose_tiles(4, 128, 128, 2, 0) == (8, 128, 128, 128)
         max_splits.cache_clear()
 
     def test_gradients_come_from_pytorch(self):
@@ -234,8 +248,7 @@ class Test_FlashDecode(PyTestCase):
         q, k, v = (torch.empty(2, n, s, head_dim, dtype=dtype) for n, s in ((32, 1), (8, 4096), (8, 4096)))
         partial, out = torch.empty(2, 32, 8, head_dim + STATE_COLUMNS), torch.empty_like(q)
         kv_len = torch.empty(2, dtype=torch.int32)
-        tile_n = TILE_BYTES // (head_dim * dtype.itemsize)
-        sizes = (16, tile_n, head_dim, head_dim, head_dim)
+        sizes = (*choose_tiles(4, head_dim, head_dim, dtype.itemsize, 0), head_dim)
         flags = (
             False,
             False,

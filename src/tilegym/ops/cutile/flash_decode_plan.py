@@ -12,23 +12,27 @@ from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import TILE_S
+from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
 
-# Measured on an H200, D 128 in bf16, B8 Hq32 Hkv8 T8192: with tiles of 128 keys (32 KB) and two blocks a multiprocessor
-# it takes 85 us (64 keys: 87; one block: 93; cuDNN 80). Wider rows get fewer keys.
+# Measured on an H200, D 128 in bf16, Hq32 Hkv8: with tiles of 128 keys (32 KB) and two blocks a multiprocessor B8 T8192
+# takes 69.1 us (64 keys: 70.0; cuDNN 72.2; to copy as many bytes 69.2), B1 T8192 17.0, B1 T1024 9.6, B32 T2048 66.6;
+# with 64 keys, four blocks and twice the splits 68.9, 16.6, 10.0. Wider rows get fewer keys.
 TILE_BYTES = 32768
 # More heads than this share a kv head in few models (Falcon-7B: 71); their tiles need the registers of more warps.
 MAX_TILE_M = 64
 MAX_TILE_N = 128
 MAX_SPLITS = 256
 UNSPLIT_KEYS = 512
+MERGED_AT_ONCE = 64  # splits: their outputs are in registers
 
 
 @functools.lru_cache(maxsize=1024)
 def choose_tiles(group: int, head_dim: int, v_dim: int, itemsize: int, device_index: int) -> tuple[int, int, int, int]:
     """TILE_M, TILE_N, TILE_D and TILE_DV for ``group`` query heads that share a kv head."""
-    tile_m, tile_d, tile_dv = tile_of(group), tile_of(head_dim), tile_of(v_dim)
+    # Queries are columns of the right operand of ct.mma, of which eight will do.
+    tile_m, tile_d, tile_dv = max(8, next_power_of_2(group)), tile_of(head_dim), tile_of(v_dim)
     tile_n = 16 if device_index < 0 else min(MAX_TILE_N, TILE_BYTES // (max(tile_d, tile_dv) * itemsize))
     if tile_m > MAX_TILE_M and itemsize == 4:
         tile_n = min(tile_n, 32)  # larger ones compile for a quarter of a minute
@@ -39,8 +43,8 @@ def choose_tiles(group: int, head_dim: int, v_dim: int, itemsize: int, device_in
 def max_splits(kv_heads: int, device_index: int) -> int:
     """How many blocks at most share the keys of each of ``kv_heads`` (in all batch entries).
 
-    Enough to fill the GPU, but for few heads not more than once: on an H200 8 heads of 8192 keys take 23.5 us in 16
-    splits and 24.7 in 33, since merging costs too; 64 heads in 4 splits 84.7, in 8 88.
+    Enough to fill the GPU, but for few heads not more than once: on an H200 8 heads of 8192 keys take 17.0 us in 16
+    splits and 17.8 in 32, since merging costs too; 64 heads in 4 splits 69.1, in 8 71.3.
     """
     multiprocessors, kv_heads = sm_count(device_index), max(1, kv_heads)
     return max(1, min(2 * multiprocessors // kv_heads, max(16, multiprocessors // kv_heads), MAX_SPLITS))
@@ -108,6 +112,7 @@ def make_plan(
         splits == 1,
         overlap,
     )
+    once = splits <= MERGED_AT_ONCE
     unit = 1.0 if soft_cap is not None or mask_kind == ADDITIVE_MASK else float(scaling)
     return Plan(
         (batch * kv_heads, splits if keys else 0),
@@ -117,6 +122,6 @@ def make_plan(
         splits,
         (batch, heads, 1, v_dim),
         (batch, heads, splits, v_dim + STATE_COLUMNS),
-        (unit, TILE_S, tiles[3], v_dim, overlap),
+        (unit, next_power_of_2(splits) if once else TILE_S, tiles[3], v_dim, once, overlap),
         overlap,
     )
