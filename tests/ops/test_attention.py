@@ -275,10 +275,11 @@ class Test_FMHA(PyTestCase):
         kwargs = {name: view(t) for name, t in tensors(1, 4, 4, 40, 40, 16, 16).items()}
         self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"})
 
+    @pytest.mark.parametrize("head_dim", [SHAPES[1][5], 144])  # wide rows have a loop of their own
     @pytest.mark.parametrize("name", ["scaling", "window", "padding mask", "mask of heads", "all masked", "sinks"])
-    def test_one_loop_or_two(self, name):
+    def test_one_loop_or_two(self, name, head_dim):
         kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
-        qkv = {k: v.cpu() for k, v in tensors(*SHAPES[1]).items()}
+        qkv = {k: v.cpu() for k, v in tensors(*SHAPES[1][:5], head_dim, head_dim).items()}
         with recorded_launches() as launches:
             fmha(**qkv, **kwargs, backend="cutile")
         [(kernel, args)] = launches

@@ -125,8 +125,11 @@ def partial_tile(n, first, full_first, full_last):
     return first + n if first + n < full_first else full_last + n - (full_first - first)
 
 
-def for_each_tile(step, state, tiles, BOUNDED: Bool, TWO_LOOPS: Bool):
-    """``state = step(state, j, partial)`` for each tile j, of what key_tiles returned."""
+def for_each_tile(step, state, tiles, BOUNDED: Bool, TWO_LOOPS: Bool, PARTIAL_HEAD: Bool = True):
+    """``state = step(state, j, partial)`` for each tile j, of what key_tiles returned.
+
+    PARTIAL_HEAD: the first tiles too may be seen in part. Else one comparison tells, of which cuTile makes two loops.
+    """
     first, full_first, full_last, last = tiles
     if not BOUNDED:
         for j in range(first, last):
@@ -136,9 +139,12 @@ def for_each_tile(step, state, tiles, BOUNDED: Bool, TWO_LOOPS: Bool):
             state = step(state, j, False)
         for n in range(full_first - first + last - full_last):
             state = step(state, partial_tile(n, first, full_first, full_last), True)
-    else:
+    elif PARTIAL_HEAD:
         for j in range(first, last):
             state = step(state, j, j < full_first or j >= full_last)
+    else:
+        for j in range(first, last):
+            state = step(state, j, j >= full_last)
     return state
 
 
