@@ -90,9 +90,14 @@ SIZE = 4
 def helper(x):
     return x * SIZE
 
+def deeper(x):
+    return x - 1
+
 @ct.kernel
 def k(x):
-    ct.store(x, (0,), helper(ct.load(x, (0,), (4,))))
+    def inner(y):
+        return deeper(y)
+    ct.store(x, (0,), inner(helper(ct.load(x, (0,), (4,)))))
 """
 
 
@@ -104,6 +109,7 @@ def k(x):
         (("def k(x):", "def k( x ) :"), True),
         (("x * SIZE", "x + SIZE"), False),
         (("SIZE = 4", "SIZE = 8"), False),
+        (("x - 1", "x - 2"), False),
         (("(4,)", "(8,)"), False),
         (("def helper", "UNUSED = 3\ndef unused(x): pass\ndef helper"), True),
     ],

@@ -154,13 +154,18 @@ def _collect(function: Callable, parts: list[str], seen: set[int]) -> None:
         return
     seen.add(id(function))
     parts.append(_normalized_source(function))
-    used = inspect.getclosurevars(function)
-    for name, value in sorted({**used.globals, **used.nonlocals}.items()):
+    used = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+    for name, value in sorted({**used, **inspect.getclosurevars(function).nonlocals}.items()):
         if isinstance(value, types.FunctionType):
             if not value.__module__.startswith("cuda."):
                 _collect(value, parts, seen)
         elif isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)):
             parts.append(f"{name}={value!r}")
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Those of globals and attributes in a function and in the functions inside it."""
+    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
 def _normalized_source(function: types.FunctionType) -> str:
