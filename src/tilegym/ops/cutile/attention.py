@@ -155,8 +155,8 @@ def _configs(arch: str, tile_d: int) -> list[Config]:
     """Tiles, loops and hints for head dimensions padded to ``tile_d``, the best for most sizes first.
 
     Those for sm_90 were measured on an H200 at 4096 tokens, causal and full (cuDNN in the same run): D 64 444 and 481
-    TFLOP/s (433, 486), D 128 569 and 616 (609, 668), D 256 630 and 681 (678, 717). With 4 warps a 128 x 128 tile
-    reaches a third of that: its accumulators spill. Heads in turns gain 3 or 4 % in causal passes.
+    TFLOP/s (433, 486), D 128 569 and 616 (609, 668), D 256 full 681 (717) and causal, in another run, 605 (639). With 4
+    warps a 128 x 128 tile reaches a third of that: its accumulators spill. Heads in turns gain 3 to 4 % if causal.
     """
     if arch == "cpu":
         return [Config(TILE_M=32, TILE_N=16, TWO_LOOPS=True)]
