@@ -103,7 +103,8 @@ def autokernel(
     chosen = ModelSettings(spec, input_length, output_length)
     limits = Limits(int((memory or (32.0 if on_gpu else 4.0)) * 2**30), seconds)
     rules = Rules() if on_gpu else Rules(slowdown=1000.0)
-    model_rules = ModelRules() if on_gpu else ModelRules(rounds=2, throughput=False)
+    turns = min(ModelRules.seconds, 3 * minutes)  # a comparison takes a twentieth of the budget at most
+    model_rules = ModelRules(seconds=turns) if on_gpu else ModelRules(rounds=2, throughput=False)
     model_limits = Limits(1 << 40, max(1800.0, seconds))
     devices = RayDevices(ray, names[0], limits, rules) if ray else LocalDevices(names, limits, rules)
     host = WorkerHost(names[0], limits)

@@ -1,6 +1,7 @@
 """The command line: what it refuses, and that a run of it works and goes on."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -76,9 +77,14 @@ FOUR = [f"GPU-{letter * 8}-0000" for letter in "abcd"]
 @pytest.fixture
 def four_gpus(monkeypatch):
     listed = "".join(f"{i}, {uuid}\n" for i, uuid in enumerate(FOUR))
-    monkeypatch.setattr(autokernel_cli.shutil, "which", lambda name: name)
-    done = subprocess.CompletedProcess([], 0, listed, "")
-    monkeypatch.setattr(autokernel_cli.subprocess, "run", lambda *_, **__: done)
+    which, run = shutil.which, subprocess.run
+
+    def answer(command, **options):
+        listing = subprocess.CompletedProcess([], 0, listed, "")
+        return listing if command[0] == "nvidia-smi" else run(command, **options)
+
+    monkeypatch.setattr(shutil, "which", lambda name, **o: name if name == "nvidia-smi" else which(name, **o))
+    monkeypatch.setattr(subprocess, "run", answer)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +132,17 @@ def test_the_run_itself_uses_no_other_gpu(four_gpus, repository, tmp_path, monke
     monkeypatch.setattr(autokernel_cli, "_check_compiler", stop)
     call(MODEL, "--repository", repository, "--out", tmp_path / "out", "--device", "1")
     assert seen == [FOUR[1]]
+
+
+@pytest.mark.parametrize("minutes, seconds", [(240, 60), (8, 24)])
+def test_a_comparison_takes_a_twentieth_of_the_budget(four_gpus, repository, tmp_path, monkeypatch, minutes, seconds):
+    seen = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(autokernel_cli, "_check_compiler", lambda: None)
+    monkeypatch.setattr(Loop, "run", lambda self: seen.append(self.model_judge.rules.seconds) or "done")
+    monkeypatch.setattr(Loop, "coverage", lambda self: 0.0)
+    result = call("x", "--repository", repository, "--out", tmp_path / "out", "--minutes", minutes)
+    assert result.exit_code == 0 and seen == [seconds], result.output
 
 
 def test_a_dirty_repository_is_refused(repository, tmp_path):

@@ -20,6 +20,7 @@ from tilegym.autokernel import profile
 from tilegym.autokernel import sandbox
 from tilegym.autokernel import tensors
 from tilegym.autokernel import timing
+from tilegym.autokernel import worker
 from tilegym.autokernel.judge import KernelJudge
 from tilegym.autokernel.judge import Verdict
 from tilegym.autokernel.model_worker import ModelSpec
@@ -209,6 +210,14 @@ def test_large_inputs_are_written_once(tmp_path):
         assert torch.equal(got["x"], call["x"]) and torch.equal(got["weight"], weight)
         outbox.remove(names)
     assert [p.name for p in tmp_path.iterdir()] == [Path(written[0][0][0]).name]
+
+
+def test_models_share_what_was_compiled_and_kernels_do_not():
+    shared = {"XDG_CACHE_HOME", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR"}
+    kernel, model = (set(worker.own_folders(kind, "own", "cuda")) for kind in ("kernel", "model"))
+    assert kernel - model == shared and model >= {"HOME", "TMPDIR", "TILEGYM_CACHE_DIR"}
+    assert set(worker.own_folders("model", "own", "cpu")) == kernel
+    assert shared < {name for name, value in sandbox.environment(Path("all"), "0").items() if value == "all"}
 
 
 def test_a_worker_mistakes_no_outbox_for_another(tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,43 @@ class Host:
 def judge_on(tmp_path, rules=RULES, **captures):
     host = Host(tmp_path / "workers", **captures)
     return ModelJudge(host, ModelSettings(SPEC, 5, 6), rules, Limits(), tmp_path / "baseline")
+
+
+def test_the_twin_is_made_meanwhile(tmp_path):
+    """It is loaded and has run before the first model is asked for the last of what is not timed."""
+    ran = threading.Event()
+
+    class Meeting(HereWorker):
+        def ask(self, command, **arguments):
+            if arguments.get("oracle"):
+                assert ran.wait(20)
+            answer = super().ask(command, **arguments)
+            if command == "generate" and self is self.host.workers[1]:
+                ran.set()
+            return answer
+
+    class Two(Host):
+        def worker(self, kind, limits):
+            self.workers = [*getattr(self, "workers", []), Meeting(self)]
+            return self.workers[-1]
+
+    judge = ModelJudge(Two(tmp_path / "workers"), ModelSettings(SPEC, 5, 6), RULES, Limits(), tmp_path / "baseline")
+    assert judge.baseline()["rounds"] == RULES.rounds
+    assert [worker.ended for worker in judge.host.workers] == [False, True]
+    judge.close()
+
+
+def test_a_twin_that_fails_is_no_baseline(tmp_path):
+    class Second(Host):
+        def worker(self, kind, limits):
+            if self.begun:
+                raise WorkerFailed("crash", "no second one")
+            return super().worker(kind, limits)
+
+    judge = ModelJudge(Second(tmp_path / "workers"), ModelSettings(SPEC, 5, 6), RULES, Limits(), tmp_path / "baseline")
+    with pytest.raises(WorkerFailed, match="no second one"):
+        judge.baseline()
+    judge.close()
 
 
 def kernels(name):

@@ -10,6 +10,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,10 @@ class ModelJudge:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         one, twin = self._model({}), self._new({})
+        one.begin()
+        pool = ThreadPoolExecutor(1)
         try:
+            ready = pool.submit(twin.warm_up)  # meanwhile; nothing is timed yet
             tokens = one.file("tokens.safetensors")
             run = one.ask("generate", output=str(tokens))
             for name, oracle in (("logits", False), ("oracle", True)):
@@ -108,6 +112,7 @@ class ModelJudge:
             # A model that is let through may be off by twice as much and a rounding, replayed or not. The difference of
             # two logits, replayed, is then as far as four times that from the same, not replayed.
             tie = 4 * (2 * unpatched.largest + rounding)
+            ready.result()
             way, why = self._way({"original": one, "the same again": twin}, WAYS, tie)
 
             def enough(times: list[list[float]]) -> bool:
@@ -115,6 +120,8 @@ class ModelJudge:
 
             times = self._turns([one, twin], way, enough)
         finally:
+            twin.end()  # so that nobody waits for it if the other has failed
+            pool.shutdown()
             twin.end()
         seconds = statistics.median(times[0] + times[1])
         return {

@@ -48,7 +48,8 @@ def environment(folder: Path, device: str) -> dict[str, str]:
     ``device`` is "cpu", or a GPU's UUID or index.
     """
     kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-    private = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "TILEGYM_CACHE_DIR", "CUDA_CACHE_PATH"), str(folder))
+    names = "HOME", "TMPDIR", "XDG_CACHE_HOME", "TILEGYM_CACHE_DIR", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR"
+    private = dict.fromkeys(names, str(folder))
     kept["CUDA_TILE_CACHE_DIR"] = str(folder / "cutile")
     kept["TILEGYM_DISABLE_AUTOTUNE"] = "1"  # a candidate is judged as it is; measuring takes its time limit
     kept |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": "1"}

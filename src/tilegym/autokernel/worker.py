@@ -65,8 +65,7 @@ def _child(channel: socket.socket, device: str, request: dict[str, Any]) -> None
     code = 1
     try:
         os.chdir(request["folder"])
-        for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TILEGYM_CACHE_DIR", "CUDA_CACHE_PATH"):
-            os.environ[name] = request["folder"]
+        os.environ |= own_folders(request["kind"], request["folder"], device)
         log = os.open(os.path.join(request["folder"], "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
             os.dup2(descriptor, target)
@@ -77,7 +76,7 @@ def _child(channel: socket.socket, device: str, request: dict[str, Any]) -> None
             if request["kind"] == "kernel":
                 torch.cuda.set_per_process_memory_fraction(min(1.0, limits.memory / total))
             else:
-                import transformers.generation  # noqa: F401  # takes seconds, before anybody waits for them
+                _import_for_models()
         _answer(channel, device, confined)
         code = 0
     except BaseException:
@@ -86,6 +85,31 @@ def _child(channel: socket.socket, device: str, request: dict[str, Any]) -> None
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def own_folders(kind: str, folder: str, device: str) -> dict[str, str]:
+    """The variables that name a child's own folders.
+
+    On a GPU what drivers and compilers keep is a kernel's own, and that of all models together: theirs have been
+    judged, and making it anew takes every one of them seconds.
+    """
+    own = ["HOME", "TMPDIR", "TILEGYM_CACHE_DIR"]
+    if kind == "kernel" or device == "cpu":
+        own += ["XDG_CACHE_HOME", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR"]
+    return dict.fromkeys(own, folder)
+
+
+def _import_for_models() -> None:
+    """What takes seconds, before anybody waits for it."""
+    import transformers.generation
+    import transformers.modeling_utils
+    import transformers.models.auto.modeling_auto
+
+    from tilegym.autokernel import regions
+    from tilegym.autokernel import replay
+    from tilegym.bench import compare
+
+    assert transformers and regions and replay and compare
 
 
 def _answer(channel: socket.socket, device: str, confined: dict[str, bool]) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -141,6 +142,7 @@ class WorkerHost:
         self._needs_network = False
         self._process: subprocess.Popen | None = None
         self._control: socket.socket | None = None
+        self._asking = threading.Lock()
         self._spare: dict[tuple[str, Limits], tuple[socket.socket, int, Path]] = {}
 
     def _start(self) -> None:
@@ -164,6 +166,10 @@ class WorkerHost:
         self._control = ours
 
     def _ask(self, request: dict[str, Any], descriptors: list[int] | None = None) -> dict[str, Any]:
+        with self._asking:
+            return self._ask_alone(request, descriptors)
+
+    def _ask_alone(self, request: dict[str, Any], descriptors: list[int] | None) -> dict[str, Any]:
         if self._process is None:
             self._start()
         self._control.settimeout(180.0)
