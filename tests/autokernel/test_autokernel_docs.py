@@ -29,6 +29,7 @@ def test_runs_and_figures_are_put_between_the_marks(repository, tmp_path):
     assert once.startswith("before\n") and once.endswith("\nafter\n") and "outdated" not in once
     rows = [line for line in once.splitlines() if line.startswith("| ") and "keep" in line]
     assert len(rows) == len(made.ledger.kept()) > 0
+    assert f"{made.ledger.fact('machine')['date'][:10]}: bfloat16" in once  # without the hour
     assert f"{made.coverage():.1%}" in once and "| 0 | the unpatched model |" in once
     assert "| a_norm | 1 | forward | 2.0 | 3.0 | 1.50 |" in once and "wrong" not in once and "1 of 3 figures" in once
     docs.write(page, [tmp_path / "out"], generated)

@@ -53,7 +53,10 @@ def run_section(folder: Path) -> list[str]:
     ratio = gain(comparable[-1].model) if comparable else 1.0
     how = ", ".join([f"{ratio:.2f}x", *filter(None, [way(baseline)]), "in the same turns"])
     seconds = ledger.fact("seconds") or 0.0
-    where = ", ".join(str(machine[name]) for name in ("device_name", "date") if machine.get(name))
+    device, date = machine.get("device_name") or "", (machine.get("date") or "")[:10]
+    where = ", ".join(filter(None, (device, date)))
+        str(machine[name])[:length] for name, length in (("device_name", 80), ("date", 10)) if machine.get(name)
+    )
     lines = [
         f"### {model['spec']['model_id']}",
         "",
