@@ -235,7 +235,7 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
         assert cutile.scan_tiles(32, 128, 128, 0) == (128, 32)
         assert cutile.scan_tiles(64, 128, 128, 0) == (128, 64)  # one wave instead of two
         assert cutile.scan_tiles(256, 128, 128, 0) == (128, 64)
-        assert cutile.scan_tiles(1, 5, 3, 0) == (16, 16)
+        assert cutile.scan_tiles(1, 5, 3, 0) == (32, 16)
         cutile.scan_tiles.cache_clear()
 
     @pytest.mark.slow

@@ -145,7 +145,8 @@ def backward_chunk_kernel(
     products = of_scores * scores + of_system * system  # with dP * P + dA * A the decays' gradients
     wrote, held = rest * wrote, -rate * decay * held
     dq_hat = scale * product_onto(of_scores, k_hat, decay * read, PRECISION)
-    dk_hat = product_of(ct.transpose(of_scores), scale * q_hat, PRECISION)
+    zeros = ct.zeros((CHUNK, TILE_K), ct.float32)
+    dk_hat = product_onto(ct.transpose(of_scores), scale * q_hat, zeros, PRECISION)
     dk_hat = product_onto(of_system + ct.transpose(of_system), k_hat, dk_hat, PRECISION) + (wrote + held)
     into = _by_rows(wrote, k_hat)
     dtotal = ct.sum(products, axis=1, keepdims=True) - ct.sum(products, axis=0, keepdims=True).reshape((CHUNK, 1))

@@ -7,6 +7,7 @@ import cuda.tile as ct
 import torch
 
 from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
@@ -16,10 +17,11 @@ from tilegym.ops.pytorch.checks import wants_gradient
 
 LEVELS = 6
 CHUNK = 2**LEVELS
-# How fp32 tiles are multiplied: in tf32, with its 10 bits; in four products of their upper and lower halves in tf32,
-# with 22 bits; or in such products of PART columns and rows at a time, since what tensor cores cut off at each step
-# adds up. (ct.mma on fp32 has no tensor cores, and its tiles no room in the registers; on fp64 six times the code.)
-TF32, TF32_SPLIT, TF32_PARTS = 1, 4, 5
+# How fp32 tiles are multiplied: in tf32, with its 10 bits; in products of their upper and lower halves in tf32, with 22
+# bits; or in those of their three thirds in bf16, with all 24. Tensor cores cut off what does not fit beside the
+# largest number of those that they add at once: products of two thirds, which have 16 bits, mostly do. (ct.mma on fp32
+# has no tensor cores, and its tiles no room in the registers; on fp64 it takes six times the code.)
+TF32, TF32_SPLIT, BF16_SPLIT = 1, 4, 6
 PART = 16
 # The factors of a token, rows of ``factors``, [B * Hv, chunks, FACTORS, CHUNK]: what multiplies q @ S, k @ S, and k on
 # its way into the state; beta; the decay since the start of the chunk.
@@ -36,9 +38,12 @@ def product_onto(a, b, acc, PRECISION: Int):
     Tensor cores cut off what they add to an accumulator, :func:`product` rounds it: in loops. In what follows a loop
     tileiras 13.4 fails on that ("Invalid use-def chain in schedule").
     """
+    if PRECISION == BF16_SPLIT:
+        x, y = thirds(a), thirds(b)
+        return ct.mma(x[0], y[0], smaller_products(x, y, acc))
     x, y = a.astype(ct.float32), b.astype(ct.float32)
     high_x, high_y = x.astype(ct.tfloat32), y.astype(ct.tfloat32)
-    if PRECISION != TF32:
+    if PRECISION == TF32_SPLIT:
         low_x = (x - high_x.astype(ct.float32)).astype(ct.tfloat32)
         low_y = (y - high_y.astype(ct.float32)).astype(ct.tfloat32)
         # The smallest first. What 16 bits hold has no lower half.
@@ -51,16 +56,30 @@ def product_onto(a, b, acc, PRECISION: Int):
     return ct.mma(high_x, high_y, acc)
 
 
+def thirds(x):
+    """Three tiles in bf16 whose sum is the tile ``x`` in fp32, the largest first."""
+    x = x.astype(ct.float32)
+    high = x.astype(ct.bfloat16)
+    rest = x - high.astype(ct.float32)
+    middle = rest.astype(ct.bfloat16)
+    return high, middle, (rest - middle.astype(ct.float32)).astype(ct.bfloat16)
+
+
+def smaller_products(x, y, acc):
+    """What two tiles' thirds multiply to beside the products of the largest."""
+    for i, j in ct.static_iter(((1, 2), (2, 1), (0, 2), (1, 1), (2, 0), (0, 1), (1, 0))):
+        acc = ct.mma(x[i], y[j], acc)
+    return acc
+
+
 def product_of(a, b, PRECISION: Int):
-    """``a @ b`` in fp32."""
-    height, width = a.shape[0], b.shape[1]
-    total = ct.zeros((height, width), ct.float32)
-    if PRECISION != TF32_PARTS:
-        return product_onto(a, b, total, PRECISION)
-    for part in ct.static_iter(range(a.shape[1] // PART)):
-        x, y = ct.extract(a, (0, part), (height, PART)), ct.extract(b, (part, 0), (PART, width))
-        total = total + product_onto(x, y, ct.zeros((height, width), ct.float32), PRECISION)
-    return total
+    """``a @ b`` in fp32; not behind a loop, see :func:`product_onto`."""
+    zeros = ct.zeros((a.shape[0], b.shape[1]), ct.float32)
+    if PRECISION == BF16_SPLIT:
+        # What is small is added up by itself, so that nothing of it is cut off.
+        x, y = thirds(a), thirds(b)
+        return ct.mma(x[0], y[0], zeros) + smaller_products(x, y, zeros)
+    return product_onto(a, b, zeros, PRECISION)
 
 
 def product(a, b, acc, PRECISION: Int):
@@ -89,12 +108,17 @@ def grams(q, k, batch, chunk, head, TILE_K: Int, PRECISION: Int):
     same_k = ct.zeros((CHUNK, CHUNK), ct.float32)
     same_q = ct.zeros((CHUNK, CHUNK), ct.float32)
     across = ct.zeros((CHUNK, CHUNK), ct.float32)
-    for part in range(TILE_K // PART):
+    for part in range(ct.cdiv(k.shape[3], PART)):
         kt, qt = chunk_of(k, batch, chunk, head, part, PART), chunk_of(q, batch, chunk, head, part, PART)
         same_k = same_k + gram(kt, kt, PRECISION)
         same_q = same_q + gram(qt, qt, PRECISION)
         across = across + gram(qt, kt, PRECISION)
     return same_k, same_q, across
+
+
+def key_tile(key_dim: int) -> int:
+    """The width of a tile of keys. With 16 tileiras 13.4 fails on products of thirds."""
+    return max(32, tile_of(key_dim))
 
 
 def chunk_of(x, batch, chunk, head, column, WIDTH: Int):
