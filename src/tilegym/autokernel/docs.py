@@ -55,8 +55,6 @@ def run_section(folder: Path) -> list[str]:
     seconds = ledger.fact("seconds") or 0.0
     device, date = machine.get("device_name") or "", (machine.get("date") or "")[:10]
     where = ", ".join(filter(None, (device, date)))
-        str(machine[name])[:length] for name, length in (("device_name", 80), ("date", 10)) if machine.get(name)
-    )
     lines = [
         f"### {model['spec']['model_id']}",
         "",
