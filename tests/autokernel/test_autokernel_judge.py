@@ -217,6 +217,7 @@ def test_models_share_what_was_compiled_and_kernels_do_not():
     kernel, model = (set(worker.own_folders(kind, "own", "cuda")) for kind in ("kernel", "model"))
     assert kernel - model == shared and model >= {"HOME", "TMPDIR", "TILEGYM_CACHE_DIR"}
     assert set(worker.own_folders("model", "own", "cpu")) == kernel
+    worker._import_for_models()
     assert shared < {name for name, value in sandbox.environment(Path("all"), "0").items() if value == "all"}
 
 
