@@ -140,9 +140,9 @@ def cast_operand(tile, like, TF32: Bool):
 
 def add_to_dq(
     state, q_tiles, do_tile, k, v, mask, place, kv_head, positions, partial, limits, statistics, scaling, soft_cap,
-    TILE_N: Int, TILE_P: Int, PARTS: Int, TILE_DV: Int, KV_LEN: Bool, TF32: Bool, SINKS: Bool, options,
+    TILE_N: Int, TILE_P: Int, PARTS: Int, TILE_DV: Int, KV_LEN: Bool, TF32: Bool, SUMS: Bool, options,
 ):  # fmt: skip
-    """What tile ``j`` of the keys adds to dq / scaling and, for the sinks, to delta summed from P and dP."""
+    """What tile ``j`` of the keys adds to dq / scaling, unless that is None, and if SUMS to delta: P * dP."""
     dq, delta = state
     batch, head, i, j = place
     k_tiles = load_parts(k, batch, kv_head, j, TILE_N, TILE_P, PARTS, TF32)
@@ -154,8 +154,10 @@ def add_to_dq(
     p, dp, ds = softmax_backward(
         s, dp, mask, place, index, partial, limits, statistics, scaling, soft_cap, *options, TILE_N, False
     )
-    if SINKS:
+    if SUMS:
         delta = delta + ct.sum(p * dp, axis=1)
+    if dq is None:
+        return None, delta
     if KV_LEN and partial:
         rows = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
         kept = ()
@@ -211,30 +213,37 @@ def attention_dq_kernel(
 
     do_tile = load_rows(do, batch, head, i, TILE_M, TILE_DV, False)
     out_tile = load_rows(out, batch, head, i, TILE_M, TILE_DV, False)
-    if do.dtype == ct.float32 and not TF32:
-        # Added in the order of dP: a query that sees one key has P = 1, and dP - delta must be zero.
-        products = ct.mma(do_tile, ct.transpose(out_tile), ct.zeros((TILE_M, TILE_M), dtype=ct.float32))
-        column = ct.arange(TILE_M, dtype=ct.int32)
-        row_delta = ct.sum(ct.where(column[:, None] == column[None, :], products, 0.0), axis=1)
-    else:
-        row_delta = ct.sum(do_tile.astype(ct.float32) * out_tile.astype(ct.float32), axis=1)
-    ct.store(delta, (0, batch, head, i), row_delta.reshape((1, 1, 1, TILE_M)))
+    row_delta = ct.sum(do_tile.astype(ct.float32) * out_tile.astype(ct.float32), axis=1)
     row_lse = load_statistic(lse, 0, batch, head, i, TILE_M)[:, None]
     rest = load_statistic(lse, 1, batch, head, i, TILE_M)[:, None] if EXACT else 0.0
-    statistics = (row_lse, rest, row_delta[:, None])
     q_tiles = load_parts(q, batch, head, i, TILE_M, TILE_P, PARTS, TF32)
     if TF32:
         do_tile = do_tile.astype(ct.tfloat32)
 
-    state = (zero_parts(TILE_M, TILE_P, PARTS), ct.zeros((TILE_M,), dtype=ct.float32))
-    limits = (keys, window)
+    zero_delta = ct.zeros((TILE_M,), dtype=ct.float32)
     options = (CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT)
-    tail = (limits, statistics, scaling, soft_cap, TILE_N, TILE_P, PARTS, TILE_DV, KV_LEN, TF32, SINKS, options)
+    where = (do_tile, k, v, mask)
+    tail = (scaling, soft_cap, TILE_N, TILE_P, PARTS, TILE_DV, KV_LEN, TF32)
+    if do.dtype == ct.float32 and not TF32:
+        # As a sum of P * dP, not by way of ``out``: a query that sees one key has P = 1, and dP - delta must be zero.
+        def sum_up(state, j, partial):
+            statistics = (row_lse, rest, zero_delta[:, None])
+            return add_to_dq(
+                state, q_tiles, *where, (batch, head, i, j), kv_head, positions, partial, (keys, window), statistics,
+                *tail, True, options,
+            )  # fmt: skip
+
+        _, row_delta = for_each_tile(sum_up, (None, zero_delta), tiles, BOUNDED, TWO_LOOPS)
+    ct.store(delta, (0, batch, head, i), row_delta.reshape((1, 1, 1, TILE_M)))
+    statistics = (row_lse, rest, row_delta[:, None])
 
     def step(state, j, partial):
-        place = (batch, head, i, j)
-        return add_to_dq(state, q_tiles, do_tile, k, v, mask, place, kv_head, positions, partial, *tail)
+        return add_to_dq(
+            state, q_tiles, *where, (batch, head, i, j), kv_head, positions, partial, (keys, window), statistics,
+            *tail, SINKS, options,
+        )  # fmt: skip
 
+    state = (zero_parts(TILE_M, TILE_P, PARTS), zero_delta)
     acc, exact_delta = for_each_tile(step, state, tiles, BOUNDED, TWO_LOOPS)
     if SINKS:
         # Not by way of the rounded output: all queries' errors would add up in the gradient of a sink.
