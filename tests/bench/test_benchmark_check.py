@@ -84,3 +84,10 @@ def test_large_tensors_are_compared_in_parts(monkeypatch):
     assert parts[0].wrong is not None and whole[0].wrong is not None
     got[63, 511] = float("nan")
     assert check.deviation(got, exact).largest == float("inf")
+
+
+def test_where_all_is_zero_roundings_may_stay():
+    exact = torch.zeros(8, dtype=torch.float64)
+    it = Judge.of((exact,), (torch.full((8,), 1e-3),), torch.bfloat16)
+    assert it.check((torch.full((8,), 2e-3),)).wrong is None and it.check((torch.zeros(8),)).worst.rms == 0
+    assert it.check((torch.full((8,), 0.1),)).wrong

@@ -290,3 +290,15 @@ def test_what_took_the_time_is_kept_by_op(run):
     run.add_spent("rms_norm", {"oracle": 1.0, "timing": 2.0})
     run.add_spent("rms_norm", {"timing": 0.5})
     assert run.spent == {"rms_norm": {"oracle": 1.0, "timing": 2.5}}
+
+
+def test_what_was_not_timed_steadily_has_no_figure_on_the_page(run, tmp_path):
+    run.results += [
+        row(OURS, 123e-6, backend="cutile", shape="1x4096", low=60e-6, high=200e-6),
+        row("torch", 50e-6, shape="1x4096"),
+    ]
+    run.write(tmp_path)
+    page = docs.write([tmp_path], tmp_path / "page.md").read_text()
+    line = next(line for line in page.splitlines() if line.startswith("| 1x4096"))
+    assert line.startswith("| 1x4096 | unsteady | - ") and "123" not in line
+    assert sum(r.status == report.UNSTEADY for r in Run.read(tmp_path).steady().results) == 1

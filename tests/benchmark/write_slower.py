@@ -28,7 +28,7 @@ def write_slower(
 ) -> None:
     """List the calls that go to PyTorch because it is faster."""
     try:
-        runs = [Run.read(folder) for folder in results]
+        runs = [Run.read(folder).steady() for folder in results]
         calls = slower_calls(runs, load_benchmarks(default_folder()))
     except TileGymError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -31,9 +31,9 @@ def tensors(result: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _size(oracle: torch.Tensor) -> float:
-    """The root mean square of an oracle's tensor."""
+    """The root mean square of an oracle's tensor; one where all of it is zero."""
     total = sum(part.square().sum() for part in oracle.reshape(-1).split(CHUNK))
-    return max(float(total / oracle.numel()) ** 0.5, torch.finfo(oracle.dtype).tiny)
+    return float(total / oracle.numel()) ** 0.5 or 1.0
 
 
 def deviation(got: torch.Tensor, oracle: torch.Tensor) -> Deviation:
@@ -81,7 +81,8 @@ class Judge:
         allowed = []
         for got, exact in zip(baseline, oracle, strict=True):
             own = deviation(got, exact)
-            if not own.rms <= MAX_BASELINE_ULPS * 2 * half_ulp:
+            # Gradients of what attends to one key are zero: PyTorch's are what rounding leaves.
+            if exact.any() and not own.rms <= MAX_BASELINE_ULPS * 2 * half_ulp:
                 raise ValueError(f"PyTorch's own error against the fp64 oracle is {own.rms:.1e} of its size")
             peak = max(map(abs, map(float, exact.aminmax()))) / _size(exact) if exact.numel() else 0.0
             allowed.append(Deviation(RATIO * own.rms + half_ulp, RATIO * own.largest + half_ulp * peak))

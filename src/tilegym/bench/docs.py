@@ -58,7 +58,8 @@ METHOD = """\
   percentile. Inputs and upstream gradients are normal random numbers, the gradient of a scalar loss 1. Before each
   call the L2 cache is emptied; it then holds as many modified bytes as the call itself leaves behind, so that nobody's
   writes go uncounted. The providers of a row take turns, so that they meet the same clocks. A call of more than 20 ms
-  is timed three times.
+  is timed three times. *unsteady* is what spread over more than a quarter of its median, as small calls do where
+  something else keeps the host from launching in time; such a row has no figure of it.
 - *GB/s* counts every input read once and every output written once; *TFLOP/s* counts two operations a multiply-add,
   and half the scores for causal attention. *Of the roofline* is the least time that the two ceilings of the same run
   allow for this work, over the time measured.
@@ -80,7 +81,7 @@ HOST = """\
 
 Microseconds of the CPU for one call on tiny tensors, without autograd: medians over batches of 20 calls, between which
 the GPU is waited for, so that its queue never fills. Behind them half the distance between the 20th and the 80th
-percentile.
+percentile. They grow where other programs keep the machine busy, and so do the others' in the same row.
 """
 
 TRAINING = """\
@@ -119,7 +120,7 @@ def write(results: list[Path], target: Path | None = None) -> Path:
         BenchmarkError: a file is missing or cannot be read; the runs are of different GPUs or dtypes; or they had no
             GPU and would take the place of the checkout's page.
     """
-    runs = {folder: Run.read(folder) for folder in results}
+    runs = {folder: Run.read(folder).steady() for folder in results}
     if target is None:
         if not any(run.machine.get("gpu") for run in runs.values()):
             raise BenchmarkError("these runs had no GPU: docs/benchmarks.md is not for them, give another --target")

@@ -16,6 +16,7 @@ from tilegym.bench.spec import BenchmarkError
 SCHEMA = 1
 RESULTS_FILE = "results.json"
 OK, INEXACT = "ok", "inexact"
+UNSTEADY, MAX_SPREAD = "unsteady", 0.25  # of the median: half the distance between the 20th and the 80th percentile
 
 
 @dataclass
@@ -110,6 +111,11 @@ class Run:
         stored["host"] = [HostResult(**row) for row in stored["host"]]
         return cls(**stored)
 
+    def steady(self) -> "Run":
+        """This run, without the figures of what was not timed steadily: its status is "unsteady" then."""
+        rows = [dataclasses.replace(row, status=UNSTEADY) if _is_unsteady(row) else row for row in self.results]
+        return dataclasses.replace(self, results=rows)
+
     def add_spent(self, op: str, seconds: dict[str, float]) -> None:
         """Adds seconds by what they were spent on to those of ``op``."""
         known = self.spent.setdefault(op, {})
@@ -120,6 +126,10 @@ class Run:
     def wrong(self) -> list[Result | HostResult]:
         """Results of ours that are wrong or failed: a run that has any is a failure."""
         return [row for row in (*self.results, *self.host) if row.provider == OURS and row.status != OK]
+
+
+def _is_unsteady(row: Result) -> bool:
+    return row.measured and None not in (row.low, row.high) and row.high - row.low > 2 * MAX_SPREAD * row.seconds
 
 
 def _replace(path: Path, text: str) -> None:

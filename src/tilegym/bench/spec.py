@@ -6,6 +6,7 @@ A file ``tests/benchmark/bench_<op>.py`` holds one or more :class:`Benchmark` an
 import contextlib
 import dataclasses
 import importlib.util
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -230,6 +231,7 @@ def _load(path: Path) -> Any:
     if spec is None or not path.is_file():
         raise BenchmarkError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # torch.compile looks for the globals of a provider there
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # it is the user's
