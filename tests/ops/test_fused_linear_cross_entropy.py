@@ -217,6 +217,7 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
         assert rows_of_chunk(0, 7) == 7
         assert rows_stored(8192, 4096, 4096) == (4096, 4096)
         assert rows_stored(8192, 4096, 100) == (100, 112)
+        assert rows_stored(9000, 8192, 4096) == (8192, 8192) and rows_stored(9000, 8192, 4095) == (4095, 4096)
         assert rows_stored(510, 4096, 4096) == (510, 512)
         assert rows_stored(8192, 2890, 4096) == (2880, 2880)
         assert rows_stored(8192, 9, 4096) == (9, 9)

@@ -410,8 +410,9 @@ def fused_linear_cross_entropy(
         target: [...] of classes in [0, V) or ignore_index, int64 or int32, as in :func:`cross_entropy`.
         bias: [V] or None, in the dtype of hidden_states.
         ignore_index: rows with this target count for nothing, in the gradients neither.
-        chunk_size: the most rows whose logits exist at a time; fewer do where that takes no longer, and at most H, in
-            fp16 2 * H, where weight needs a gradient. Then logits of rows beyond the first chunk are computed twice.
+        chunk_size: the most rows whose logits exist at a time; fewer do where that takes no longer. If weight needs a
+            gradient they are in its memory: as many as fit, H and in fp16 2 * H, if 4096 or more are asked for. Then
+            logits of rows beyond the first chunk are computed twice.
         reduction: "mean" over the rows that are not ignored (NaN if all are), "sum" or "none". With "none" the backward
             pass computes the logits again.
 

@@ -45,6 +45,9 @@ FEWEST_ROWS, FEW_ELEMENTS = 1024, 2**26
 # no fewer than would leave multiprocessors idle.
 SLICE_ELEMENTS, FEWEST_CLASSES = 2**24, 1024
 MOST_PARTS = 64
+# A chunk_size, the default, from which on a chunk has all tokens that there is room for: in memory that is taken anyway
+# more cost nothing, and fewer logits are computed twice.
+ALL_THERE_IS_ROOM_FOR = 4096
 ALIGNMENT = 16  # of rows of logits, in elements, so that kernels access 16 bytes at a time
 
 
@@ -118,7 +121,7 @@ def rows_of_chunk(vocabulary: int, chunk_size: int) -> int:
 
 def rows_stored(tokens: int, room: int, chunk_size: int) -> tuple[int, int]:
     """How many of ``tokens`` have logits at a time where there is room for so many, and what their rows take of it."""
-    rows = min(tokens, room, chunk_size)
+    rows = min(tokens, room) if chunk_size >= ALL_THERE_IS_ROOM_FOR else min(tokens, room, chunk_size)
     if aligned(rows) <= room:
         return rows, aligned(rows)
     rows = room // ALIGNMENT * ALIGNMENT or rows
