@@ -1,5 +1,7 @@
 """The kernels that autokernel kept, below the model families: beyond what holds for every Solution of the catalog."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from common import assert_launches_compile
@@ -8,8 +10,12 @@ from common import sanitized
 
 from tilegym.autokernel import Task
 from tilegym.autokernel.proposers import Reuse
+from tilegym.autokernel.repository import write_proposal
+from tilegym.autokernel.static_checks import check
+from tilegym.autokernel.static_checks import check_source
 from tilegym.errors import UnsupportedError
 from tilegym.inventory import AxisConst
+from tilegym.inventory import Solution
 from tilegym.inventory import load
 from tilegym.inventory import load_solution
 from tilegym.inventory import reference
@@ -35,8 +41,13 @@ def arguments(name: str, sizes: dict[str, int], dtype: torch.dtype = torch.bfloa
     ]
 
 
-def entry_point(name: str):
-    return load_solution(CATALOG.solutions_of(name)[0])
+def of(name: str) -> Solution:
+    (solution,) = CATALOG.solutions_of(name)
+    return solution
+
+
+def entry_point(name: str) -> Callable:
+    return load_solution(of(name))
 
 
 def test_these_are_all_there_are():
@@ -73,15 +84,26 @@ def test_what_they_are_not_for_is_refused(name):
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_next_run_of_autokernel_finds_them(name):
+def test_the_next_run_of_autokernel_finds_them(name, tmp_path):
     """A region names its tensors after the model, and the sizes of weights are constants in it."""
     definition = CATALOG.definition(name)
     axes = {**definition.axes, **{axis: AxisConst(value=value) for axis, value in MEASURED[name].items()}}
     region = definition.model_copy(update={"name": "a_region", "axes": axes})
-    proposal = Reuse().propose(Task(region, "region", (), (), ("sm_90",), "kernels_of/model", trains=False))
+    task = Task(region, "region", (), (), ("sm_90",), "kernels_of/model", trains=False)
+    proposal = Reuse().propose(task)
     assert f"{name}_cutile" in proposal.rationale
-    (text,) = proposal.files.values()
-    assert f".kernels.{name} import {name}" in text
+    write_proposal(tmp_path, task, proposal)
+    assert check(task, proposal, tmp_path) == []
+    inputs = arguments(name, {**SMALL, "B": 2, "S": 3})
+    got, expected = (load_solution(*which)(*inputs) for which in ((proposal.solution, tmp_path), (of(name),)))
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("module", ["llama.kernels.no_such", "llama.kernels", "patching", "llama", "qwen3_5.attention"])
+def test_nothing_else_of_the_families_may_be_imported(module):
+    assert check_source("from tilegym.transformers.llama.kernels.llama_rope_query_key import llama_rope_one") == []
+    (said,) = check_source(f"import tilegym.transformers.{module}")
+    assert "is not allowed" in said
 
 
 @pytest.mark.parametrize("positions", (1, 17))
