@@ -56,6 +56,11 @@ def _base(top):
     return ct.where(top == -math.inf, 0.0, top)
 
 
+def _above(logit, base, unit):
+    """``logit * unit - base`` in one rounding, as in the sum of powers; and zero for the maximum itself."""
+    return ct.where(logit * unit >= base, 0.0, logit * unit - base)
+
+
 def _write_losses(
     x, target, losses, lses, ignore_index, rows, base, total, mean, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float
 ):
@@ -65,9 +70,9 @@ def _write_losses(
     log_sum = ct.where(is_class, ct.log(total), math.nan)
     chosen = _capped(ct.gather(x, (rows, label)).astype(ct.float32), SOFTCAP)
     # Differences to the maximum first, rounded as in the sum: lse - chosen would cancel.
-    loss = log_sum - (chosen * unit - base) * (1.0 / unit)
+    loss = log_sum - _above(chosen, base, unit) * (1.0 / unit)
     if SMOOTHING > 0.0:
-        loss = (1.0 - SMOOTHING) * loss + SMOOTHING * (log_sum - (mean * unit - base) * (1.0 / unit))
+        loss = (1.0 - SMOOTHING) * loss + SMOOTHING * (log_sum - _above(mean, base, unit) * (1.0 / unit))
     base = base * (1.0 / unit)
     if Z_LOSS > 0.0:
         lse = base + log_sum
