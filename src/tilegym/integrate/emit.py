@@ -109,24 +109,30 @@ def places_text(places: tuple[Place, ...]) -> str:
             arguments.append(f"put={_source(place.put)}")
         written.append(_layout("Place(", arguments, ")", 4))
     # With one item a tuple needs its comma.
-    return _layout("(", written, ")" if len(written) > 1 else ",)", len("PLACES = "))
+    return _layout("(", written, ")" if len(written) > 1 else ",)", 0, len("PLACES = "))
 
 
-def _source(value: Any, indent: int = 0) -> str:
-    """A constant as Python source, with double quotes."""
+def _source(value: Any, indent: int = 0, before: int = 0) -> str:
+    """A constant as Python source, formatted; ``before``: how much stands before it in its line."""
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return repr(value) if '"' in value and "'" not in value else json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
-        return _layout("{", [f"{_source(k)}: {_source(v, indent + 4)}" for k, v in value.items()], "}", indent)
+        keys = {_source(k): v for k, v in value.items()}
+        items = [f"{k}: {_source(v, indent + 4, len(k) + 2)}" for k, v in keys.items()]
+        return _layout("{", items, "}", indent, before)
+    if isinstance(value, tuple | list):
+        head, tail = "()" if isinstance(value, tuple) else "[]"
+        items = [_source(item, indent + 4) for item in value]
+        return _layout(head, items, f",{tail}" if head == "(" and len(items) == 1 else tail, indent, before)
     return repr(value)
 
 
-def _layout(head: str, items: list[str], tail: str, indent: int) -> str:
-    """On one line where that fits, else one item a line."""
+def _layout(head: str, items: list[str], tail: str, indent: int, before: int = 0) -> str:
+    """On one line where that fits, with a comma behind it, else one item a line."""
     line = head + ", ".join(items) + tail
-    if indent + len(line) < WIDTH and "\n" not in line:
+    if indent + before + len(line) < WIDTH and "\n" not in line:
         return line
-    margin = "" if head == "(" else " " * indent
+    margin = " " * indent
     return head + "\n" + "".join(f"{margin}    {item},\n" for item in items) + margin + tail.lstrip(",")
 
 
@@ -163,7 +169,7 @@ def aggregate_text(family: str, model_type: str, architecture: str, computes: li
         model_type=model_type,
         family=family,
         flags="\n    ".join(f"{name}: bool = True," for name in computes),
-        wanted=_layout("{", [f"monkey_patch_{name}: {name}" for name in computes], "}", 4),
+        wanted=_layout("{", [f"monkey_patch_{name}: {name}" for name in computes], "}", 4, len("wanted = ")),
     )
     # Imports of the package stand together.
     text = text.replace(
