@@ -141,7 +141,14 @@ INFERENCE = {
         "peak_memory_bytes": 17e9,
     },
     "kernel_coverage": {"measure": "gpu_time_in_own_kernels", "percent": 96.25},
-    "comparison": {"token_agreement": 1.0, "max_logit_difference": 0.125, "passed": True, "reason": "as exact"},
+    "comparison": {
+        "token_agreement": 0.25,
+        "choice_agreement": 0.875,
+        "max_logit_difference": 0.125,
+        "max_logit": 6.5,
+        "passed": True,
+        "reason": "as exact",
+    },
 }
 
 
@@ -177,7 +184,8 @@ def test_page(run, tmp_path):
         "| Throughput, tokens/s | 55.0 ± 0.5 | 66.0 ± 0.5 |",
         "| Time per output token, ms | 18.00 | - |",
         "- Kernel coverage (GPU time): 96.2%",
-        "Passed: as exact.",
+        "25.0% of the generated text; 87.5% where both continue the unpatched model's text.",
+        "Largest difference of a logit 0.125, where they reach 6.5. Passed: as exact.",
     ):
         assert expected in text, expected
     assert "absent" not in text and "A run ended" not in text and "Run A" not in text
@@ -193,6 +201,12 @@ def test_models_stay_until_they_are_measured_again(run, tmp_path):
         kept = docs.write([tmp_path], page).read_text()
         assert kept.count("### llama-3.1-8b") == kept.count(docs.EARLIER) == 1
         assert first.partition("### llama-3.1-8b")[2].strip() in kept
+    summary.write_text(json.dumps(INFERENCE | {"precision": "float32"}))
+    both = docs.write([tmp_path], page).read_text()
+    assert (
+        both.index("### llama-3.1-8b\n") < both.index("### llama-3.1-8b, float32\n") and both.count(docs.EARLIER) == 1
+    )
+    page.write_text(first)
     other = INFERENCE | {"model": INFERENCE["model"] | {"id": "another"}}
     summary.write_text(json.dumps(other))
     both = docs.write([tmp_path], page).read_text()

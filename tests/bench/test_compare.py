@@ -71,7 +71,7 @@ def test_honest_patches_pass(patch, dtype):
     assert result.patched_max_error <= 2 * result.unpatched_max_error + torch.finfo(dtype).eps * result.max_logit
     assert (result.max_logit_difference > 0) == (patch is fused_mlp)
     if patch is unchanged:
-        assert result.token_agreement == 1.0
+        assert result.token_agreement == result.choice_agreement == 1.0
         assert result.first_difference is None
         assert result.max_logit_difference == 0.0
         assert result.sequences_equal == result.sequences == 3
@@ -100,6 +100,9 @@ def test_tokens_that_differ_without_a_tie_fail_although_the_logits_agree():
     assert "step 4" in result.reason
     assert result.token_agreement == pytest.approx(23 / 24)
     assert (result.sequences_equal, result.sequences, result.first_difference) == (2, 3, 3)
+    assert result.choice_agreement == 1.0
+    logits[0][0, 2] *= -1  # of 24 steps, one that chooses another token
+    assert compare.compare(model, batches, tokens, tokens, logits).choice_agreement == pytest.approx(23 / 24)
 
 
 def test_tokens_may_differ_where_the_logits_tie():

@@ -55,8 +55,9 @@ class Comparison:
     """Patched against unpatched, and whether that is good enough.
 
     ``token_agreement`` is the share of generated tokens that are equal, position by position; ``first_difference`` the
-    earliest step at which a sequence differs, None if none does. Errors are against the oracle, whose
-    precision is ``oracle``.
+    earliest step at which a sequence differs, None if none does. After that step two texts are compared that have
+    little in common; ``choice_agreement`` is the share of the compared steps at which both models, given the unpatched
+    model's text up to there, choose the same token. Errors are against the oracle, whose precision is ``oracle``.
     """
 
     passed: bool
@@ -64,6 +65,7 @@ class Comparison:
     criterion: str
     oracle: str
     token_agreement: float
+    choice_agreement: float
     sequences_equal: int
     sequences: int
     first_difference: int | None
@@ -152,6 +154,8 @@ def compare(
     for ours, theirs in zip(patched_logits, unpatched_logits, strict=True):
         difference.add(ours, theirs)
 
+    choices = [a.argmax(-1) == b.argmax(-1) for a, b in zip(patched_logits, unpatched_logits, strict=True)]
+
     with widened(model) as wide:
         oracle = [
             generate.forward_logits(model, batch, chosen[:, :steps])
@@ -174,6 +178,7 @@ def compare(
         criterion=CRITERION,
         oracle=str(wide).removeprefix("torch."),
         token_agreement=sum(rows.sum().item() for rows in equal) / sum(rows.numel() for rows in equal),
+        choice_agreement=sum(c.sum().item() for c in choices) / sum(c.numel() for c in choices),
         sequences_equal=sum(rows.all(1).sum().item() for rows in equal),
         sequences=sum(rows.shape[0] for rows in equal),
         first_difference=min(wrong_steps) if wrong_steps else None,

@@ -130,7 +130,7 @@ def write(results: list[Path], target: Path | None = None) -> Path:
         inferences |= {path.name: _read_json(path) for path in sorted(folder.glob(INFER_FILES))}
     models = _models_of(target.read_text(encoding="utf-8") if target.is_file() else "")
     for summary in inferences.values():
-        models[summary["model"]["id"]] = _inference(summary)
+        models[_name_of(summary)] = _inference(summary)
     target.write_text(page(merge(list(runs.values())), models), encoding="utf-8")
     return target
 
@@ -323,11 +323,16 @@ def _host(result: HostResult | None) -> str:
     return f"{microseconds(result.seconds)} ± {spread(result)}"  # no multiple: these are absolute goals
 
 
+def _name_of(summary: dict[str, Any]) -> str:
+    """A model's heading; runs in another precision than the usual one stand beside it."""
+    name, precision = summary["model"]["id"], summary["precision"]
+    return name if precision == "bfloat16" else f"{name}, {precision}"
+
+
 def _inference(summary: dict[str, Any]) -> str:
     model = summary["model"]
-    name = model["id"]
     head = (
-        f"### {name}\n\n{summary['device']}, {summary['precision']}"
+        f"### {_name_of(summary)}\n\n{summary['device']}, {summary['precision']}"
         f"{', random weights' if model.get('random_weights') else ''}, batch {_list(summary['batch_sizes'])}, "
         f"prompt of {_list(summary['prompt_lengths'])} tokens, {summary['output_length']} generated, "
         f"{summary['num_runs']} runs, torch {summary['torch']}.\n"
@@ -348,9 +353,10 @@ def _inference(summary: dict[str, Any]) -> str:
         lines.append(f"- Kernel coverage ({of}): {coverage['percent']:.1f}%")
     if comparison:
         lines.append(
-            f"- Tokens equal to the unpatched model's: {comparison['token_agreement']:.1%}; largest difference of a "
-            f"logit {comparison['max_logit_difference']:.3g}. {'Passed' if comparison['passed'] else 'FAILED'}: "
-            f"{comparison['reason']}."
+            f"- Tokens equal to the unpatched model's: {comparison['token_agreement']:.1%} of the generated text; "
+            f"{comparison['choice_agreement']:.1%} where both continue the unpatched model's text. Largest difference "
+            f"of a logit {comparison['max_logit_difference']:.3g}, where they reach {comparison['max_logit']:.3g}. "
+            f"{'Passed' if comparison['passed'] else 'FAILED'}: {comparison['reason']}."
         )
     return "\n".join(lines) + "\n"
 

@@ -129,6 +129,7 @@ def _show_comparison(comparison: Comparison, console: Console) -> None:
         agreement += f", first difference at step {comparison.first_difference + 1}"
     rows = {
         "token agreement": agreement,
+        "same choice, same text": f"{comparison.choice_agreement:.1%} of {comparison.steps_compared} steps",
         "equal sequences": f"{comparison.sequences_equal} of {comparison.sequences}",
         "largest logit difference": f"{comparison.max_logit_difference:.4g}"
         f" (logits reach {comparison.max_logit:.3g}; {comparison.steps_compared} steps compared)",
