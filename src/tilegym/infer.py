@@ -163,4 +163,6 @@ def _warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.showwarning = show
+        # Ctrl-C within cuTile's front end leaves such.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         yield
