@@ -11,6 +11,7 @@ from pathlib import Path
 import cuda.tile as ct
 import pytest
 import torch
+from cuda.tile import tune
 
 from tilegym import interpreter
 from tilegym.interpreter.cuda_on_cpu import redirect
@@ -92,6 +93,22 @@ def test_names_imported_before_are_replaced_too():
     finally:
         interpreter.uninstall()
     assert globals().pop("imported_launch") is real
+
+
+@pytest.mark.parametrize("limit", [None, 10])
+def test_a_search_for_the_fastest_configuration(limit):
+    measure = tune._tune._benchmark
+    x, y = torch.ones(8), torch.zeros(8)
+    options = {"hints_fn": lambda config: {"occupancy": config["o"]}, "quiet": True, "single_run_timeout_sec": limit}
+    interpreter.install()
+    try:
+        configs = [{"n": n, "o": n} for n in (1, 2)]
+        found = tune.exhaustive_search(configs, None, lambda c: (c["n"],), double, lambda c: (x, y), **options)
+    finally:
+        interpreter.uninstall()
+    assert len(found.successes) == 2 and found.best.config in configs and found.best.mean_us > 0
+    assert y.tolist() == [2] * 8
+    assert tune._tune._benchmark is measure
 
 
 def test_cuda_devices_are_the_cpu():

@@ -40,8 +40,9 @@ from cuda.tile._bytecode.version import BytecodeVersion
 from cuda.tile._compile import compile_tile
 from cuda.tile._datatype import is_boolean
 from cuda.tile._datatype import is_float
+from cuda.tile._datatype import is_foreign_pointer_dtype
 from cuda.tile._datatype import is_integral
-from cuda.tile._datatype import is_pointer_dtype
+from cuda.tile._datatype import is_pointer_dtype as is_plain_pointer_dtype
 from cuda.tile._datatype import is_signed
 from cuda.tile._ir import arithmetic_ops
 from cuda.tile._ir import control_flow_ops
@@ -76,19 +77,27 @@ def kernel_name(kernel) -> str:
     return kernel_function(kernel).__name__
 
 
+def is_pointer_dtype(dtype) -> bool:
+    return is_plain_pointer_dtype(dtype) or is_foreign_pointer_dtype(dtype)
+
+
 def is_constant_value(value) -> bool:
     """Whether ``value`` may be passed for a ``ct.Constant`` parameter."""
     return cext.classify_constant(value, True) is not None
 
 
 def typed_ir(kernel, signature):
-    """The final typed IR (a Block) of ``kernel`` for ``signature``; needs neither a GPU nor tileiras."""
+    """The final typed IR (a Block) of ``kernel`` for ``signature``; needs neither a GPU nor tileiras.
+
+    The bytecode is made for its errors: some of what the front end rejects it rejects there.
+    """
     result = compile_tile(
         kernel._annotated_function,
         [signature],
         FRONT_END_ARCH,
         bytecode_version=FRONT_END_BYTECODE,
         return_final_ir=True,
+        return_bytecode=True,
         return_cubin=False,
     )
     return result.final_ir[0]

@@ -1,16 +1,18 @@
-"""Puts the interpreter in the place of ``cuda.tile.launch``, so that code which knows nothing of it runs on a CPU."""
+"""Puts the interpreter in the place of ``cuda.tile.launch``, so that code which knows nothing of it runs on a CPU.
+
+What ``cuda.tile.tune`` times candidates with is replaced too.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 
 from . import _cutile
 from .launch import launch
 
 ENVIRONMENT_VARIABLE = "TILEGYM_INTERPRET"
-
-_original = None
 
 
 def is_requested() -> bool:
@@ -20,12 +22,32 @@ def is_requested() -> bool:
 
 def is_installed() -> bool:
     """Whether ``cuda.tile.launch`` is the interpreter's now."""
-    return _original is not None
+    return bool(_replaced)
 
 
 def interpreted_launch(stream, grid, kernel, args, /, *, programmatic_dependent_launch: bool = False) -> None:
     """``cuda.tile.launch`` on CPU tensors. The stream is ignored: the kernel has run when the call returns."""
     launch(grid, kernel, args)
+
+
+def _interpreted_benchmark(stream, grid, kernel, args, flush_l2=True, /) -> float:
+    """Microseconds of one run, rounded up to milliseconds: a CPU's times tell nothing of a GPU's, and those that
+    are equal end a search at once."""
+    start = time.perf_counter()
+    launch(grid, kernel, args)
+    return 1e3 * -(-(time.perf_counter() - start) // 1e-3)
+
+
+def _no_benchmark_elsewhere(*args) -> None:
+    """No payload for another process: the search then measures in this one."""
+
+
+_REPLACEMENTS = {
+    _cutile.cext.launch: interpreted_launch,
+    _cutile.cext._benchmark: _interpreted_benchmark,
+    _cutile.cext._export_ipc_benchmark_payload: _no_benchmark_elsewhere,
+}
+_replaced = {}
 
 
 def install() -> None:
@@ -34,25 +56,24 @@ def install() -> None:
     Does nothing when installed already. Code that keeps the function elsewhere (in an attribute or a closure) before
     this call keeps the real one.
     """
-    global _original
-    if _original is None:
-        _original = _cutile.cext.launch
-        _rebind(_original, interpreted_launch)
+    if not _replaced:
+        _replaced.update(_REPLACEMENTS)
+        _rebind(_replaced)
 
 
 def uninstall() -> None:
     """Undoes ``install()``."""
-    global _original
-    if _original is not None:
-        _rebind(interpreted_launch, _original)
-        _original = None
+    if _replaced:
+        _rebind({new: old for old, new in _replaced.items()})
+        _replaced.clear()
 
 
-def _rebind(old, new) -> None:
-    """Gives every module global that is ``old`` the value ``new``."""
+def _rebind(replacements: dict) -> None:
+    """Gives every module global that is a key the value that belongs to it."""
+    by_id = {id(old): new for old, new in replacements.items()}
     for module in list(sys.modules.values()):
         if module is None or module is sys.modules[__name__]:
             continue
         variables = getattr(module, "__dict__", {})
-        for name in [name for name, value in list(variables.items()) if value is old]:
-            variables[name] = new
+        for name in [name for name, value in list(variables.items()) if id(value) in by_id]:
+            variables[name] = by_id[id(variables[name])]

@@ -16,6 +16,7 @@ from ._cutile import core_ops as C
 from .dtypes import as_numpy
 from .dtypes import from_numpy
 from .dtypes import wrap
+from .program import describe
 from .program import dtype_of
 from .program import evaluates
 from .program import evaluates_scalars
@@ -347,6 +348,10 @@ def compare_numbers(op):
 
 @evaluates(A.RawWhereOperation)
 def where(op):
+    if _cutile.is_pointer_dtype(result_dtype(op)):
+        if result_shape(op) != ():
+            raise NotImplementedError(f"a choice of pointers has to be of one, not of a tile ({describe(op.loc)})")
+        return lambda condition, x, y: x if condition else y
     return torch.where
 
 
