@@ -54,8 +54,8 @@ class Op:
             )
         self.impls[backend] = impl
         if backend == RECORDED_BACKEND:
-            self.chosen_recordings[impl] = Recordings(self.signature, functools.partial(self.serve, None))
-            self.named_recordings[impl] = Recordings(self.signature, functools.partial(self.serve, backend))
+            self.chosen_recordings[impl] = Recordings(self.signature, functools.partial(self.serve, None), self.name)
+            self.named_recordings[impl] = Recordings(self.signature, functools.partial(self.serve, backend), self.name)
 
     def serve(self, backend: str | None, /, *args, **kwargs) -> Any:
         """Calls the implementation of ``backend``, None for the one that is chosen now."""
@@ -144,7 +144,7 @@ def dispatch(name: str) -> Callable[[Callable], Callable]:
                 recordings = chosen_recordings.get(impls.get(selector.eager_backend()))
             else:
                 recordings = named_recordings.get(impls.get(backend))
-            return op.serve(backend, *args, **kwargs) if recordings is None else recordings.call(args, kwargs)
+            return op.serve(backend, *args, **kwargs) if recordings is None else recordings.call(*args, **kwargs)
 
         backend_parameter = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None)
         call.__signature__ = op.signature.replace(parameters=[*op.signature.parameters.values(), backend_parameter])

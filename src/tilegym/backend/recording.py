@@ -10,15 +10,16 @@ that allocate so much that the GPU is at work for longer than the host. While to
 
 import inspect
 import operator
+import sys
 import threading
-import types
-import typing
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilegym.backend import recording_source
 
 MAX_KINDS = 1024  # of calls of one op; lengths that grow by one, as in decoding, give a new kind each time
 # That a call allocates: to write as much takes an H200 longer than a call takes the host. Repeated calls keep all that
@@ -41,66 +42,43 @@ _all: list["Recordings"] = []
 _version = 0  # grows when recordings are forgotten
 
 
-class Launch(NamedTuple):
-    """A launch of a recorded call."""
-
-    submit: Callable[[int, tuple[int, ...], Any, tuple, bool], None]  # (device, grid, kernel, args, overlap)
-    device: int
-    grid: tuple[int, ...]
-    kernel: Any
-    arrays: Callable[[list], tuple]  # from the slots, the kernel's arguments up to the last array
-    numbers: tuple  # those behind it
-    overlap: bool
-
-
 class Recording(NamedTuple):
-    """What calls of one kind do. Their slots: their tensors, the values here, and what is made of those, in order."""
+    """What calls of one kind do."""
 
-    values: tuple
-    made: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]  # of the tensor in which slot, and how
-    launches: list[Launch]
-    result: Callable[[list], Any]  # from the slots
+    repeat: Callable[..., Any]  # does it for a call with these tensors
     answers: tuple[tuple[Callable[[], Any], Any], ...]  # to what the call asked besides, see :func:`ask`
-
-    def repeat(self, tensors: tuple) -> Any:
-        """Does it for a call with these tensors."""
-        slots = [*tensors, *self.values]
-        for source, make in self.made:
-            slots.append(make(slots[source]))
-        for submit, device, grid, kernel, arrays, numbers, overlap in self.launches:
-            submit(device, grid, kernel, arrays(slots) + numbers, overlap)
-        return self.result(slots)
 
 
 class Recordings:
     """``serve``, a function of this signature that calls an op, with recordings of its calls."""
 
-    def __init__(self, signature: inspect.Signature, serve: Callable) -> None:
-        self._signature = signature
-        self._look = self._first_look
+    def __init__(self, signature: inspect.Signature, serve: Callable, name: str = "call") -> None:
+        self._signature, self._name = signature, name
         self._serve = serve
         self.known: dict[Any, Recording | bool] = {}  # by kind; True: seen once, False: cannot be repeated
+        self.call = self._first_call
         _all.append(self)
 
-    def _first_look(self, *args, **kwargs) -> tuple:
-        self._look = _look_of(self._signature)  # not before it is wanted: all of them would slow the import
-        return self._look(*args, **kwargs)
+    def _first_call(self, *args, **kwargs) -> Any:
+        # Not written before it is wanted: all of them would slow the import.
+        names = {
+            "__module__": sys.modules[__name__],
+            "__known__": self.known.get,
+            "__Recording__": Recording,
+            "__still__": _still,
+            "__otherwise__": self._call_without_recording,
+            "__name__": __name__,
+        }
+        self.call = recording_source.call_of(self._signature, self._name, names)
+        return self.call(*args, **kwargs)
 
-    def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Serves a call, by its recording where there is one."""
-        kind = found = None
-        if active is None:
-            try:
-                kind, tensors = self._look(*args, **kwargs)
-                found = self.known.get(kind)
-            except (TypeError, AttributeError, RuntimeError):  # arguments that the op does not take: serve says so
-                kind = None
+    def _call_without_recording(self, kind: tuple | None, tensors: tuple, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Serves a call that no recording repeats, of kind None if it cannot have one, and records it in time."""
+        found = self.known.get(kind)
         if found is True:
             return self._record(kind, tensors, args, kwargs)
-        if found:
-            if not found.answers or all([question() == answer for question, answer in found.answers]):
-                return found.repeat(tensors)
-            self.known[kind] = True
+        if isinstance(found, Recording):
+            self.known[kind] = True  # the answers have changed
         elif found is None and kind is not None and not _has_tensors(kind):
             if len(self.known) >= MAX_KINDS:
                 self.known.clear()
@@ -126,6 +104,14 @@ class Recordings:
         finally:
             active = None
             _lock.release()
+
+
+def _still(answers: tuple[tuple[Callable[[], Any], Any], ...]) -> bool:
+    """Whether these questions have the same answers as when they were recorded."""
+    for question, answer in answers:
+        if question() != answer:
+            return False
+    return True
 
 
 def forget() -> None:
@@ -170,10 +156,9 @@ class Recorder(TorchDispatchMode):
         # By a tensor's id, itself (so that no other gets this id), and the input or allocation that it is part of.
         self._parts = {id(t): (t, t) for t in tensors if t is not None}
         self._bytes = 0
-        self._values: list[Any] = []
-        self._made: list[tuple[int, Callable]] = []
-        self._memory = {id(t): (i, _geometry(t, t)) for i, t in enumerate(tensors) if t is not None}
-        self._slots: dict[tuple, int] = {}  # of the tensor of a geometry in an input's or an allocation's memory
+        self._source = recording_source.Repeat(len(tensors))
+        self._memory = {id(t): (f"t{i}", _geometry(t, t)) for i, t in enumerate(tensors) if t is not None}
+        self._slots: dict[tuple, str] = {}  # names, by the input or allocation that it is in and its geometry
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -213,31 +198,33 @@ class Recorder(TorchDispatchMode):
         """Of the call, which has returned ``result``; None if it cannot be repeated."""
         if self.refused or not self._launches:
             return None
+        source = self._source
         outputs = result if type(result) in (tuple, list) else (result,)
         try:
-            parts = [_split(launch[4]) for launch in self._launches]
-            # Values have their slots in front of what is made, which may be any number.
-            self._values = [value for leading, _ in parts for value in leading if not _is_array(value)]
-            at = iter(range(len(self._inputs), len(self._inputs) + len(self._values)))
-            self._values.append(None)
             # Outputs first: they shall be allocations themselves, and no views of some.
             returned = [self._slot(output) for output in outputs]
-            launches = []
-            for (*where, _, overlap), (leading, numbers) in zip(self._launches, parts, strict=True):
-                slots = [self._slots_of(value) if _is_array(value) else next(at) for value in leading]
-                launches.append(Launch(*where, _several(slots), numbers, overlap))
+            for submit, device, grid, kernel, args, overlap in self._launches:
+                names = [self._argument(arg) for arg in args]
+                source.launch(submit, device, grid, kernel, names, overlap)
         except _NotRepeatable:
             return None
-        give = _several(returned, type(result)) if outputs is result else operator.itemgetter(*returned)
-        return Recording(tuple(self._values), self._made, launches, give, tuple(self.answers))
+        text = recording_source.several(returned, type(result)) if outputs is result else returned[0]
+        return Recording(source.returning(text), tuple(self.answers))
 
-    def _slots_of(self, array: torch.Tensor | list[torch.Tensor]) -> int | list[int]:
-        return [self._slot(tensor) for tensor in array] if isinstance(array, list) else self._slot(array)
+    def _argument(self, value: Any) -> str:
+        """The name of an argument of a kernel."""
+        if isinstance(value, torch.Tensor):
+            return self._slot(value)
+        if type(value) is list and all(isinstance(v, torch.Tensor) for v in value):
+            return recording_source.several([self._slot(v) for v in value], list)
+        if not _is_plain(value):
+            raise _NotRepeatable
+        return self._source.constant(value)
 
-    def _slot(self, tensor: Any) -> int:
-        """Where a tensor of the call, or None, will be: it is an input, or made now."""
+    def _slot(self, tensor: Any) -> str:
+        """The name of what a tensor of the call, or None, will be: it is an input, or made now."""
         if tensor is None:
-            return len(self._inputs) + len(self._values) - 1
+            return "None"
         if id(tensor) not in self._parts:
             raise _NotRepeatable
         root = self._parts[id(tensor)][1]
@@ -247,12 +234,12 @@ class Recorder(TorchDispatchMode):
                 self._memory[id(root)] = self._allocate(root, tensor)
             slot, geometry = self._memory[id(root)]
             if wanted != geometry:
-                slot = self._make(slot, _view(geometry, wanted))
+                slot = self._source.make(slot, _view(geometry, wanted))
             self._slots[id(root), wanted] = slot
         return self._slots[id(root), wanted]
 
-    def _allocate(self, root: torch.Tensor, tensor: torch.Tensor) -> tuple[int, tuple]:
-        """Makes what ``root`` is, laid out as ``tensor``, its first use, where that is all of it; slot and geometry."""
+    def _allocate(self, root: torch.Tensor, tensor: torch.Tensor) -> tuple[str, tuple]:
+        """Makes what ``root`` is, laid out as ``tensor``, its first use, where that is all of it; name and geometry."""
         if root.dtype == tensor.dtype and _is_dense(tensor) and tensor.numel() == root.numel() and _is_dense(root):
             geometry = _geometry(root, tensor)
         else:
@@ -263,15 +250,12 @@ class Recorder(TorchDispatchMode):
         for i in same:
             like = self._inputs[i]
             if like.shape == shape and like.stride() == strides and like.is_contiguous():
-                return self._make(i, torch.empty_like), geometry
+                return self._source.make(f"t{i}", torch.empty_like), geometry
         if not sources:
             raise _NotRepeatable
         source, options = (same[0], {}) if same else (sources[0], {"dtype": dtype})
-        return self._make(source, operator.methodcaller("new_empty_strided", shape, strides, **options)), geometry
-
-    def _make(self, source: int, make: Callable) -> int:
-        self._made.append((source, make))
-        return len(self._inputs) + len(self._values) + len(self._made) - 1
+        make = operator.methodcaller("new_empty_strided", shape, strides, **options)
+        return self._source.make(f"t{source}", make), geometry
 
 
 def _geometry(root: torch.Tensor, tensor: torch.Tensor) -> tuple:
@@ -297,76 +281,10 @@ def _view(of: tuple, wanted: tuple) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.view(dtype).as_strided(shape, strides, tensor.storage_offset() + ahead)
 
 
-def _split(args: tuple) -> tuple[tuple, tuple]:
-    """A kernel's arguments up to the last array, and the numbers behind it."""
-    arrays = [i for i, arg in enumerate(args) if _is_array(arg)]
-    if not arrays or not all(_is_array(arg) or _is_plain(arg) for arg in args):
-        raise _NotRepeatable
-    return args[: arrays[-1] + 1], args[arrays[-1] + 1 :]
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (type(value) is list and all(isinstance(v, torch.Tensor) for v in value))
-
-
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _several(slots: list[int | list[int]], kind: type = tuple) -> Callable[[list], tuple | list]:
-    """A function that picks these slots, as a tuple or a list, with lists of some in it."""
-    if kind is tuple and len(slots) > 1 and list not in map(type, slots):
-        return operator.itemgetter(*slots)
-    return lambda values: kind([[values[i] for i in s] if type(s) is list else values[s] for s in slots])
-
-
-def _look_of(signature: inspect.Signature) -> Callable[..., tuple]:
-    """A function with this signature that returns the kind of a call, hashable, and its tensors; (None, ()) for a call
-    that wants gradients.
-
-    It is written out for the signature, as ``dataclasses`` write out their methods: to go over a call's arguments in a
-    loop takes half as long again. Tensors that no annotation announces become part of the kind, see ``_has_tensors``.
-    """
-    parameters, gradients, kind, tensors = [], [], [], []
-    names = {"__gradients__": torch.is_grad_enabled, "__several__": _several_tensors}  # no parameters' names
-    device = "device"  # the first tensor's; for the others its index tells enough, and is faster to get
-    for name, parameter in signature.parameters.items():
-        keyword = "*, " if parameter.kind is parameter.KEYWORD_ONLY and "*, " not in "".join(parameters) else ""
-        default = "" if parameter.default is parameter.empty else f"=default_{name}"
-        names[f"default_{name}"] = parameter.default
-        parameters.append(f"{keyword}{name}{default}")
-        union = typing.get_origin(parameter.annotation) in (types.UnionType, typing.Union)
-        among = typing.get_args(parameter.annotation) if union else (parameter.annotation,)
-        given = "" if type(None) not in among else f"None if {name} is None else "
-        if torch.Tensor in among:
-            of = f"{name}.dtype, {name}.shape, {name}.{device}, {name}.is_contiguous() or {name}.stride()"
-            kind.append(f"{given}({of})" if given else of)
-            tensors.append(name)
-            gradients.append(f"({name} is not None and {name}.requires_grad)" if given else f"{name}.requires_grad")
-            device = device if given else "get_device()"
-        elif "torch.Tensor" in str(parameter.annotation):
-            kind.append(f"{given}__several__({name})")
-            tensors.append(f"*({name} or ())")
-            gradients.append(f"True in [t is not None and t.requires_grad for t in {name} or ()]")
-        else:
-            kind.append(name)
-    source = f"""\
-def look({", ".join(parameters)}):
-    if __gradients__() and ({" or ".join(gradients) or "False"}):
-        return None, ()
-    return ({", ".join([*kind, ""])}), ({", ".join([*tensors, ""])})
-"""
-    exec(source, names)
-    return names["look"]
-
-
-def _several_tensors(tensors: list[torch.Tensor | None]) -> tuple:
-    """Of a list of tensors, its part of the kind."""
-    return tuple(
-        [None if t is None else (t.dtype, t.shape, t.device, t.is_contiguous() or t.stride()) for t in tensors]
-    )
 
 
 def _has_tensors(kind: tuple) -> bool:

@@ -23,18 +23,18 @@ def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Calla
     """
 
     def decorate(function: Callable) -> Callable:
-        recordings = Recordings(inspect.signature(function), function)
+        recordings = Recordings(inspect.signature(function), function, function.__name__)
 
         @functools.wraps(function)
         def recorded(*args):
-            return recordings.call(args, {})
+            return recordings.call(*args)
 
         operator = torch.library.custom_op(f"tilegym::{function.__name__}", recorded, mutates_args=mutates)
         operator.register_fake(fake)
 
         @functools.wraps(function)
         def call(*args):
-            return operator(*args) if torch.compiler.is_compiling() else recordings.call(args, {})
+            return operator(*args) if torch.compiler.is_compiling() else recordings.call(*args)
 
         call.operator = operator
         return call

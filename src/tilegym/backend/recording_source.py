@@ -1,0 +1,137 @@
+"""Writes out, as source text, the functions that run in every call of an op: its look at the arguments, its repetition.
+
+As ``dataclasses`` write out their methods: to go over arguments, allocations and launches in loops takes the host
+longer than all else that a repeated call does besides its launches.
+"""
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def call_of(signature: inspect.Signature, name: str, names: dict[str, Any]) -> Callable:
+    """A function with this signature that repeats a call's recording if there is one that still holds.
+
+    ``names``: what it refers to. ``__module__.active``: none is repeated then. ``__known__``: from kind to
+    ``__Recording__`` or else; what tells a call's kind is hashable. ``__still__``: whether its answers hold.
+    ``__otherwise__``: serves all other calls, from kind (None if gradients are wanted or the arguments are not the
+    op's), tensors, args and kwargs.
+
+    Tensors that no annotation announces become part of the kind.
+    """
+    # No parameters' names.
+    names = names | {
+        "__gradients__": torch.is_grad_enabled,
+        "__several__": _several_tensors,
+        "__errors__": (TypeError, AttributeError, RuntimeError),  # of arguments that the op does not take
+    }
+    parameters, gradients, kind, tensors, args, kwargs = [], [], [], [], [], []
+    device = "device"  # the first tensor's; for the others its index tells enough, and is faster to get
+    for name_, parameter in signature.parameters.items():
+        names[f"default_{name_}"] = parameter.default
+        default = "" if parameter.default is parameter.empty else f"=default_{name_}"
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            parameters += [] if kwargs else ["*"]
+            kwargs.append(f"{name_!r}: {name_}")
+        else:
+            args.append(name_)
+        parameters.append(f"{name_}{default}")
+        union = typing.get_origin(parameter.annotation) in (types.UnionType, typing.Union)
+        among = typing.get_args(parameter.annotation) if union else (parameter.annotation,)
+        given = "" if type(None) not in among else f"None if {name_} is None else "
+        if torch.Tensor in among:
+            of = f"{name_}.dtype, {name_}.shape, {name_}.{device}, {name_}.is_contiguous() or {name_}.stride()"
+            kind.append(f"{given}({of})" if given else of)
+            tensors.append(name_)
+            gradients.append(f"({name_} is not None and {name_}.requires_grad)" if given else f"{name_}.requires_grad")
+            device = device if given else "get_device()"
+        elif "torch.Tensor" in str(parameter.annotation):
+            kind.append(f"{given}__several__({name_})")
+            tensors.append(f"*({name_} or ())")
+            gradients.append(f"True in [__t__ is not None and __t__.requires_grad for __t__ in {name_} or ()]")
+        else:
+            kind.append(name_)
+    source = f"""\
+def {name}({", ".join(parameters)}):
+    __kind__ = __found__ = None
+    try:
+        if __module__.active is None and not (__gradients__() and ({" or ".join(gradients) or "False"})):
+            __kind__ = {several(kind)}
+            __found__ = __known__(__kind__)
+    except __errors__:
+        __kind__ = None
+    if __found__.__class__ is __Recording__:
+        __repeat__, __answers__ = __found__
+        if not __answers__ or __still__(__answers__):
+            return __repeat__({", ".join(tensors)})
+    __tensors__ = () if __kind__ is None else {several(tensors)}
+    return __otherwise__(__kind__, __tensors__, {several(args)}, {{{", ".join(kwargs)}}})
+"""
+    exec(source, names)
+    return names[name]
+
+
+def _several_tensors(tensors: list[torch.Tensor | None]) -> tuple:
+    """Of a list of tensors, its part of the kind."""
+    return tuple(
+        [None if t is None else (t.dtype, t.shape, t.device, t.is_contiguous() or t.stride()) for t in tensors]
+    )
+
+
+def several(names: list[str], kind: type = tuple) -> str:
+    """A tuple or a list of these."""
+    return f"[{', '.join(names)}]" if kind is list else f"({', '.join([*names, ''])})"
+
+
+class Repeat:
+    """A function of a call's tensors, ``t0`` and so on, that repeats what the call did; written step by step."""
+
+    def __init__(self, inputs: int) -> None:
+        self._parameters = [f"t{i}" for i in range(inputs)]
+        self._constants: list[Any] = []
+        self._making: list[str] = []
+        self._launching: list[str] = []
+
+    def constant(self, value: Any) -> str:
+        """The name of a value that is the same in all calls."""
+        self._constants.append(value)
+        return f"c{len(self._constants) - 1}"
+
+    def make(self, source: str, make: Callable[[torch.Tensor], torch.Tensor]) -> str:
+        """Makes a tensor of the one that is called ``source``; its name."""
+        name = f"m{len(self._making)}"
+        self._making.append(f"{name} = {self.constant(make)}({source})")
+        return name
+
+    def launch(
+        self, submit: Callable, device: int, grid: tuple[int, ...], kernel: Any, args: list[str], overlap: bool
+    ) -> None:
+        """Launches a kernel with arguments of these names, behind all making."""
+        where = [self.constant(value) for value in (device, grid, kernel)]
+        last = self.constant(overlap)
+        self._launching.append(f"{self.constant(submit)}({', '.join(where)}, {several(args)}, {last})")
+
+    def returning(self, result: str) -> Callable[..., Any]:
+        """The function, which returns this."""
+        lines = [*self._making, *self._launching, f"return {result}"]
+        return _bound(tuple(self._parameters), tuple(lines), len(self._constants))(*self._constants)
+
+
+@functools.cache
+def _bound(parameters: tuple[str, ...], lines: tuple[str, ...], constants: int) -> Callable[..., Callable]:
+    """From so many constants to the function of these parameters and lines: few differ in more than constants."""
+    names: dict[str, Any] = {}
+    body = "\n        ".join(lines)
+    source = f"""\
+def bound({", ".join(f"c{i}" for i in range(constants))}):
+    def repeat({", ".join(parameters)}):
+        {body}
+    return repeat
+"""
+    exec(source, names)
+    return names["bound"]
