@@ -86,6 +86,8 @@ def test_monkey_patch_finds_it(done):
     model = small("stablelm")
     with monkey_patch.apply(model, use_cutile=False, rope=False) as report:
         assert {entry.compute for entry in report.patched} == COMPUTES - {"rope"}
+    with pytest.raises(TypeError, match="no family has roppe; flags are .*layer_norm"):
+        monkey_patch.apply(model, use_cutile=False, roppe=False)
     aggregate = generated.find("stablelm")
     assert aggregate.__name__ == "apply_tilegym_kernel_to_stablelm"
     with pytest.raises(PatchError, match="model="):

@@ -84,16 +84,17 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
         BackendError: cuTile is asked for and not installed.
         TypeError: no family has a compute of a flag's name.
     """
-    written = generated.find(getattr(getattr(model, "config", None), "model_type", None) or "")
-    if written is not None and model.config.model_type not in FAMILIES:
-        computes = inspect.signature(written).parameters
-        wanted = {name: value for name, value in {**flags, "attn": use_attn}.items() if name in computes}
-        return written(model=model, use_cutile=use_cutile, **wanted)
-    family = FAMILIES[_model_type(model, tuple(FAMILIES))]
-    known = {compute.name for family in FAMILIES.values() for compute in family.computes} - {"attn"}
+    model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
+    written = None if model_type in FAMILIES else generated.find(model_type)
+    family = FAMILIES[_model_type(model, tuple(FAMILIES))] if written is None else None
+    computes = set() if written is None else inspect.signature(written).parameters.keys() - {"model", "use_cutile"}
+    known = computes.union(compute.name for family in FAMILIES.values() for compute in family.computes) - {"attn"}
     unknown = flags.keys() - known
     if unknown:
         raise TypeError(f"apply: no family has {', '.join(sorted(unknown))}; flags are {', '.join(sorted(known))}")
+    if written is not None:
+        wanted = {name: value for name, value in {**flags, "attn": use_attn}.items() if name in computes}
+        return written(model=model, use_cutile=use_cutile, **wanted)
     wanted = {compute.name: flags.get(compute.name, True) for compute in family.computes}
     return _patch(family, model, use_cutile, **{**wanted, "attn": use_attn})
 
