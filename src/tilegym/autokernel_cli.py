@@ -106,8 +106,10 @@ def autokernel(
     turns = min(ModelRules.seconds, 3 * minutes)  # a comparison takes a twentieth of the budget at most
     model_rules = ModelRules(seconds=turns) if on_gpu else ModelRules(rounds=2, throughput=False)
     model_limits = Limits(1 << 40, max(1800.0, seconds))
-    devices = RayDevices(ray, names[0], limits, rules) if ray else LocalDevices(names, limits, rules)
+    each = min(width, _processors() // 4) if on_gpu else 1
+    devices = RayDevices(ray, names[0], limits, rules) if ray else LocalDevices(names, limits, rules, max(each, 1))
     host = WorkerHost(names[0], limits)
+    room = _room if on_gpu else lambda size: 0
     if resolve_commits and not look_up_commit():
         typer.echo("GitHub does not say which commit this transformers is: Definitions link to the tag of its release")
     try:
@@ -117,11 +119,14 @@ def autokernel(
             repository=repo,
             proposers=_proposers(proposers, agent, repo),
             devices=devices,
-            model_judge=ModelJudge(host, chosen, model_rules, model_limits, out / "baseline"),
+            model_judge=ModelJudge(host, chosen, model_rules, model_limits, out / "baseline", room),
             tell=typer.echo,
         )
         typer.echo(f"{_SANDBOX}\n")
         typer.echo(f"run {name} on {', '.join(names)}, branch {repo.branch}, ledger {loop.ledger.path}")
+        if on_gpu and not ray:
+            host.prepare("model", model_limits, 2)
+            devices.prepare()
         stop = loop.run()
     finally:
         devices.close()
@@ -132,6 +137,20 @@ def autokernel(
         typer.echo(f"see {out / 'results.md'} and {out / 'results.html'}")
     if stop == BY_HAND:
         raise typer.Exit(130)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _room(size: int) -> int:
+    """How many models of ``size`` bytes can be made ready at once: the first GPU's memory, and processors, allow it."""
+    import torch
+
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    needs = 1.25 * size + (3 << 30)  # what captured graphs and a process of CUDA take beside it, generously
+    return min(int((free - 0.1 * total) // needs), _processors() // 2)
 
 
 def _check_compiler() -> None:

@@ -59,7 +59,7 @@ class OnHost(LocalDevices):
     """The one worker host that the tests of this file share."""
 
     def __init__(self, host):
-        self.rules, self.hosts = RULES, [host]
+        self.rules, self.hosts, self.devices = RULES, [host], 1
 
 
 def make(repository, host, folder, model, proposers, regions, experiments):

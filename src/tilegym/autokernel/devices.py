@@ -1,4 +1,4 @@
-"""Where kernels are judged: on the devices of this machine, one worker each, or on those of a Ray cluster.
+"""Where kernels are judged: on the devices of this machine, or on those of a Ray cluster.
 
 What is judged and in which order decisions are taken is settled before; more devices only make it faster.
 """
@@ -16,11 +16,14 @@ from queue import SimpleQueue
 from typing import Any
 from typing import Protocol
 
+import torch
+
 from tilegym.autokernel import timing
 from tilegym.autokernel.judge import KernelJudge
 from tilegym.autokernel.judge import Verdict
 from tilegym.autokernel.protocol import Proposal
 from tilegym.autokernel.protocol import Task
+from tilegym.autokernel.quiet import Quiet
 from tilegym.autokernel.repository import write_proposal
 from tilegym.autokernel.sandbox import Limits
 from tilegym.autokernel.workers import WorkerHost
@@ -68,23 +71,34 @@ def judge_job(host: WorkerHost, job: Job, rules: timing.Rules) -> Verdict:
 
 
 class LocalDevices:
-    """One worker host for each device of this machine.
+    """Worker hosts on the devices of this machine. Of several on one device only one is there while it times.
 
     Args:
         names: "cpu", or GPUs by UUID or index; "cpu" may stand there several times.
         limits: of the workers.
         rules: of gate 7.
+        each: how many kernels a device judges at once, at most; on a GPU those for whose limits there is memory.
     """
 
-    def __init__(self, names: tuple[str, ...], limits: Limits, rules: timing.Rules) -> None:
-        self.rules = rules
-        self.hosts = [WorkerHost(name, limits) for name in names]
+    def __init__(self, names: tuple[str, ...], limits: Limits, rules: timing.Rules, each: int = 1) -> None:
+        self.rules, self.limits = rules, limits
+        quiet = [Quiet() for _ in names]
+        # By turns, so that all devices are used before one has two.
+        self.hosts = [WorkerHost(n, limits, q) for _ in range(each) for n, q in zip(names, quiet, strict=True)]
+        self.devices = len(names)
+
+    def prepare(self) -> None:
+        """Begins the first workers, in the background."""
+        for host in self.hosts:
+            host.prepare()
 
     def judge(self, jobs: list[Job]) -> Iterator[tuple[int, Verdict]]:
         """As of :class:`Devices`."""
         free: SimpleQueue[WorkerHost] = SimpleQueue()
-        for host in self.hosts:
-            free.put(host)
+        for index, host in enumerate(self.hosts):
+            turn, device = divmod(index, self.devices)
+            if turn == 0 or turn < self._room(device, host.device):
+                free.put(host)
 
         def run(job: Job) -> Verdict:
             host = free.get()
@@ -97,6 +111,13 @@ class LocalDevices:
             futures = {pool.submit(run, job): job.number for job in jobs}
             for future in as_completed(futures):
                 yield futures[future], future.result()
+
+    def _room(self, device: int, name: str) -> int:
+        """How many workers a device's free memory is enough for."""
+        if name == "cpu":
+            return len(self.hosts)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0] // self.limits.memory
 
     def close(self) -> None:
         """As of :class:`Devices`."""

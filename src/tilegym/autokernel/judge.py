@@ -155,7 +155,8 @@ class KernelJudge:
     def _speed(self, trial: "_Trial", verdict: Verdict) -> str:
         with self.host.working() as other:
             _answer(other.ask("reference", definition_reference=trial.task.definition.reference))
-            measured = timing.measure(trial.worker, other, trial.recorded, self.kind)
+            with self.host.quiet.alone():
+                measured = timing.measure(trial.worker, other, trial.recorded, self.kind)
         ops = timing.count_ops(trial.run, trial.recorded[0][0].cast(torch.device("meta")))
         verdict.timing = measured.summary() | {"bound": trial.task.bound_seconds, "ops": ops}
         failed = timing.judge(measured, trial.task.bound_seconds, ops, self.rules)
@@ -252,15 +253,15 @@ class _Trial:
         self, call: Call, wanted: tuple[str, ...], upstream: list[torch.Tensor], dtype: torch.dtype | None
     ) -> tuple[list[int], tuple[torch.Tensor, ...]] | None:
         """The reference's: which outputs have any, and the gradients of the inputs; None if there are none."""
-        inputs = call.cast(self.judge.device, dtype)
-        leaves = {name: inputs[name].requires_grad_() for name in wanted}
-        with torch.enable_grad():
+        with self.judge.host.quiet.shared(), torch.enable_grad():
+            inputs = call.cast(self.judge.device, dtype)
+            leaves = {name: inputs[name].requires_grad_() for name in wanted}
             outputs = _tuple(self.run(*(inputs | leaves).values()))
-        chosen = [i for i, value in enumerate(outputs) if value.requires_grad]
-        if not chosen:
-            return None
-        backward = [upstream[i].to(outputs[i]) for i in chosen]
-        found = torch.autograd.grad([outputs[i] for i in chosen], leaves.values(), backward, allow_unused=True)
+            chosen = [i for i, value in enumerate(outputs) if value.requires_grad]
+            if not chosen:
+                return None
+            backward = [upstream[i].to(outputs[i]) for i in chosen]
+            found = torch.autograd.grad([outputs[i] for i in chosen], leaves.values(), backward, allow_unused=True)
         pairs = zip(found, leaves.values(), strict=True)
         return chosen, tuple(torch.zeros_like(leaf) if g is None else g for g, leaf in pairs)
 
@@ -272,7 +273,8 @@ class _Trial:
         given, output = self.worker.folder / "upstream.safetensors", self.worker.folder / "gradients.safetensors"
         tensors.write(given, {str(i): value for i, value in enumerate(upstream)})
         names = {"upstream": str(given), "output": str(output)}
-        answer = self.worker.ask("gradients", files=files, described=described, wanted=list(wanted), **names)
+        with self.judge.host.quiet.shared():
+            answer = self.worker.ask("gradients", files=files, described=described, wanted=list(wanted), **names)
         self.outbox.remove(files)
         if answer.get("error", "").startswith("UnsupportedError"):
             return None, {}
@@ -313,7 +315,8 @@ class _Trial:
         return small(self.definition, self.numbers, self.generator, size, self.weights)
 
     def _ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        return _answer(self.worker.ask(command, **arguments))
+        with self.judge.host.quiet.shared():
+            return _answer(self.worker.ask(command, **arguments))
 
     def _outputs(
         self, calls: list[Call], poison: str = "nan", sanitize: bool = False
@@ -358,9 +361,11 @@ class _Trial:
 
     def _wrong(self, call: Call, got: tuple[torch.Tensor, ...]) -> str | None:
         """What is wrong with the outputs of a call, or None."""
-        with torch.no_grad():
+        with self.judge.host.quiet.shared(), torch.no_grad():
             expected = _tuple(self.run(*call.cast(self.judge.device).values()))
             exact = _tuple(self.run(*call.cast(self.judge.device, torch.float64).values()))
+            if self.judge.kind == "cuda":
+                torch.cuda.synchronize()
         if len(got) != len(expected):
             return f"{len(got)} tensors came back, the Definition has {len(expected)}"
         for name, value, should, oracle in zip(self.definition.outputs, got, expected, exact, strict=True):

@@ -149,9 +149,8 @@ class Loop:
             self._say("profiling the unpatched model")
             device, folder = torch.device(self.settings.device), Path(self.settings.folder)
             recordings = self.folder / "recordings"
-            rows, whole = self.survey(
-                self.settings.model, device, self.settings.architectures, folder, recordings, self._say
-            )
+            about = self.settings.model, device, self.settings.architectures, folder, recordings
+            rows, whole = self.survey(*about, self._say, self.model_judge)
             if device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()  # the workers need what the model had
@@ -303,6 +302,7 @@ class Loop:
             recording = path.read_bytes(), path.with_suffix(".json").read_bytes()
             task = self.task_of(experiment).to_json()
             jobs.append(Job(experiment.number, task, experiment.proposal.to_json(), recording))
+        self.model_judge.expect(len(jobs))
         for number, verdict in self.devices.judge(jobs) if jobs else ():
             self.checkpoint("judged")
             self.ledger.advance(number, "judged", verdict=verdict.to_json())
@@ -339,8 +339,9 @@ class Loop:
         if verdict.status == "passed":
             self.checkpoint("measure")
             begin = time.monotonic()
-            with self._installed(experiment) as (best, kernels):
+            with self._installed(experiment) as (best, kernels, later):
                 try:
+                    self.model_judge.prepare([kernels, *later], self.ledger.fact("baseline"))
                     found = self.model_judge.judge(kernels, best, self.ledger.fact("baseline"))
                     speed = f"{found['throughput']:.2f} tokens/s", report.times(found), report.way(found)
                     detail = ", ".join(filter(None, speed))
@@ -357,14 +358,17 @@ class Loop:
         self.ledger.advance(experiment.number, "measured", verdict=verdict.to_json(), model=json.dumps(found))
 
     @contextlib.contextmanager
-    def _installed(self, experiment: Experiment) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """(what is kept, the same with the experiment's kernel), as the model's workers need it."""
+    def _installed(self, experiment: Experiment) -> Iterator[tuple[dict[str, Any], dict[str, Any], list]]:
+        """(what is kept, the same with the experiment's kernel, what is next if it and what follows it is kept)."""
         head = self.repository.worktree("best", self.repository.head())
-        tree = self.repository.worktree(f"experiment-{experiment.number}", experiment.commit_id)
         best = {e.region: {"root": str(head), "solution": e.proposal.solution.to_json()} for e in self.ledger.kept()}
-        mine = {"root": str(tree), "solution": experiment.proposal.solution.to_json()}
+        sets = [best]
+        for e in self._in_state("judged"):
+            if e.verdict.status == "passed":  # the first is the experiment
+                tree = self.repository.worktree(f"experiment-{e.number}", e.commit_id)
+                sets.append(sets[-1] | {e.region: {"root": str(tree), "solution": e.proposal.solution.to_json()}})
         try:
-            yield best, best | {experiment.region: mine}
+            yield best, sets[1], sets[2:]
         finally:
             self.repository.remove("best")
 

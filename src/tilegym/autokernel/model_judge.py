@@ -4,6 +4,7 @@ Unpatched, best so far and candidate each run in a worker of their own. They tak
 Where there is a GPU the runs that count are replayed CUDA graphs; all of the compared models' or none's.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from tilegym.autokernel import tensors
+from tilegym.autokernel.ahead import Ahead
 from tilegym.autokernel.judge import Failed
 from tilegym.autokernel.model_worker import EAGER
 from tilegym.autokernel.model_worker import WAYS
@@ -34,6 +36,7 @@ from tilegym.bench import compare
 # The 95% quantiles of Student's t distribution, one side, by degrees of freedom.
 _T95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81, 1.80, 1.78, 1.77, 1.76, 1.75)
 _LEAST_ROUNDS = 4
+_BASELINE = "the unpatched model", "its twin"
 _MORE_MEMORY = 1.05  # peak memory may grow by this factor, for workspaces
 
 
@@ -77,13 +80,37 @@ class ModelJudge:
         rules: what is asked for.
         limits: of a worker.
         folder: where the baseline's tokens and logits are kept.
+        room: how many more models of so many bytes the device has memory for, to be made ready ahead of their turn.
     """
 
     def __init__(
-        self, host: WorkerHost, settings: ModelSettings, rules: ModelRules, limits: Limits, folder: Path
+        self,
+        host: WorkerHost,
+        settings: ModelSettings,
+        rules: ModelRules,
+        limits: Limits,
+        folder: Path,
+        room: Callable[[int], int] = lambda size: 0,
     ) -> None:
         self.host, self.settings, self.rules, self.limits, self.folder = host, settings, rules, limits, folder
+        self.room = room
         self._models: dict[str, RunningModel] = {}  # that may be needed again, by the kernels in them
+        self._ahead = Ahead()
+
+    def load_ahead(self, size: int) -> None:
+        """Begins to load what the baseline needs, if there is room for models of ``size`` bytes."""
+        if self.room(size) >= len(_BASELINE):
+            for name in _BASELINE:
+                model = self._new({})
+                self._ahead.begin(name, model, model.begin)
+
+    def run_ahead(self, wait: bool = False) -> None:
+        """Lets what is being loaded make its first run, or only waits until it is loaded."""
+        for name in _BASELINE:
+            taken = self._ahead.take(name)
+            if taken is not None:
+                model = taken[0]
+                self._ahead.begin(name, model, model.begin if wait else model.warm_up)
 
     def baseline(self) -> dict[str, Any]:
         """Runs the unpatched model; keeps its tokens and logits, and an oracle's; row one of the ledger.
@@ -95,7 +122,8 @@ class ModelJudge:
             WorkerFailed, Failed: the model cannot be run.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        one, twin = self._model({}), self._new({})
+        one, twin = ((self._ahead.take(name) or [self._new({})])[0] for name in _BASELINE)
+        self._models[_key({})] = one
         one.begin()
         pool = ThreadPoolExecutor(1)
         try:
@@ -113,6 +141,9 @@ class ModelJudge:
             # two logits, replayed, is then as far as four times that from the same, not replayed.
             tie = 4 * (2 * unpatched.largest + rounding)
             ready.result()
+            captured = pool.submit(self._capture, twin, WAYS, tie)
+            self._capture(one, WAYS, tie)
+            captured.result()
             way, why = self._way({"original": one, "the same again": twin}, WAYS, tie)
 
             def enough(times: list[list[float]]) -> bool:
@@ -137,6 +168,45 @@ class ModelJudge:
             "confined": confined,
         }
 
+    def expect(self, count: int) -> None:
+        """Begins processes for so many models, where they are made ready ahead."""
+        if count > 1 and self.room(0):
+            self.host.prepare("model", self.limits, count)
+
+    def prepare(self, sets: list[dict[str, Any]], baseline: dict[str, Any]) -> None:
+        """Begins to make the model ready with each of these sets of kernels, as far as there is room.
+
+        What :meth:`judge` finds is the same as without; a model that fails meanwhile is made again then, alone.
+        """
+        keys = [_key(kernels) for kernels in sets]
+        self._ahead.keep_only(keys)
+        new = [(key, kernels) for key, kernels in zip(keys, sets, strict=True) if key not in self._ahead]
+        needed = max(0, 2 - len(self._models))  # the original and the best
+        room = self.room(baseline["peak"]) - needed if new else 0
+        if room < 2:  # one alone is made as well when it is its turn
+            return
+        for key, kernels in new[:room]:
+            model = self._new(kernels)
+            self._ahead.begin(key, model, functools.partial(self._made, model, baseline))
+
+    def _made(self, model: RunningModel, baseline: dict[str, Any]) -> tuple[dict[str, Any], "_Laps"]:
+        """All about a model that needs no other one: (exactness and memory, the seconds that each step took)."""
+        laps = _Laps()
+        model.begin()
+        laps.lap("load")
+        model.warm_up()
+        laps.lap("first run")
+        generated, given, logits = (model.file(f"{name}.safetensors") for name in ("generated", "given", "logits"))
+        run = model.ask("generate", output=str(generated))
+        shutil.copy(self.folder / "tokens.safetensors", given)
+        model.ask("logits", tokens=str(given), output=str(logits))
+        found = self._exactness(read(generated, "tokens"), read(logits, "logits"), baseline["dtype"])
+        found |= {"peak": run["peak"], "tokens": run["tokens"]}
+        laps.lap("exactness")
+        self._capture(model, _ways(baseline), baseline.get("tie", 0.0))
+        laps.lap("graphs")
+        return found, laps
+
     def judge(self, kernels: dict[str, Any], best: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
         """Judges the model with ``kernels`` against the unpatched one and the one with ``best``.
 
@@ -152,45 +222,35 @@ class ModelJudge:
         Raises:
             Failed, WorkerFailed: it is not good enough, or it died.
         """
-        seconds, begin = {}, time.monotonic()
-
-        def lap(what: str) -> None:
-            nonlocal begin
-            seconds[what], begin = round(time.monotonic() - begin, 2), time.monotonic()
-
         self._keep_only({}, best)
-        model = self._new(kernels)
+        waited = _Laps()
+        model, made = self._ahead.take(_key(kernels)) or (self._new(kernels), None)
+        waited.lap("waited")
         try:
-            model.begin()
-            lap("load")
-            model.warm_up()
-            lap("first run")
-            generated, given, logits = (model.file(f"{name}.safetensors") for name in ("generated", "given", "logits"))
-            run = model.ask("generate", output=str(generated))
-            shutil.copy(self.folder / "tokens.safetensors", given)
-            model.ask("logits", tokens=str(given), output=str(logits))
-            found = self._exactness(read(generated, "tokens"), read(logits, "logits"), baseline["dtype"])
-            lap("exactness")
+            found, laps = made or self._made(model, baseline)
+            tokens = found.pop("tokens")
+            laps.seconds |= waited.seconds if made else {}
+            laps.begin = time.monotonic()
             models = {"candidate": model, "original": self._model({})} | ({"best": self._model(best)} if best else {})
             for other in models.values():
                 other.warm_up()
-            lap("others")
-            ways = WAYS[WAYS.index(baseline.get("way", EAGER)) :]
-            way, why = self._way(models, ways, baseline.get("tie", 0.0))
-            lap("graphs")
-            found |= {"way": way, "why": "; ".join(filter(None, (baseline.get("why"), why))), "peak": run["peak"]}
-            found |= self._speed(list(models.values()), run["tokens"], found, baseline)
-            lap("turns")
+            laps.lap("others")
+            way, why = self._way(models, _ways(baseline), baseline.get("tie", 0.0))
+            laps.lap("graphs")
+            found |= {"way": way, "why": "; ".join(filter(None, (baseline.get("why"), why)))}
+            found |= self._speed(list(models.values()), tokens, found, baseline)
+            laps.lap("turns")
         except BaseException as error:
             model.end()
             if isinstance(error, WorkerFailed):
                 self.close()  # whoever it was: the next call begins anew
             raise
         self._models[_key(kernels)] = model  # the best, if it is kept
-        return found | {"steps": seconds}
+        return found | {"steps": laps.seconds}
 
     def close(self) -> None:
-        """Ends the models that were kept."""
+        """Ends the models that were kept, and those that were made ready."""
+        self._ahead.keep_only([])
         self._keep_only()
 
     def _keep_only(self, *sets: dict[str, Any]) -> None:
@@ -237,18 +297,25 @@ class ModelJudge:
             "token_agreement": equal / sum(t.numel() for t in expected),
         }
 
-    def _way(self, models: dict[str, RunningModel], ways: tuple[str, ...], tie: float) -> tuple[str, str]:
-        """(the first of ``ways`` that all models go, why it is none before it)."""
-
+    def _wrong(self, tie: float) -> Callable[[list[torch.Tensor], list[torch.Tensor]], str]:
         def wrong(tokens: list[torch.Tensor], logits: list[torch.Tensor]) -> str:
             expected = read(self.folder / "tokens.safetensors", "tokens")
             if [t.shape for t in tokens] != [t.shape for t in expected]:
                 return "a replayed run gives another number of tokens"
             return not_greedy(tokens, logits, tie)
 
+        return wrong
+
+    def _capture(self, model: RunningModel, ways: tuple[str, ...], tie: float) -> None:
+        """Finds out which of ``ways`` a model goes, up to the first that it does."""
+        any(not model.refuses(way, self._wrong(tie)) for way in ways[:-1])
+
+    def _way(self, models: dict[str, RunningModel], ways: tuple[str, ...], tie: float) -> tuple[str, str]:
+        """(the first of ``ways`` that all models go, why it is none before it)."""
         reasons: list[str] = []
         for way in ways[:-1]:
-            refusals = (f"{name}: {why}" for name, model in models.items() if (why := model.refuses(way, wrong)))
+            found = ((name, model.refuses(way, self._wrong(tie))) for name, model in models.items())
+            refusals = (f"{name}: {why}" for name, why in found if why)
             reason = next(refusals, None)
             if reason is None:
                 break
@@ -311,6 +378,25 @@ class ModelJudge:
             if wrong is not None:
                 raise Failed("discard", wrong)
         return speed
+
+
+class _Laps:
+    """How many seconds each step took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.begin = time.monotonic()
+
+    def lap(self, what: str) -> None:
+        """What was done since the last call was ``what``."""
+        now = time.monotonic()
+        self.seconds[what] = round(self.seconds.get(what, 0.0) + now - self.begin, 2)
+        self.begin = now
+
+
+def _ways(baseline: dict[str, Any]) -> tuple[str, ...]:
+    """The ways to try: the baseline's, and those behind it."""
+    return WAYS[WAYS.index(baseline.get("way", EAGER)) :]
 
 
 def throughput_problem(found: dict[str, Any], baseline: dict[str, Any]) -> str | None:

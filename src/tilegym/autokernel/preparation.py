@@ -1,15 +1,18 @@
 """Before the first experiment: the baseline, the regions, and a task for each."""
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from tilegym.autokernel import profile
 from tilegym.autokernel.judging_inputs import save_recording
 from tilegym.autokernel.ledger import RegionRow
+from tilegym.autokernel.model_judge import ModelJudge
 from tilegym.autokernel.model_judge import ModelSettings
 from tilegym.autokernel.model_worker import batches_of
 from tilegym.autokernel.protocol import Task
@@ -37,7 +40,8 @@ def integration(model: torch.nn.Module) -> str:
     Whoever runs the model with :func:`tilegym.apply` has these without any new kernel.
     """
     try:
-        with apply(model) as report:
+        # Nothing is tuned: the GPU is not this process's alone, and what was measured now would be kept for good.
+        with mock.patch.dict(os.environ, {"TILEGYM_DISABLE_AUTOTUNE": "1"}), apply(model) as report:
             computes = sorted({entry.compute for entry in report.patched})
             return f"TileGym serves {len(report.patched)} of its parts: {', '.join(computes)}"
     except TileGymError as error:
@@ -51,6 +55,7 @@ def survey(
     folder: Path,
     recordings: Path,
     tell: Callable[[str], None] = lambda line: None,
+    models: ModelJudge | None = None,
 ) -> tuple[list[RegionRow], dict[str, Any]]:
     """Runs the unpatched model, and writes down what its regions are, what they are called with and what they take.
 
@@ -61,6 +66,7 @@ def survey(
         folder: where, in the repository, kernels for it belong.
         recordings: where the recorded calls are put.
         tell: is told what was done.
+        models: makes what the baseline needs ready while nothing is timed.
 
     Returns:
         (the regions, what was found about the whole: total seconds and the share in regions).
@@ -71,6 +77,8 @@ def survey(
     model, tokenizer = settings.spec.load(device)
     tell("the model is loaded")
     batches = batches_of(model, tokenizer, settings.input_length)
+    if models is not None:
+        models.load_ahead(sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
 
     def run(tokens: int) -> None:
         generate.run_once(model, batches, tokens)
@@ -78,12 +86,16 @@ def survey(
     recordings.mkdir(parents=True, exist_ok=True)
     recorded = profile.record(model, [lambda: run(settings.output_length)])
     tell(f"{len(recorded)} regions are called")
+    if models is not None:
+        models.run_ahead(wait=True)
     profiled = profile.profile(model, run, settings.output_length, device)
-    tell("profiled")
-    integrated = integration(model)
-    tell(integrated)
     timer = CudaTimer(0.2) if device.type == "cuda" else CpuTimer(0.05)
     roofline = measure_roofline(timer, model.dtype)
+    tell("profiled")
+    if models is not None:
+        models.run_ahead()
+    integrated = integration(model)
+    tell(integrated)
     family = model.config.get_text_config(decoder=True).model_type
     rows = []
     for region in find_regions(model):

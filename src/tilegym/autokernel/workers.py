@@ -12,12 +12,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tilegym.autokernel import sandbox
+from tilegym.autokernel.quiet import Quiet
 from tilegym.autokernel.sandbox import Limits
 from tilegym.errors import AutokernelError
 
@@ -133,17 +135,18 @@ class WorkerHost:
     Args:
         device: "cpu", or a GPU's UUID or index as ``CUDA_VISIBLE_DEVICES`` takes it.
         limits: of every worker.
+        quiet: who is on the device, where there are other hosts on it.
     """
 
-    def __init__(self, device: str = "cpu", limits: Limits | None = None) -> None:
-        self.device, self.limits = device, limits or Limits()
+    def __init__(self, device: str = "cpu", limits: Limits | None = None, quiet: Quiet | None = None) -> None:
+        self.device, self.limits, self.quiet = device, limits or Limits(), quiet or Quiet()
         self.folder = Path(tempfile.mkdtemp(prefix="tilegym-autokernel-", dir=_quick_folder()))
         self.resident = 0
-        self._needs_network = False
+        self._needs_network = self._closed = False
         self._process: subprocess.Popen | None = None
         self._control: socket.socket | None = None
-        self._asking = threading.Lock()
-        self._spare: dict[tuple[str, Limits], tuple[socket.socket, int, Path]] = {}
+        self._asking, self._choosing = threading.Lock(), threading.Lock()
+        self._spare: dict[tuple[str, Limits], list[tuple[socket.socket, int, Path]]] = defaultdict(list)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -171,6 +174,8 @@ class WorkerHost:
 
     def _ask_alone(self, request: dict[str, Any], descriptors: list[int] | None) -> dict[str, Any]:
         if self._process is None:
+            if self._closed:
+                raise AutokernelError("the workers have been ended")
             self._start()
         self._control.settimeout(180.0)
         try:
@@ -204,11 +209,24 @@ class WorkerHost:
             return found
 
     def _worker(self, kind: str, limits: Limits) -> Worker:
-        begun = self._spare.pop((kind, limits), None) or self._begin(kind, limits)
-        worker = Worker(self, *begun, limits)
-        if self.device != "cpu":  # there a process takes seconds to begin: the next one does so meanwhile
-            self._spare[kind, limits] = self._begin(kind, limits)
+        with self._choosing:
+            spare = self._spare[kind, limits]
+            begun = spare.pop(0) if spare else None
+        worker = Worker(self, *(begun or self._begin(kind, limits)), limits)
+        if self.device != "cpu" and not spare:  # there a process takes seconds to begin: the next one does so meanwhile
+            spare.append(self._begin(kind, limits))
         return worker
+
+    def prepare(self, kind: str = "kernel", limits: Limits | None = None, count: int = 1) -> None:
+        """Begins processes, in the background, so that ``count`` workers of that kind are there sooner."""
+        limits = dataclasses.replace(limits or self.limits, network=self._needs_network)
+
+        def begin() -> None:
+            with contextlib.suppress(AutokernelError, OSError):  # whoever asks for a worker is told
+                while not self._closed and len(self._spare[kind, limits]) < count:
+                    self._spare[kind, limits].append(self._begin(kind, limits))
+
+        threading.Thread(target=begin, daemon=True).start()
 
     def _begin(self, kind: str, limits: Limits) -> tuple[socket.socket, int, Path]:
         """(channel, process id, folder) of a process that will be a worker."""
@@ -237,7 +255,8 @@ class WorkerHost:
 
     def close(self) -> None:
         """Ends all workers and removes their files."""
-        for channel, _, _ in self._spare.values():
+        self._closed = True
+        for channel, _, _ in [begun for spare in self._spare.values() for begun in spare]:
             channel.close()
         self._spare.clear()
         if self._process is not None:
