@@ -19,11 +19,11 @@ from tilegym.errors import UnsupportedError
 from tilegym.integrate import recipes
 from tilegym.integrate.plan import make_plan
 from tilegym.integrate.small_model import example
+from tilegym.transformers import decode_graph
 from tilegym.transformers.decode_graph import eager_steps
 from tilegym.transformers.general import Place
 from tilegym.transformers.general import put
 from tilegym.transformers.general import resolve
-from tilegym.transformers.general_graph import put_graph
 from tilegym.transformers.general_kernels import kernel
 
 FAMILIES = [
@@ -111,9 +111,25 @@ def test_replayed_steps_give_the_same_tokens(family):
     options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
     expected = model.generate(ids, **options)
     with tilegym.apply(model, use_cutile=False) as report, eager_steps("cpu"):
-        put_graph(model, False, report)
         assert "graph" in {entry.compute for entry in report.patched}
         assert torch.equal(model.generate(ids, **options), expected)
+    with tilegym.apply(model, use_cutile=False, graph=False) as report:
+        assert "graph" not in {entry.compute for entry in report.patched + report.skipped}
+
+
+@pytest.mark.parametrize(
+    "wrong, why",
+    [
+        (lambda model, *args, **kwargs: 0 * type(model).generate(model, *args, **kwargs), "generates other tokens"),
+        (lambda model, *args, **kwargs: model.no_such_thing, "fails: AttributeError"),
+    ],
+)
+def test_steps_are_not_replayed_where_a_small_model_does_not_bear_it(wrong, why, monkeypatch):
+    monkeypatch.setattr(decode_graph, "generate", wrong)
+    model = small("stablelm")
+    with tilegym.apply(model, use_cutile=False) as report:
+        (left,) = (entry for entry in report.skipped if entry.compute == "graph")
+        assert why in left.why and "generate" not in vars(model)
 
 
 @pytest.mark.parametrize("family, why", [("bigbird_pegasus", "gives something else"), ("deepseek_v4", "model fails")])

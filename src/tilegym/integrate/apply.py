@@ -8,16 +8,20 @@ from tilegym.backend import get_current_backend
 from tilegym.bench.prompts import Batch
 from tilegym.errors import ModelError
 from tilegym.errors import PatchError
+from tilegym.integrate.aggregate import GRAPH
 from tilegym.integrate.capture import capture
+from tilegym.integrate.exchange import decoding_misfit
 from tilegym.integrate.plan import Item
 from tilegym.integrate.plan import Plan
 from tilegym.integrate.plan import make_plan
 from tilegym.integrate.small_model import example
+from tilegym.integrate.small_model import small_model
 from tilegym.integrate.verify import verify as verify_place
 from tilegym.transformers import generated
 from tilegym.transformers import monkey_patch
 from tilegym.transformers.general import Place
 from tilegym.transformers.general import put
+from tilegym.transformers.general_graph import put_graph
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
@@ -34,7 +38,8 @@ def apply(
 
     A family that :mod:`tilegym.transformers.monkey_patch` knows, or that ``tilegym integrate`` has written a patch for,
     is patched by it. In every other, the model's parts are found out by running a small model of its kind; a kernel is
-    put in where it computes the same, and compared with what it stands in for on a few numbers before.
+    put in where it computes the same, and compared with what it stands in for on a few numbers before. Decoding steps
+    are replayed as CUDA graphs (``graph``) where a small model generates the same tokens so.
 
     Args:
         model: a causal language model, of transformers or of one's own.
@@ -67,7 +72,7 @@ def apply(
         if aggregate is not None:
             return aggregate(model=model, use_cutile=use_cutile, **flags)
     plan = make_plan(model, trust_remote_code, look_up=False)
-    unknown = sorted(set(flags) - set(plan.computes) - {"attn"})  # a model may have no attention
+    unknown = sorted(set(flags) - set(plan.computes) - {"attn", GRAPH})  # a model may have no attention
     if unknown:
         raise PatchError(f"{model_type} has no compute {unknown[0]!r}; it has {', '.join(plan.computes)}")
     wanted = {name: items for name, items in plan.computes.items() if flags.get(name, True)}
@@ -77,6 +82,8 @@ def apply(
     with patches.all_or_nothing():
         for compute, places in chosen.items():
             put(model, compute, places, use_cutile, patches)
+        if "attn" in chosen and flags.get(GRAPH, True):
+            _put_graph(model, use_cutile, patches, trust_remote_code)
         _report_rest(patches, plan, why, use_cutile)
         patches.require_match(type(model).__name__)
     return patches
@@ -118,6 +125,15 @@ def _verified(
                 break
             why[item.key] = check.why
     return chosen
+
+
+def _put_graph(model: nn.Module, use_cutile: bool, patches: PatchSet, trust_remote_code: bool) -> None:
+    """Lets ``model`` replay its decoding steps, if a small one of its kind generates the same tokens so."""
+    why = decoding_misfit(small_model(model.config, 0, trust_remote_code, type(model)).model)
+    if not why:
+        put_graph(model, use_cutile, patches)
+    else:
+        patches.skip(Entry(type(model).__name__, GRAPH, "cutile" if use_cutile else get_current_backend()), why)
 
 
 def _report_rest(patches: PatchSet, plan: Plan, why: dict[str, str], use_cutile: bool) -> None:

@@ -1,11 +1,17 @@
-"""Can a model's attention be exchanged? Some models read the mask, or need one where TileGym's attention gives none."""
+"""Can a model's attention be exchanged, and its decoding steps? Tried on a small model of its kind.
+
+Some models read the mask, or need one where TileGym's attention gives none.
+"""
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from tilegym.backend import use_backend
 from tilegym.integrate.small_model import example
 from tilegym.transformers.attention import NAMES
+from tilegym.transformers.decode_graph import eager_steps
+from tilegym.transformers.general_graph import put_graph
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
@@ -31,6 +37,36 @@ def attention_misfit(model: nn.Module) -> str:
         if not (got[call] - logits).square().mean() <= (_ALLOWED**2) * logits.square().mean():
             return f"with another attention the whole model gives something else ({call}): the mask is not left to it"
     return ""
+
+
+def decoding_misfit(model: nn.Module, length: int = 8) -> str:
+    """Why a small model generates other tokens over the cache of decoding graphs; "" if it does not.
+
+    Args:
+        model: as for :func:`attention_misfit`, which says that its attention can be exchanged.
+    """
+    expected = _tokens(model, length)
+    with PatchSet(model, maker=__name__) as patches, use_backend("pytorch"), eager_steps("cpu"):
+        patches.use_attention(model, NAMES[None], Entry("", "attn"))
+        skipped = put_graph(model, False, patches).skipped
+        if skipped:
+            return skipped[-1].why
+        try:
+            same = torch.equal(_tokens(model, length), expected)
+        except Exception as error:  # whatever a model does with a cache that is none of its own
+            line = (str(error).strip().splitlines() or [""])[0]
+            return f"with the cache of a graph the model fails: {type(error).__name__}: {line}"
+    return "" if same else "with the cache of a graph the model generates other tokens"
+
+
+@torch.no_grad()
+def _tokens(model: nn.Module, length: int) -> torch.Tensor:
+    """What follows a padded batch."""
+    ids = example(model)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    greedy = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=length, min_new_tokens=length)
+    return model.generate(ids, attention_mask=mask, generation_config=greedy)
 
 
 @torch.no_grad()
