@@ -33,12 +33,12 @@ from .values import cast
 from .values import constant
 from .values import decode
 
-_SMALLEST_NORMAL = 2.0**-126
+_LARGEST_SUBNORMAL = 2.0**-126 - 2.0**-149
 
 
 def flush(x: torch.Tensor) -> torch.Tensor:
     """Subnormal float32 numbers become zeros of their sign."""
-    return torch.where(x.abs() < _SMALLEST_NORMAL, torch.copysign(torch.zeros_like(x), x), x)
+    return torch.copysign(torch.hardshrink(x, _LARGEST_SUBNORMAL), x)
 
 
 def flushing(function):
@@ -311,6 +311,8 @@ def unary(op):
             return lambda x: x
         return _UNARY_INTEGER[op.fn]
     function = _square_root(dtype, op.rounding_mode) if op.fn == "sqrt" else _UNARY_FLOAT[op.fn]
+    if op.flush_to_zero and op.fn == "exp2":  # which is 1 of a subnormal number as of zero
+        return lambda x: flush(torch.exp2(x))
     return flushing(function) if op.flush_to_zero else function
 
 

@@ -139,11 +139,11 @@ _MIDPOINT = {torch.float32: 29, torch.float16: 42, torch.bfloat16: 45}
 
 def rounds_twice(s: np.ndarray, x: np.ndarray, y: np.ndarray, dtype: torch.dtype, name: str) -> bool:
     """Whether some element of the float64 ``s = fl(x + y)`` may differ from ``x + y`` once converted to ``dtype``."""
-    t = s - x
-    lost = (x - (s - t)) + (y - t)
-    if not lost.any():  # such as a true midpoint: it is rounded once
-        return False
     width = _MIDPOINT[dtype]
-    tail = s.view(np.int64) & ((1 << width) - 1)
-    small = np.abs(s) < 2.0 ** FORMATS[name].min_exponent
-    return bool((((tail == 1 << (width - 1)) | small) & (lost != 0)).any())
+    doubtful = s.view(np.int64) & ((1 << width) - 1) == 1 << (width - 1)
+    doubtful |= np.abs(s) < 2.0 ** FORMATS[name].min_exponent
+    if not doubtful.any():  # as good as always, and soon known
+        return False
+    t = s - x
+    lost = (x - (s - t)) + (y - t)  # nothing of a true midpoint: it is rounded once
+    return bool((doubtful & (lost != 0)).any())
