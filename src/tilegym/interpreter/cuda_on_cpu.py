@@ -30,11 +30,23 @@ def _on_cpu(value):
     return torch.device("cpu") if _is_cuda(value) else value
 
 
+def _named(device):
+    """A device given by its number is a CUDA device."""
+    return "cuda" if type(device) is int else device
+
+
+_TO = (torch.Tensor.to, torch._C._nn._parse_to)  # the second is what a module's ``to`` asks
+
+
 class _Redirection(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is torch.Tensor.cuda or function is torch.Tensor.cpu:
             return args[0].clone()  # a copy, as between two devices
+        if function in _TO:
+            args = (*args[:1], *map(_named, args[1:])) if function is torch.Tensor.to else tuple(map(_named, args))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _named(kwargs["device"])}
         asks = any(map(_is_cuda, args[1:])) or _is_cuda(kwargs.get("device"))
         if asks:
             args = (*args[:1], *map(_on_cpu, args[1:]))
@@ -165,6 +177,15 @@ _CUDA_ANSWERS = {
     **_that_do_nothing("manual_seed", "manual_seed_all", "reset_peak_memory_stats"),
 }
 
+_ACCELERATOR_ANSWERS = {
+    "is_available": lambda: True,
+    "device_count": lambda: 1,
+    "current_accelerator": lambda check_available=False: torch.device("cuda"),
+    "current_device_index": lambda: 0,
+    "current_stream": lambda device=None: _stream,
+    **_that_do_nothing("synchronize", "set_device_index", "set_stream", "empty_cache"),
+}
+
 _load, _set_default_device = torch.load, torch.set_default_device
 
 # What no mode sees: a type in C, a function in Python, and a device that is added to calls when the modes are through.
@@ -193,6 +214,7 @@ _ANSWERS = (
     (threading.Thread, {"start": _start_redirected}),
     (torch, _TORCH_ANSWERS),
     (torch.cuda, _CUDA_ANSWERS),
+    (torch.accelerator, _ACCELERATOR_ANSWERS),
     (torch.cuda.nvtx, _that_do_nothing("range_push", "range_pop", "mark")),
 )
 
