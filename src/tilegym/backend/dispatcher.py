@@ -15,12 +15,13 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from torch.compiler import is_compiling
 
 from tilegym import env
 from tilegym.backend import selector
 from tilegym.backend import slower
 from tilegym.backend.recording import Recordings
+from tilegym.backend.selector import eager_backend
 from tilegym.errors import BackendError
 from tilegym.errors import FallbackWarning
 from tilegym.errors import RegistrationError
@@ -138,13 +139,15 @@ def dispatch(name: str) -> Callable[[Callable], Callable]:
         @functools.wraps(declaration)
         def call(*args, backend: str | None = None, **kwargs):
             # What runs from here on costs every call, on the host. Compiled code sees no recordings.
-            if torch.compiler.is_compiling() or _observer is not None:
+            if is_compiling() or _observer is not None:
                 return op.serve(backend, *args, **kwargs)
             if backend is None:
-                recordings = chosen_recordings.get(impls.get(selector.eager_backend()))
+                recordings = chosen_recordings.get(impls.get(eager_backend()))
             else:
                 recordings = named_recordings.get(impls.get(backend))
-            return op.serve(backend, *args, **kwargs) if recordings is None else recordings.call(*args, **kwargs)
+            if recordings is None:
+                return op.serve(backend, *args, **kwargs)
+            return recordings.call(*args, **kwargs) if kwargs else recordings.call(*args)
 
         backend_parameter = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None)
         call.__signature__ = op.signature.replace(parameters=[*op.signature.parameters.values(), backend_parameter])
