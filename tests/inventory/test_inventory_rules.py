@@ -92,6 +92,14 @@ WRONG_DEFINITIONS = {
         "permalink",
     ),
     "source without lines": (definition(reference=REFERENCE.replace("#L3-L9", "")), "reference", "permalink"),
+    "lines backwards": (definition(reference=REFERENCE.replace("#L3-L9", "#L9-L3")), "reference", "permalink"),
+    "source below": (definition(reference=f"{REFERENCE}# Source: {LINK}\n"), "reference", "at its beginning"),
+    "keyword": (definition(axes={"N": {"type": "var"}, "if": {"type": "var"}}), "axes.if", "not a Python name"),
+    "exits": (
+        with_run("raise SystemExit\n\ndef run(x, factor):\n    y = x\n    return y\n"),
+        "reference",
+        "SystemExit",
+    ),
     "not Python": (with_run("def run(x, factor:\n"), "reference", "line 2 is not Python"),
     "no run": (with_run("def go(x, factor):\n    return x\n"), "reference", "0 functions 'run'"),
     "two runs": (with_run("def run(x, factor):\n    return y\n" * 2), "reference", "2 functions 'run'"),
@@ -268,6 +276,18 @@ def test_what_is_no_json_is_said_once(content, tmp_path):
     assert [(p["file"], p["field"]) for p in problems] == [(str(file), "file")] and problems[0]["remedy"]
     error = _run("list", "--path", str(tmp_path)).exception
     assert isinstance(error, InventoryError) and "tilegym inventory validate" in str(error) and "\n" not in str(error)
+
+
+def test_what_cannot_be_read_is_said(family):
+    root = family()
+    (root / "kernel_definitions" / "folder.json").mkdir()
+    (root / "kernel_definitions" / "link.json").symlink_to("nowhere.json")
+    problems = validate(folders_in(root), root)
+    assert [(p.file, p.field) for p in problems] == [
+        ("kernel_definitions/folder.json", "file"),
+        ("kernel_definitions/link.json", "file"),
+    ]
+    assert all("it cannot be read" in p.message and p.remedy for p in problems)
 
 
 @pytest.mark.parametrize("name", sorted(load().solutions))

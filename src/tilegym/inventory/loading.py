@@ -132,8 +132,11 @@ def read(model: type[_Model], file: Path) -> _Model:
         ) from error
 
 
-def parse(model: type[_Model], text: bytes) -> _Model:
+def parse(model: type[_Model], text: bytes, root: Path | None = None) -> _Model:
     """The Definition or Solution in a file's bytes; a Solution also as FlashInfer-Bench has it, sources embedded.
+
+    Args:
+        root: where the paths of sources begin; None for this package's repository.
 
     Raises:
         pydantic.ValidationError: it is none.
@@ -142,7 +145,7 @@ def parse(model: type[_Model], text: bytes) -> _Model:
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
             data = json.loads(text)
             if data["spec"]["language"] == "python" and all(source.get("content") for source in data["sources"]):
-                return model.from_flashinfer_bench(data)
+                return model.from_flashinfer_bench(data, root)
     return model.from_json(text)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import linecache
 import re
 from collections.abc import Callable
@@ -12,25 +13,26 @@ from tilegym.errors import InventoryError
 _SOURCE = re.compile(r"# Source: (\S+)")
 # A commit never changes; a branch or a tag can.
 _PERMALINK = re.compile(
-    r"https://(?:github\.com|huggingface\.co)/[\w.-]+/[\w.-]+/blob/[0-9a-f]{40}/[^\s#]+#L[1-9]\d*(?:-L[1-9]\d*)?"
+    r"https://(?:github\.com|huggingface\.co)/[\w.-]+/[\w.-]+/blob/[0-9a-f]{40}/[^\s#]+#L([1-9]\d*)(?:-L([1-9]\d*))?"
 )
 PERMALINK_FORM = "https://github.com/OWNER/REPOSITORY/blob/COMMIT/PATH#L10-L20, with the commit's 40 digits"
 
 
 def sources(reference: str) -> list[str]:
     """The addresses in the ``# Source:`` lines that ``reference`` begins with."""
-    found = []
-    for line in reference.splitlines():
-        match = _SOURCE.fullmatch(line.strip())
-        if match is None:
-            break
-        found.append(match[1])
-    return found
+    matches = (_SOURCE.fullmatch(line.strip()) for line in reference.splitlines())
+    return [match[1] for match in itertools.takewhile(bool, matches)]
+
+
+def has_sources_below(reference: str) -> bool:
+    """Whether there are ``# Source:`` lines behind those that ``reference`` begins with, which nobody reads."""
+    return sum(bool(_SOURCE.fullmatch(line.strip())) for line in reference.splitlines()) > len(sources(reference))
 
 
 def is_permalink(url: str) -> bool:
     """Whether ``url`` names lines of a file at one commit, on GitHub or (remote code) on the Hugging Face Hub."""
-    return _PERMALINK.fullmatch(url) is not None
+    match = _PERMALINK.fullmatch(url)
+    return match is not None and int(match[1]) <= int(match[2] or match[1])
 
 
 def run_functions(reference: str) -> list[ast.FunctionDef]:
@@ -78,7 +80,7 @@ def load(reference: str, name: str = "reference") -> Callable:
     scope = {"__name__": name}
     try:
         exec(compile(reference, file, "exec"), scope)  # noqa: S102
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InventoryError(f"the reference of {name!r} cannot be loaded: {error!r}") from error
     if not callable(scope.get("run")):
         raise InventoryError(f"the reference of {name!r} defines no function 'run'; add one that takes the inputs")

@@ -1,6 +1,7 @@
 """The rules of the inventory, and what breaks them."""
 
 import ast
+import keyword
 from collections.abc import Iterable
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +59,12 @@ def validate(folders: Iterable[Folder] | None = None, root: Path | None = None) 
         for file in files:
             shown = repository_path(file, root)
             try:
-                entry = parse(model, file.read_bytes())
+                entry = parse(model, file.read_bytes(), root)
+            except OSError as error:
+                remedy = "make it a file that can be read, or remove it"
+                problems.append(Problem(shown, "file", f"it cannot be read: {error.strerror}", remedy))
+                unread.add(file.stem)
+                continue
             except pydantic.ValidationError as error:
                 problems += [Problem(shown, path or "file", m, _remedy_of(m, model)) for path, m in faults_of(error)]
                 unread.add(file.stem)
@@ -120,8 +126,8 @@ def _check_names(definition: Definition) -> _Found:
             yield where, f"{name!r} is the name of {kinds}", "rename one of the two"
     for kind, table in (("axes", definition.axes), ("inputs", definition.inputs), ("outputs", definition.outputs)):
         for name in table:
-            if not name.isidentifier():
-                yield f"{kind}.{name}", "it is not a Python name", "use letters, digits and underscores"
+            if not name.isidentifier() or keyword.iskeyword(name):
+                yield f"{kind}.{name}", "it is not a Python name", "use letters, digits and underscores; no keyword"
 
 
 def _names(constraint: str) -> frozenset[str]:
@@ -146,6 +152,8 @@ def _check_reference(definition: Definition) -> _Found:
             "it does not begin with a '# Source:' line",
             f"begin with '# Source: {reference.PERMALINK_FORM}'",
         )
+    if reference.has_sources_below(text):
+        yield "reference", "it has '# Source:' lines that do not stand at its beginning", "put them all there"
     for url in urls:
         if not reference.is_permalink(url):
             yield (
@@ -156,7 +164,7 @@ def _check_reference(definition: Definition) -> _Found:
     try:
         functions = reference.run_functions(text)
     except SyntaxError as error:
-        yield "reference", f"line {error.lineno} is not Python: {error.msg}", "correct it"
+        yield "reference", f"line {error.lineno or 1} is not Python: {error.msg}", "correct it"
         return
     if len(functions) != 1:
         yield "reference", f"it defines {len(functions)} functions 'run'", "define exactly one, at the top level"
@@ -246,7 +254,11 @@ def _check_entry_point(solution: Solution, definitions: dict[str, Definition], r
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        yield "spec.entry_point", f"line {error.lineno} of {solution.spec.entry_file} is not Python", "correct the file"
+        yield (
+            "spec.entry_point",
+            f"line {error.lineno or 1} of {solution.spec.entry_file} is not Python",
+            "correct the file",
+        )
         return
     name = solution.spec.entry_function
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
