@@ -73,3 +73,23 @@ def test_tiles_of_products_are_smaller_where_multiprocessors_would_be_idle(m, n,
     _, grid, tile_m, tile_n, tile_k = plan_of(m, n, 16, 0)
     assert grid == (blocks,) and tile_m * tile_n * blocks == m * n
     assert tile_k == (128 if tile_m * tile_n <= 4096 else 64)
+
+
+def test_what_is_needed_behind_a_reduction_is_asked_for_before_it():
+    """Where all blocks run at once; where there are more, others have work while one waits."""
+    kernel, entry, region = case("glm4_post_norm")
+    body = kernel.source[kernel.source.index("@ct.kernel") :]
+    reduction = body.index("ct.sum(")
+    for name in ("residual", "weight"):
+        assert body.index(f"behind(hidden_states_loaded, {name}_loaded)") < reduction
+    names = list(kernel.inputs)
+    for rows, at_once in ((1, True), (199, False)):
+        given = dict(zip(names, (randn(rows, 77, dtype=torch.bfloat16) for _ in names), strict=True))
+        given["weight"] = given["weight"][0]
+        given["weight"][:3] = torch.tensor([float("nan"), float("inf"), -0.0])  # is no part of any other column
+        given = {n: t.cpu() for n, t in given.items()}
+        with recorded_launches(run=True) as launches:
+            y = entry(**given)
+        assert launches[-1][1][-1] is at_once
+        expected = region(**given)
+        assert torch.equal(y.isnan(), expected.isnan()) and y[:, 3:].isfinite().all()

@@ -21,6 +21,7 @@ from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import store
 from tilegym.ops.cutile.row_norms import sums_of_blocks
 from tilegym.ops.cutile.row_norms import whole_rows
+from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
@@ -32,18 +33,34 @@ from tilegym.ops.cutile.tiling import span
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def behind(first, other):
+    """In a kernel: ``first``, once ``other`` has been read, too.
+
+    A compiler puts what is read where it is used: behind a reduction memory would be waited for a second time.
+    """
+    bits = ct.uint32 if first.dtype == ct.float32 else ct.uint16
+    zero = ct.bid(1).astype(bits)  # which no compiler knows
+    return ct.bitcast(ct.bitcast(first, bits) | (ct.bitcast(other, bits) & zero), first.dtype)
+
+
 def rounded(value, dtype):
     """In a kernel: ``value`` as PyTorch keeps it between two steps, in fp32."""
     return value.astype(dtype).astype(ct.float32)
 
 
 @ct.kernel
-def qwen3_next_rms_norm_gated_kernel(hidden_states, gate, weight, y, N: Int, TILE_M: Int, TILE_N: Int):
+def qwen3_next_rms_norm_gated_kernel(hidden_states, gate, weight, y, N: Int, TILE_M: Int, TILE_N: Int, AT_ONCE: Bool):
     """Each block takes TILE_M whole rows."""
     rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
-    weight_row = ct.gather(weight, cols)[None, :].astype(ct.float32)
-    hidden_states_tile = load(hidden_states, rows, cols).astype(ct.float32)
-    gate_tile = load(gate, rows, cols).astype(ct.float32)
+    gate_loaded = load(gate, rows, cols)
+    weight_loaded = ct.gather(weight, cols)[None, :]
+    hidden_states_loaded = load(hidden_states, rows, cols)
+    if AT_ONCE:
+        hidden_states_loaded = behind(hidden_states_loaded, gate_loaded)
+        hidden_states_loaded = behind(hidden_states_loaded, weight_loaded)
+    gate_tile = gate_loaded.astype(ct.float32)
+    weight_row = weight_loaded.astype(ct.float32)
+    hidden_states_tile = hidden_states_loaded.astype(ct.float32)
     variance = ct.sum(hidden_states_tile * hidden_states_tile, axis=1, keepdims=True) * (1.0 / N)
     scaled = weight_row * rounded(hidden_states_tile * ct.rsqrt(variance + 1e-06), hidden_states.dtype)
     silu = over_one_plus_exp(gate_tile, gate_tile, hidden_states.dtype)
@@ -51,8 +68,8 @@ def qwen3_next_rms_norm_gated_kernel(hidden_states, gate, weight, y, N: Int, TIL
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
-    """(kernel, grid, TILE_M, TILE_N) for [m, n] on CUDA device ``device`` (-1: CPU)."""
+def plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int, bool]:
+    """(kernel, grid, TILE_M, TILE_N, AT_ONCE) for [m, n] on CUDA device ``device`` (-1: CPU)."""
     m = m if n else 0  # without columns there is nothing to launch
     tile_m, tile_n = whole_rows(m, n, device)
     elements = tile_m * tile_n
@@ -60,9 +77,10 @@ def plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
     # With fewer blocks than multiprocessors what counts is how long one takes.
     warps = 8 if elements >= 8192 or (elements >= 2048 and tiles < sm_count(device)) else 4
     # Blocks that run at once anyway may as well have more registers.
-    occupancy = max(1, occupancy // 2) if tiles <= occupancy * sm_count(device) else occupancy
+    at_once = tiles <= occupancy * sm_count(device)
+    occupancy = max(1, occupancy // 2) if at_once else occupancy
     kernel = hinted(qwen3_next_rms_norm_gated_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (tiles,), tile_m, tile_n
+    return kernel, (tiles,), tile_m, tile_n, at_once
 
 
 def _qwen3_next_rms_norm_gated_outputs(hidden_states, gate, weight):
@@ -76,8 +94,8 @@ def qwen3_next_rms_norm_gated_forward(
     y = _qwen3_next_rms_norm_gated_outputs(hidden_states, gate, weight)
     rows = rows_of(hidden_states)
     m, n = rows.shape
-    kernel, grid, tile_m, tile_n = plan(m, n, hidden_states.get_device())
-    launch(hidden_states, grid, kernel, (rows, rows_of(gate), weight, y.view(m, n), n, tile_m, tile_n))
+    kernel, grid, tile_m, tile_n, at_once = plan(m, n, hidden_states.get_device())
+    launch(hidden_states, grid, kernel, (rows, rows_of(gate), weight, y.view(m, n), n, tile_m, tile_n, at_once))
     return y
 
 

@@ -223,12 +223,16 @@ class Body:
 
     def read(self, value: Value) -> str:
         """Reads an input, and returns the name for what was read."""
+        name = self.new_name(self.read_name(value))
+        self.assign(name, self.load(value))
+        return name
+
+    def read_name(self, value: Value) -> str:
+        """What is read of an input is called like this."""
         suffix = "tile" if value.is_tile else "row" if value.cols else "column"
         if value.op == "shift":
             suffix = "ahead" if value.number > 0 else "behind"
-        name = self.new_name(f"{array_of(value).hint}_{suffix}")
-        self.assign(name, self.load(value))
-        return name
+        return f"{array_of(value).hint}_{suffix}"
 
     def assign(self, name: str, text: str) -> None:
         head, parenthesis, rest = text.partition("(")

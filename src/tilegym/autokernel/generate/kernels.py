@@ -15,6 +15,7 @@ from tilegym.autokernel.generate.graph import Value
 from tilegym.autokernel.generate.graph import topological
 from tilegym.autokernel.generate.operations import ATOM
 from tilegym.autokernel.generate.plan import Kernel
+from tilegym.autokernel.generate.plan import late_inputs
 from tilegym.autokernel.generate.plan import stages
 
 TILING = "tilegym.ops.cutile.tiling"
@@ -32,7 +33,7 @@ CONSTANTS = {"flat": ["TILE_M", "TILE_N"], "wide": ["N", "TILE_N"]}
 
 
 def constants(kind: str) -> list[str]:
-    """The constants of a kernel of this kind, in order."""
+    """The constants of a kernel of this kind, in order; behind them AT_ONCE where some inputs are late."""
     return CONSTANTS.get(kind, ["N", "TILE_M", "TILE_N"])
 
 
@@ -60,6 +61,7 @@ class KernelWriter:
         self.kernel = kernel
         self.imports = {(TILING, "Int")}
         self.parameters = kernel.arrays
+        self.early, self.late = late_inputs(kernel, dtype)
         self.halves = {n: (array, i) for array, pair in kernel.pairs.items() for i, n in enumerate(pair)}
         arrays = [n for n, v in kernel.inputs.items() if v.dtype == dtype]
         arrays += [o.name for o in kernel.outputs if o.dtype == dtype]
@@ -77,6 +79,8 @@ class KernelWriter:
     def source(self) -> str:
         values = [*self.parameters, *repeated_sizes(self.kernel)]
         values += [f"{c}: Int" for c in constants(self.kernel.kind)]
+        if self.late:
+            values.append("AT_ONCE: Bool")
         head = call(f"def {self.kernel.name}", values, tail=":")
         return "\n".join(["@ct.kernel", head, f'    """{DOCS[self.kernel.kind]}"""', *self.body.lines, ""])
 
@@ -87,6 +91,10 @@ class KernelWriter:
     # Memory.
 
     def load(self, value: Value) -> str:
+        return as_float(self.loaded(value), array_of(value).dtype)
+
+    def loaded(self, value: Value) -> str:
+        """The expression that reads an input, as it is in memory."""
         cols, rows = "cols", "rows"
         if value.op == "shift":
             cols += f" {'+' if value.number > 0 else '-'} {abs(int(value.number))}"
@@ -111,7 +119,7 @@ class KernelWriter:
             text = f"ct.gather({name}, ({rows}[:, None], 0))"
         else:
             text = f"ct.load({name}, (0,), (1,))[None, :]"
-        return as_float(text, value.dtype)
+        return text
 
     def stored(self, output: Output) -> Value:
         """What has to be computed for ``output``: the last rounding is done by what stores it."""
@@ -172,7 +180,30 @@ class KernelWriter:
 
     def _rows(self) -> None:
         self.body.line(f"rows, cols = {self.span('ct.bid(0)', 'TILE_M')}, {self.span('0', 'TILE_N')}")
+        self._read_at_once()
         self._emit_and_store(list(self.kernel.outputs))
+
+    def _read_at_once(self) -> None:
+        """Reads what is needed behind the first reductions beside what they need."""
+        if not self.late:
+            return
+        body = self.body
+        names = {n: body.new_name(f"{n}_loaded") for n in (*self.late, self.early)}
+        for name, loaded in names.items():
+            body.assign(loaded, self.loaded(self.kernel.inputs[name]))
+        self.own_helpers.add("behind")
+        self.use(TILING, "Bool")
+        body.line("if AT_ONCE:")
+        body.indent += 4
+        for name in self.late:
+            body.line(f"{names[self.early]} = behind({names[self.early]}, {names[name]})")
+        body.indent -= 4
+        for name, loaded in names.items():
+            value = self.kernel.inputs[name]
+            text = as_float(loaded, value.dtype)
+            body.scope[value] = text if text == loaded else body.new_name(body.read_name(value)), ATOM
+            if text != loaded:
+                body.assign(body.scope[value][0], text)
 
     def _striding(self) -> None:
         self._sum_over_rows("0")

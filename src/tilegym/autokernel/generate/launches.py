@@ -43,9 +43,10 @@ PLANS = {
     # With fewer blocks than multiprocessors what counts is how long one takes.
     warps = 8 if elements >= {eight_warps} or (elements >= 2048 and tiles < sm_count(device)) else 4
     # Blocks that run at once anyway may as well have more registers.
-    occupancy = max(1, occupancy // 2) if tiles <= occupancy * sm_count(device) else occupancy
+    at_once = tiles <= occupancy * sm_count(device)
+    occupancy = max(1, occupancy // 2) if at_once else occupancy
     kernel = hinted({kernel}, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (tiles,), tile_m, tile_n
+    return kernel, (tiles,), tile_m, tile_n{at_once}
 """,
     ),
     "wide": (
@@ -83,7 +84,7 @@ PLAN_NAMES = ("whole_rows", "next_power_of_2", "sm_count", "hinted")
 PLAN_MODULES = {"whole_rows": ROW_NORMS}
 
 
-def plan_source(kernel: Kernel, name: str, tuning: Tuning, imports: Imports) -> str:
+def plan_source(kernel: Kernel, name: str, tuning: Tuning, imports: Imports, late: bool) -> str:
     """The function that chooses tiles and hints; empty where the ops' own does."""
     # One load of 16 bytes by a thread for each tile, or two where tiles are few: six of them took 37 us with one and 41
     # with two (rope_halves), three took 55 and 54, five 87 and 86 (gpt_oss_gate; 8192 tokens in bf16 on an H200).
@@ -93,11 +94,14 @@ def plan_source(kernel: Kernel, name: str, tuning: Tuning, imports: Imports) -> 
         imports.add((POINTWISE, "plan"))
         return ""
     types, names, text = PLANS[kernel.kind]
+    if late:
+        types, names = f"{types}, bool", f"{names}, AT_ONCE"
     text = text.format(
         kernel=kernel.name,
         elements=elements,
         eight_warps=tuning.eight_warps if kernel.kind == "rows" else tuning.eight_warps // 2,
         registers=tuning.registers,
+        at_once=", at_once" if late else "",
         # The gradients of weights are held besides. Three blocks of 4096 took 73 us instead of 86 (llama_rms_norm), 82
         # instead of 98 (cohere_layer_norm) and 106 instead of 126 (add_rms_norm): 8192 rows in bf16 on an H200.
         held=tuning.registers // 4 * 3,
@@ -181,6 +185,7 @@ def launch_lines(
     imports: Imports,
     n: str = "n",
     width: int | None = None,
+    late: bool = False,
 ) -> list[str]:
     """The statements that plan and launch one kernel.
 
@@ -188,6 +193,7 @@ def launch_lines(
         known: arrays that are [M, ...] already.
         n: what the number of columns is called.
         width: their number, where it is fixed.
+        late: whether the kernel reads at once what is needed late.
     """
     imports.add((LAUNCH, "launch"))
     outputs = list(kernel.outputs)
@@ -217,12 +223,15 @@ def launch_lines(
     chosen = {"tiles": "grid, tile_m, tile_n", "wide": "kernel, grid, tile_n"}.get(
         kernel.kind, "kernel, grid, tile_m, tile_n"
     )
+    if late:
+        chosen += ", at_once"
     lines.append(f"    {chosen} = {plan}(m, {n}, {like}.get_device())")
     for o in sums:
         imports.add((ROW_NORMS, "sums_of_blocks"))
         dtype = dtype_text(o.dtype, working, kernel.inputs)
         lines.append(f"    {o.name}_parts, {o.name} = sums_of_blocks({like}, grid[0], {o.width or 'n'}, True, {dtype})")
     constants = {"wide": f"{n}, tile_n"}.get(kernel.kind, f"{n}, tile_m, tile_n")
+    constants += ", at_once" if late else ""
     function = kernel.name if kernel.kind == "tiles" else "kernel"
     line = f"    launch({like}, grid, {function}, ({', '.join(arrays)}, {constants}))"
     if len(line) > 120:

@@ -172,10 +172,11 @@ class ModuleWriter:
             self.helpers |= writer.helpers
             self.sections.append(writer.source)
             name = plan if i == len(kernels) - 1 else f"{plan}_statistics"
-            text = plan_source(kernel, name, self.tuning, self.imports)
+            text = plan_source(kernel, name, self.tuning, self.imports, bool(writer.late))
             if text:
                 self.launchers.append(text)
-            lines = launch_lines(kernel, name if text else "plan", region.dtype, known, self.imports, width=width)
+            named, late = name if text else "plan", bool(writer.late)
+            lines = launch_lines(kernel, named, region.dtype, known, self.imports, width=width, late=late)
             if i < len(kernels) - 1:
                 body += lines[:2]
                 body += [f"    {o.name} = rows.new_empty(m, 1, dtype=torch.float32)" for o in kernel.outputs]

@@ -212,6 +212,15 @@ HELPERS = {
     """In a kernel: ``value`` as PyTorch keeps it between two steps, in fp32."""
     return value.astype(dtype).astype(ct.float32)
 ''',
+    "behind": '''def behind(first, other):
+    """In a kernel: ``first``, once ``other`` has been read, too.
+
+    A compiler puts what is read where it is used: behind a reduction memory would be waited for a second time.
+    """
+    bits = ct.uint32 if first.dtype == ct.float32 else ct.uint16
+    zero = ct.bid(1).astype(bits)  # which no compiler knows
+    return ct.bitcast(ct.bitcast(first, bits) | (ct.bitcast(other, bits) & zero), first.dtype)
+''',
     "pair_indices": '''def pair_indices(pairs, single, TILE_M: Int, TILE_N: Int):
     """In a kernel: what indexes the pairs of elements of ``pairs`` that belong to this block's tile of ``single``."""
     across = ct.cdiv(single.shape[single.ndim - 1], TILE_N)
@@ -257,6 +266,7 @@ HELPERS = {
 }
 HELPER_IMPORTS = {
     "rounded": (),
+    "behind": (),
     "pair_indices": tuple(("tilegym.ops.cutile.tiling", name) for name in ("Int", "at", "span")),
     "half_of": (("tilegym.ops.cutile.tiling", "Int"),),
     "paired": (("tilegym.ops.cutile.tiling", "Int"),),

@@ -94,6 +94,22 @@ def stages(values: list[Value]) -> dict[Value, int]:
     return stage
 
 
+def late_inputs(kernel: Kernel, dtype: torch.dtype) -> tuple[str, list[str]]:
+    """(an input that the first reductions of whole rows need, those in ``dtype`` that are needed behind them alone).
+
+    The compiler asks for these where they are used, behind the reductions: memory is waited for twice. Without any of
+    either kind: ("", []).
+    """
+    order = topological(o.value for o in kernel.outputs)
+    stage = stages(order)
+    first = set(topological(v.args[0] for v in order if v.op in REDUCTIONS and stage[v] == 1))
+    read = {n: v for n, v in kernel.inputs.items() if v.op == "input" and v.cols and v.dtype == dtype and not v.steps}
+    shifted = {v.args[0] for v in order if v.op == "shift"}
+    early = next((n for n, v in read.items() if v in first and v.is_tile and v not in shifted), "")
+    late = [n for n, v in read.items() if v not in first and v not in shifted]
+    return (early, late) if kernel.kind == "rows" and early and late else ("", [])
+
+
 def _inputs_of(region: Region, outputs: tuple[Output, ...], extra: dict[str, Value]) -> dict[str, Value]:
     used = topological(o.value for o in outputs)
     return {n: v for n, v in (region.inputs | extra).items() if v in used}

@@ -281,10 +281,12 @@ class ProductWriter:
         writer = KernelWriter(kernel, region.dtype)
         self.imports |= writer.imports
         self.helpers |= writer.helpers
-        plan = plan_source(kernel, "prologue_plan", self.tuning, self.imports)
+        late = bool(writer.late)
+        plan = plan_source(kernel, "prologue_plan", self.tuning, self.imports, late)
         self.names.append(kernel.name)
         name = "prologue_plan" if plan else "plan"
-        lines = launch_lines(kernel, name, region.dtype, {"rows", *(o.name for o in outputs)}, self.imports, "k")
+        known = {"rows", *(o.name for o in outputs)}
+        lines = launch_lines(kernel, name, region.dtype, known, self.imports, "k", late=late)
         arrays = [f"    {left} = rows.new_empty(m, k)"]
         arrays += [f"    {o.name}_rows = {o.name}.view(m, k)" for o in self.beside]
         return [writer.source, *([plan] if plan else [])], [*arrays, *lines]
