@@ -8,6 +8,7 @@ from bench.tiny import tiny_model
 
 from tilegym.bench import compare
 from tilegym.bench import generate
+from tilegym.bench.prompts import Batch
 
 LENGTH = 8
 
@@ -128,12 +129,13 @@ def test_kept_logits_stay_within_the_budget(monkeypatch):
     assert compare.compared_steps(batches, 8, 10**9, torch.bfloat16) == 1
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_oracle_is_the_same_model_in_a_wider_precision(dtype):
+def test_the_oracle_is_the_same_model_in_a_wider_precision(dtype, at_once):
     model, batch = tiny_model(dtype), tiny_batches()[0]
     before = copy.deepcopy(model.state_dict())
     tokens = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    with compare.widened(model) as wide:
+    with compare.widened(model, at_once) as wide:
         logits = generate.forward_logits(model, batch, tokens)
     assert logits.dtype == wide
     assert torch.equal(logits, generate.forward_logits(copy.deepcopy(model).to(wide), batch, tokens))
@@ -141,6 +143,20 @@ def test_the_oracle_is_the_same_model_in_a_wider_precision(dtype):
         assert weight.dtype == dtype
         assert torch.equal(weight, before[name])
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_oracle_of_a_model_that_reads_the_weights_of_its_parts():
+    """Mamba's mixer multiplies by ``self.dt_proj.weight``, and its head casts to what ``lm_head`` holds."""
+    from transformers import MambaConfig
+    from transformers import MambaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
+    model = MambaForCausalLM(MambaConfig(**sizes)).to(torch.bfloat16).eval()
+    ids = torch.arange(6)[None]
+    wide, (logits,) = compare._oracle(model, [Batch(ids, torch.ones_like(ids))], [ids[:, :3]])
+    assert wide == torch.float32 and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    expected = copy.deepcopy(model).float()(torch.cat([ids, ids[:, :2]], dim=1), use_cache=False).logits[:, -3:]
+    torch.testing.assert_close(logits, expected)
 
 
 class Tied(torch.nn.Module):

@@ -158,6 +158,14 @@ def test_missing_weights_are_not_made_up(tmp_path):
         models.load(str(folder), torch.float32, CPU, random_weights=False)
 
 
+def test_weights_of_another_shape_are_not_made_up(tmp_path):
+    folder = copy_of_tiny_llama(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": config["hidden_size"] // 2}))
+    with pytest.raises(ModelError, match=r"the weight .* of .* has the shape \[.*\], its config asks for \["):
+        models.load(str(folder), torch.float32, CPU, random_weights=False)
+
+
 def test_folder_without_tokenizer(tmp_path):
     folder = copy_of_tiny_llama(tmp_path / "model", without=["tokenizer*"])
     with pytest.raises(ModelError, match="finds no tokenizer"):

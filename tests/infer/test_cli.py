@@ -284,6 +284,11 @@ class Test_Bad_Input:
         result = infer("--model_id", str(path), "--random_weights", "--use_tilegym", *SHORT)
         assert result.exit_code == 0 and "its parts are found out" in result.stderr
 
+    def test_what_fails_in_transformers_itself(self, tmp_path):
+        config = write_config(tmp_path / "config.json", model_type="jamba", num_hidden_layers=2)  # none of attention
+        command = ["--model_id", config, "--random_weights", "--compare", *SHORT]
+        self.check(infer(*command), "does not generate in transformers itself, unpatched (`get_seq_length` can only")
+
     def test_out_of_memory(self, tmp_path):
         config = write_config(tmp_path / "config.json", vocab_size=2**40)
         self.check(infer("--model_id", config, "--random_weights", *SHORT), "out of memory: the weights take")

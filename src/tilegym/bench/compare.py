@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tilegym.bench import generate
+from tilegym.bench.models import is_out_of_memory
 from tilegym.bench.prompts import Batch
 
 CRITERION = (
@@ -83,11 +84,11 @@ class Comparison:
 
 
 @contextlib.contextmanager
-def widened(model: Any) -> Iterator[torch.dtype]:
+def widened(model: Any, at_once: bool = False) -> Iterator[torch.dtype]:
     """Lets ``model`` compute in the next wider precision within the block, and yields that precision.
 
     Every module's own weights are converted while it runs and no longer, so that a model which barely fits its device
-    needs little more there than its largest layer.
+    needs little more there than its largest layer; ``at_once`` all of them together.
     """
     wide = _WIDER[model.dtype]
     narrow: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -95,7 +96,7 @@ def widened(model: Any) -> Iterator[torch.dtype]:
 
     def convert(module: torch.nn.Module, args: Any) -> None:
         # One that is tied to a parameter of the module around this one is wide already.
-        running.append([p for p in module.parameters(recurse=False) if p not in narrow])
+        running.append([p for p in module.parameters(recurse=at_once) if p not in narrow])
         for parameter in running[-1]:
             narrow[parameter] = parameter.data
             parameter.data = parameter.data.to(wide)
@@ -105,7 +106,9 @@ def widened(model: Any) -> Iterator[torch.dtype]:
             parameter.data = narrow.pop(parameter)
 
     handles = []
-    for module in model.modules():
+    if at_once:
+        convert(model, ())
+    for module in () if at_once else model.modules():
         if next(module.parameters(recurse=False), None) is not None:
             handles.append(module.register_forward_pre_hook(convert))
             handles.append(module.register_forward_hook(restore))
@@ -156,11 +159,7 @@ def compare(
 
     choices = [a.argmax(-1) == b.argmax(-1) for a, b in zip(patched_logits, unpatched_logits, strict=True)]
 
-    with widened(model) as wide:
-        oracle = [
-            generate.forward_logits(model, batch, chosen[:, :steps])
-            for batch, chosen in zip(batches, unpatched_tokens, strict=True)
-        ]
+    wide, oracle = _oracle(model, batches, [chosen[:, :steps] for chosen in unpatched_tokens])
     unpatched, patched = Deviation(), Deviation()
     for ours, theirs, exact in zip(patched_logits, unpatched_logits, oracle, strict=True):
         unpatched.add(theirs, exact)
@@ -190,6 +189,22 @@ def compare(
         patched_max_error=patched.largest,
         patched_rms_error=patched.rms,
     )
+
+
+def _oracle(model: Any, batches: list[Batch], tokens: list[torch.Tensor]) -> tuple[torch.dtype, list[torch.Tensor]]:
+    """The wider precision, and the logits along ``tokens`` in it, [B, T, V] for each batch."""
+
+    def logits(at_once: bool) -> tuple[torch.dtype, list[torch.Tensor]]:
+        with widened(model, at_once) as wide:
+            return wide, [generate.forward_logits(model, *pair) for pair in zip(batches, tokens, strict=True)]
+
+    try:
+        return logits(at_once=False)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        # A forward that reads weights of modules within it, as Mamba's does, finds both precisions.
+        return logits(at_once=True)
 
 
 def judge_logits(patched: Deviation, unpatched: Deviation, rounding: float) -> str | None:

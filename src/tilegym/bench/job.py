@@ -237,7 +237,8 @@ def _measure(model: Any, result: Result, tell: Callable[[str], None]) -> None:
         )
 
     if not options.use_tilegym or options.compare:
-        result.unpatched = measured("unpatched")
+        with _failures_are_the_models(options.model_id):
+            result.unpatched = measured("unpatched")
     if not options.use_tilegym:
         _observe(model, result, tell)
         return
@@ -267,6 +268,20 @@ def _observe(model: Any, result: Result, tell: Callable[[str], None]) -> None:
         tell("profiling")
         result.profile_file = PROFILE_DIR / f"profile-{Path(options.model_id).name}.json"
         result.profile_table = profile_run(run, result.device, result.profile_file)
+
+
+@contextlib.contextmanager
+def _failures_are_the_models(model_id: str) -> Iterator[None]:
+    """Turns what fails in the block, where nothing of TileGym runs, into a ModelError."""
+    try:
+        yield
+    except Exception as error:
+        if models.is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{model_id} does not generate in transformers itself, unpatched ({models.first_sentence(error)}): "
+            "correct its config, or take another model"
+        ) from error
 
 
 @contextlib.contextmanager

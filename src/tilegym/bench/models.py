@@ -175,12 +175,17 @@ def load(
                     model = AutoModelForCausalLM.from_config(config, dtype=dtype, **extra)
             else:
                 model, info = AutoModelForCausalLM.from_pretrained(
-                    model_id, config=config, dtype=dtype, output_loading_info=True, **extra
+                    model_id,
+                    config=config,
+                    dtype=dtype,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # _check_complete names them
+                    **extra,
                 )
                 _check_complete(model_id, info)
                 model = model.to(device)
         except Exception as error:  # a damaged file fails in whichever library reads it
-            if isinstance(error, ModelError) or _is_out_of_memory(error):
+            if isinstance(error, ModelError) or is_out_of_memory(error):
                 raise
             raise ModelError(
                 f"the model {model_id} cannot be loaded ({first_sentence(error)}): "
@@ -193,7 +198,14 @@ def load(
 
 
 def _check_complete(model_id: str, loading_info: dict[str, Any]) -> None:
-    """transformers fills weights that are missing with random numbers, and only logs it."""
+    """transformers fills weights that are missing or do not fit with random numbers, and only logs it."""
+    unfit = sorted(loading_info["mismatched_keys"], key=str)
+    if unfit:
+        name, stored, wanted = (part if isinstance(part, str) else list(part) for part in unfit[0])
+        raise ModelError(
+            f"the weight {name} of {model_id} has the shape {stored}, its config asks for {wanted}: "
+            "restore config.json or the weights"
+        )
     missing = sorted(loading_info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
@@ -306,7 +318,7 @@ def out_of_memory_is_explained(device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise ModelError(
             f"out of memory on {device}: take a smaller --batch_size, --output_length, shorter prompts, "
@@ -314,7 +326,7 @@ def out_of_memory_is_explained(device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     # torch's CPU allocator raises a plain RuntimeError.
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
