@@ -32,6 +32,7 @@ COMMANDS = {
     ),
     "tune": Command("tilegym.tune", "tune", "List, clear or export what the autotuner has measured."),
     "bench": Command("tilegym.bench_cli", "bench", "Measure ops against other implementations and the roofline."),
+    "coverage": Command("tilegym.coverage", "coverage", "Tell how much of a model's work TileGym's kernels do."),
     "inventory": Command("tilegym.inventory_cli", "app", "List, show, check, match and export the kernels there are."),
     "autokernel": Command("tilegym.autokernel_cli", "autokernel", "Find, judge and keep new kernels for a model."),
     "doctor": Command("tilegym.doctor", "doctor", "Check that this machine can run TileGym; say what to do if not."),

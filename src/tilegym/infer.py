@@ -99,6 +99,17 @@ def infer(
         report_kernel_coverage=report_kernel_coverage,
         trust_remote_code=trust_remote_code,
     )
+    run(options, lambda result, console: terminal.show(result, console, show_outputs), as_json, summary_file)
+
+
+def run(
+    options: job.Options,
+    show: Callable[[job.Result, Console], None],
+    as_json: bool,
+    summary_file: Path | None = None,
+) -> None:
+    """Runs a job for a command: progress and warnings go to stderr, what ``show`` prints of the result, or its JSON, to
+    stdout; ends the process with the statuses of :func:`infer`."""
     # Width: a pipe has none, and 80 columns would cut the tables.
     console = Console(stderr=as_json, width=None if sys.stdout.isatty() else 120)
     progress = Console(stderr=True)
@@ -111,7 +122,7 @@ def infer(
             _check_writable(summary_file)
         with _quiet_transformers(), _warnings_told(tell):
             result = job.run_job(options, tell)
-        terminal.show(result, console, show_outputs)
+        show(result, console)
         summary = json.dumps(result.summary(), indent=2, allow_nan=False)
         if summary_file is not None:
             summary_file.write_text(summary + "\n", encoding="utf-8")

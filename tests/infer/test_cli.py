@@ -248,6 +248,29 @@ class Test_Patched:
         assert "FAIL: the patched logits are off by" in result.stdout
 
 
+class Test_Coverage:
+    """``tilegym coverage MODEL``: nothing but which kernels took which share."""
+
+    def run(self, *args: str):
+        return CliRunner().invoke(build_app("coverage"), ["coverage", *args])
+
+    def test_table(self):
+        result = self.run(TINY_LLAMA, "--output-length", "2")
+        assert result.exit_code == 0, result.stderr
+        assert "Coverage (" in result.stdout and "Average throughput" not in result.stdout
+        ops = ("fmha", "linear", "rms_norm", "swiglu") if not torch.cuda.is_available() else ()
+        assert all(f"{op} (pytorch)" in result.stdout for op in ops)
+
+    def test_json(self):
+        result = self.run(TINY_LLAMA, "--output_length", "2", "--json")
+        found = json.loads(result.stdout)["kernel_coverage"]
+        assert 0 < found["percent"] <= 100 and any(entry["own"] for entry in found["entries"])
+
+    def test_bad_input(self):
+        result = self.run("./nowhere")
+        assert result.exit_code == 2 and result.stderr.startswith("error: './nowhere' is no file, no folder")
+
+
 class Test_Bad_Input:
     """One sentence on stderr, with the remedy, status 2, no traceback."""
 

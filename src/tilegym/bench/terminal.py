@@ -35,6 +35,12 @@ def show(result: Result, console: Console, show_outputs: bool) -> None:
         _show_comparison(result.comparison, console)
 
 
+def show_coverage(result: Result, console: Console) -> None:
+    """Prints what was run, and which share of its time each kernel took."""
+    _show_setup(result, console)
+    _show_coverage(result.coverage, console)
+
+
 def _show_setup(result: Result, console: Console) -> None:
     model, options = result.model, result.options
     weights = "random weights" if model["random_weights"] else "trained weights"
