@@ -72,6 +72,11 @@ def test_arguments_that_are_refused():
         launch((1,), double, (x, x.to(torch.complex64), 8))
     with pytest.raises(TypeError, match="constant"):
         launch((1,), double, (x, x, x))
+    for size in ({8}, {"size": 8}):
+        with pytest.raises(TypeError, match=f"constant argument: {type(size).__name__}"):
+            launch((1,), double, (x, x, size))
+        with pytest.raises(TypeError, match=f"Unsupported kernel argument type '{type(size).__name__}'"):
+            launch((1,), double, (size, x, 8))
 
 
 @ct.kernel

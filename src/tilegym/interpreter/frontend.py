@@ -53,7 +53,11 @@ def compiled(kernel, args) -> Compiled:
         with _lock:
             cache = _caches.setdefault(function, _KernelCache())
     key = tuple(map(_argument_key, args))
-    found = cache.by_arguments.get(key)
+    try:
+        found = cache.by_arguments.get(key)
+    except TypeError:  # an argument that is not hashable is none that a kernel takes
+        kernel_signature(kernel, args)
+        raise
     if found is not None:
         return found
     with _lock:
