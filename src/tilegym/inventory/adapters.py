@@ -19,6 +19,7 @@ class View:
 
     Attributes:
         part: (dim, index, parts): one of equal parts along a dimension.
+        in_turn: the parts' elements alternate.
         permutation: of the dimensions.
         merged: how many leading dimensions become one.
         added: how many dimensions of size 1 are put in front.
@@ -26,6 +27,7 @@ class View:
     """
 
     part: tuple[int, int, int] | None = None
+    in_turn: bool = False
     permutation: tuple[int, ...] | None = None
     merged: int = 1
     added: int = 0
@@ -34,7 +36,7 @@ class View:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.part is not None:
             dim, index, parts = self.part
-            x = x.chunk(parts, dim)[index]
+            x = x.unflatten(dim, (-1, parts)).select(dim, index) if self.in_turn else x.chunk(parts, dim)[index]
         if self.permutation is not None:
             x = x.permute(self.permutation)
         if self.merged > 1:
@@ -65,7 +67,8 @@ class View:
         said = []
         if self.part is not None:
             dim, index, parts = self.part
-            said.append(f"split {name}: part {index + 1} of {parts} along dimension {dim}")
+            which = f"{index + 1} of every {parts}" if self.in_turn else f"part {index + 1} of {parts}"
+            said.append(f"split {name}: {which} along dimension {dim}")
         if self.permutation is not None:
             said.append(f"permute {name} to {list(self.permutation)}")
         if self.merged > 1:

@@ -40,6 +40,7 @@ COMPATIBLE = "compatible"
 # fp32 sums in another order differ by this much of their size; other formulas differ by far more.
 _TOLERANCE = 1e-4
 _MAX_TRIALS = 3000  # calls of one reference; shapes leave few, this bounds what they do not
+_MAX_LATE_TRIALS = 60  # with the last and most ways to make tensors
 _BIG_AXIS = 16  # constant axes beyond this are tried small first
 _MAX_ELEMENTS = 1 << 24  # of an input whose axes cannot be made small: more would take minutes
 
@@ -129,8 +130,10 @@ class _Required:
             self.trial, self.originals = _with_small_numbers(definition, linked | {size // 2 for size in linked})
         self.run = reference.load(self.trial.reference, definition.name)
         try:
-            self.samples = self._samples(_with_small_axes(self.trial, keep | linked))
+            self.trial = _with_small_axes(self.trial, keep | linked)
+            self.samples = self._samples(self.trial)
         except Exception as error:  # the reference counts on the real sizes
+            self.trial = self.trial.model_copy(update={"axes": definition.axes})
             if _largest_tensor(self.trial) > _MAX_ELEMENTS:
                 raise InventoryError(f"{definition.name} can only be tried on tensors that are too large") from error
             self.samples = self._samples(self.trial)
@@ -232,12 +235,13 @@ def _fit(required: _Required, target: Definition) -> tuple[Adapter, bool, tuple[
     """The first adapter from what is required to ``target`` that works, the plainest being tried first."""
     run = reference.load(target.reference, target.name)
     choices, trials = list(candidates.number_choices(required.trial, target)), 0
-    for level in range(3) if choices else ():
+    for level in range(4) if choices else ():
+        before = trials
         for takes in candidates.assignments(required.trial, target, required.samples[0][0], level):
             for numbers in choices:
                 ordered = {name: takes[name] if name in takes else numbers[name] for name in target.inputs}
                 trials += 1
-                if trials > _MAX_TRIALS:
+                if trials > (_MAX_TRIALS if level < 3 else before + _MAX_LATE_TRIALS):
                     return None
                 try:
                     if result := _try(required, target, run, ordered):
@@ -251,7 +255,7 @@ def _try(
     required: _Required, target: Definition, run: Any, takes: dict[str, Take]
 ) -> tuple[Adapter, bool, tuple[str, ...]] | None:
     """The adapter with these ``takes``, if the references agree through it in every call."""
-    adapter = Adapter(required.definition, target, takes, {})
+    adapter = Adapter(required.trial, target, takes, {})
     assumes: dict[str, None] = {}
     same_rounding, agreed = True, 0
     for case, single, exact, declared in required.samples:
@@ -267,7 +271,7 @@ def _try(
                 gives = _gives(required, target, results, single, case)
                 if gives is None:
                     return None
-                adapter = Adapter(required.definition, target, takes, gives)
+                adapter = Adapter(required.trial, target, takes, gives)
             if not all(map(_close, _given(adapter, results, case), single)):
                 return None
             agreed += 1
