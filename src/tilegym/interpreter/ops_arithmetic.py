@@ -237,11 +237,12 @@ def _fused_float64(x, y, z, mode):
 def _fused_float32(x, y, z):
     # The rescaling of an online softmax is a handful of numbers at a time: numpy, which begins sooner than torch.
     with np.errstate(all="ignore"):
-        product = np.multiply(x.numpy(), y.numpy(), dtype=np.float64)
-        total = np.asarray(np.add(product, z.numpy(), dtype=np.float64))
-        if not rounds_twice(total, np.asarray(product), z.numpy(), torch.float32, "float32"):
+        addend = z.numpy()
+        product = np.asarray(np.multiply(x.numpy(), y.numpy(), dtype=np.float64))
+        total = np.asarray(product + addend)
+        if not rounds_twice(total, product, addend, torch.float32, "float32"):
             return torch.from_numpy(total.astype(np.float32))
-    product, z = torch.from_numpy(np.asarray(product)), z.to(torch.float64)
+    product, z = torch.from_numpy(product), z.to(torch.float64)
     return round_sum(*two_sum(product, z), torch.float32, "float32", RoundingMode.RN)
 
 

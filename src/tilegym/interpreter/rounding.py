@@ -142,7 +142,7 @@ def rounds_twice(s: np.ndarray, x: np.ndarray, y: np.ndarray, dtype: torch.dtype
     width = _MIDPOINT[dtype]
     doubtful = s.view(np.int64) & ((1 << width) - 1) == 1 << (width - 1)
     doubtful |= np.abs(s) < 2.0 ** FORMATS[name].min_exponent
-    if not doubtful.any():  # as good as always, and soon known
+    if not np.count_nonzero(doubtful):  # as good as always, and soon known: any() takes four times as long
         return False
     t = s - x
     lost = (x - (s - t)) + (y - t)  # nothing of a true midpoint: it is rounded once
