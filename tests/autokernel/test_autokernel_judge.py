@@ -120,14 +120,89 @@ def test_a_proposal_may_not_change_what_is_asked_for(region, host, tmp_path):
         "def f():\n    global state",
         "torch.autograd.grad",
         "def (",
+        "from tilegym.ops.cutile.row_norms import torch as t",
+        "import tilegym.ops.cutile.row_norms as m\nm.torch.sigmoid",
+        "import tilegym.ops\ntilegym.ops.cutile.row_norms.torch.sigmoid",
+        "from tilegym.ops import cutile\ncutile.row_norms.torch.sigmoid",
+        "from tilegym.backend.cutile.launch import recording",
+        "from tilegym.backend.cutile.tuning_cache import Path",
+        "from tilegym.ops.cutile.row_norms import *",
+        "import tilegym\ntilegym.inventory.catalog",
+        "import tilegym.ops.cutile as c\nc.row_norms.launch = None",
+        "torch.Tensor.clone = None",
+        "x.data = y",
+        "del x.shape",
+        "x.tolist()",
+        "x.numpy()",
+        "type('Grid', (tuple,), {'__iter__': 1})",
+        "class Grid(tuple):\n    def __iter__(self):\n        return 1",
+        "match torch.Tensor:\n    case object(__dict__=d):\n        pass",
     ],
 )
 def test_static_checks_refuse(line):
     assert check_source(f"import torch\n{line}\n")
 
 
-def test_static_checks_allow_what_kernels_need():
-    assert not check_source(GOOD)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from tilegym.ops import rms_norm as rms_norm_op",
+        "from tilegym.ops.cutile.tiling import functools",
+        "from tilegym.ops.cutile import row_norms\nrow_norms.load",
+        "import tilegym.ops.cutile.row_norms as m\nm.load, m.ct.sum",
+        "import tilegym.ops.cutile.tiling\ntilegym.ops.cutile.tiling.span",
+        "import cuda.tile as ct\nct.bid(0).item()",
+        "def forward(ctx, x):\n    ctx.scale = 1",
+    ],
+)
+def test_static_checks_allow_what_kernels_need(line):
+    assert not check_source(GOOD) and not check_source(line)
+
+
+def test_what_is_done_past_operators_is_seen():
+    before = dict(vars(torch.Tensor))
+    seen, x = {}, torch.ones(3)
+    with harness._past_operators(seen):
+        assert x.tolist() == x.numpy().tolist() == [1.0] * 3 and str(x)
+    assert seen.keys() == {"tolist", "numpy", "__repr__"} and dict(vars(torch.Tensor)) == before
+
+
+def test_a_launch_takes_nothing_that_runs_code():
+    class Grid(tuple):
+        pass
+
+    class Lazy(torch.Tensor):
+        pass
+
+    @harness.ct.kernel
+    def kernel(x):
+        pass
+
+    x = torch.ones(3)
+    harness._check_plain((1, 2), kernel, (x, [x, x], (1, 2), 0.5, True, "a", None, harness.ct.float32))
+    for grid, taken, args in [
+        (Grid((1,)), kernel, (x,)),
+        ((1,), len, (x,)),
+        ((1,), kernel, Grid((x,))),
+        ((1,), kernel, (x.as_subclass(Lazy),)),
+        ((1,), kernel, ([x.as_subclass(Lazy)],)),
+        ((torch.ones(()),), kernel, (lambda: x,)),
+    ]:
+        with pytest.raises(TypeError, match="a launch takes"):
+            harness._check_plain(grid, taken, args)
+
+
+def test_other_contents_have_the_same_layout(region):
+    task, recording = region
+    for call, _ in judging_inputs.recorded(recording, torch.Generator()):
+        other = judging_inputs.other_contents(task.definition, call)
+        for (one, two), name in zip([(call.inputs[n], other.inputs[n]) for n in call.inputs], call.inputs, strict=True):
+            assert one.shape == two.shape and one.stride() == two.stride(), name
+            assert torch.equal(one.flatten().sort()[0], two.flatten().sort()[0]) and not torch.equal(one, two)
+    x = torch.arange(6.0).reshape(1, 6).expand(4, 6)
+    call = judging_inputs.Call("repeated", {list(call.inputs)[0]: x})
+    (other,) = judging_inputs.other_contents(task.definition, call).inputs.values()
+    assert tensors.pack({"x": other})[1] == tensors.pack({"x": x})[1] and other[0, 0] == 5.0
 
 
 def test_workers_are_confined(host, monkeypatch):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cuda.tile as ct
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,6 +32,7 @@ ALLOWED = _ALLOCATIONS | frozenset(
     "clone contiguous narrow unflatten movedim sym_size sym_stride lift_fresh".split()
 )
 _FILES_KEPT = 8
+_PLAIN = (torch.Tensor, torch.nn.Parameter, bool, int, float, str, type(None))
 POISONS = {"nan": (float("nan"), -77), "finite": (-1.5, 111)}
 
 
@@ -132,7 +134,8 @@ class Candidate:
                 flat.view(torch.uint8).copy_(values[name].view(torch.uint8))
             inputs = tensors.unpack(memory, described)
             sanitized = interpreter.sanitize() if sanitize and self.device.type == "cpu" else contextlib.nullcontext()
-            with torch.no_grad(), sanitized, _launches(lambda kernel, args: launched.append(kernel)), observer:
+            seen = _launches(lambda kernel, args: launched.append(kernel))
+            with torch.no_grad(), sanitized, seen, _past_operators(observer.forbidden), observer:
                 result = self.function(*inputs.values())
             self._synchronize()
             results.append(result if isinstance(result, tuple | list) else (result,))
@@ -172,6 +175,23 @@ class Candidate:
         found = torch.autograd.grad([results[i] for i in chosen], leaves.values(), backward, allow_unused=True)
         tensors.write(Path(output), {n: g.clone() for n, g in zip(leaves, found, strict=True) if g is not None})
         return {"outputs": chosen}
+
+    def check(self, files: list[str], described: str, fresh: list[str], output: str) -> dict[str, Any]:
+        """One more call like those that were timed: at the same addresses, with the contents of ``fresh``."""
+        flats, others = self.files.load(files), self.files.load(fresh)
+        inputs = list(tensors.unpack(flats, json.loads(described)).values())
+        former = {name: flat.clone() for name, flat in flats.items() if others[name] is not flat}
+        for name in former:
+            flats[name].view(torch.uint8).copy_(others[name].view(torch.uint8))
+        with torch.no_grad():
+            result = self.function(*inputs)
+        self._synchronize()
+        results = result if isinstance(result, tuple | list) else (result,)
+        kept = {f"out0.{i}": v.detach().clone() for i, v in enumerate(results) if isinstance(v, torch.Tensor)}
+        tensors.write(Path(output), kept)
+        for name, flat in former.items():
+            flats[name].view(torch.uint8).copy_(flat.view(torch.uint8))
+        return {}
 
     def time(self, files: list[str], described: str, calls: int, cold: bool) -> dict[str, Any]:
         """Seconds of ``calls`` calls, as :func:`timed` gives them."""
@@ -213,20 +233,69 @@ def timed(function: Callable, inputs: list[Any], calls: int, cold: bool, device:
         return {"wall": time.perf_counter() - begin}
 
 
+# Methods that read a tensor's memory, or its elements in Python, and of which no dispatch mode is told.
+_PAST_OPERATORS = "__array__ __dlpack__ __repr__ apply_ map_ map2_ numpy tolist".split()
+_launching = threading.local()  # whether a launch is under way: the interpreter reads memory as it likes
+
+
+@contextlib.contextmanager
+def _past_operators(forbidden: dict[str, int]) -> Iterator[None]:
+    """Within the block ``forbidden`` counts what is done to tensors past PyTorch's operators, too."""
+    own = {name: vars(torch.Tensor).get(name) for name in _PAST_OPERATORS}
+
+    def noting(name: str) -> Callable:
+        method = getattr(torch.Tensor, name)
+
+        def noted(self, *args, **options):
+            if not getattr(_launching, "now", False):
+                forbidden[name] = forbidden.get(name, 0) + 1
+            return method(self, *args, **options)
+
+        return noted
+
+    for name in own:
+        setattr(torch.Tensor, name, noting(name))
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            if method is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, method)
+
+
+def _check_plain(grid: Any, kernel: Any, args: Any) -> None:
+    """Raises TypeError unless a launch is of a kernel with plain arguments: others may run code while nobody looks."""
+    if type(kernel) is not ct.kernel or type(args) is not tuple:
+        raise TypeError("a launch takes a kernel and a tuple of arguments")
+    values = [grid, *args]
+    while values:
+        value = values.pop()
+        if type(value) in (tuple, list):
+            values += value
+        elif type(value) not in _PLAIN and not isinstance(value, ct.DType):
+            raise TypeError(f"a launch takes plain tensors and numbers, not a {type(value).__qualname__}")
+
+
 @contextlib.contextmanager
 def _launches(see: Callable[[Any, tuple], None], run: bool = True) -> Iterator[None]:
     """Within the block ``see(kernel, args)`` is told of every launch; ``run``: whether it is launched as well."""
-    import cuda.tile as ct
-
     interpreted, real = interpreter.launch, ct.launch
 
     def on_cpu(grid, kernel, args, **options):
+        _check_plain(grid, kernel, args)
         see(kernel, args)
         if run:
-            with _disable_current_modes():
-                interpreted(grid, kernel, args, **options)
+            _launching.now = True
+            try:
+                with _disable_current_modes():
+                    interpreted(grid, kernel, args, **options)
+            finally:
+                _launching.now = False
 
     def on_gpu(stream, grid, kernel, args, **options):
+        _check_plain(grid, kernel, args)
         see(kernel, args)
         if run:
             with _disable_current_modes():

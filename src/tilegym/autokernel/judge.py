@@ -21,6 +21,7 @@ from tilegym.autokernel import tensors
 from tilegym.autokernel import timing
 from tilegym.autokernel.judging_inputs import Call
 from tilegym.autokernel.judging_inputs import extreme
+from tilegym.autokernel.judging_inputs import other_contents
 from tilegym.autokernel.judging_inputs import other_dtypes
 from tilegym.autokernel.judging_inputs import recorded
 from tilegym.autokernel.judging_inputs import small
@@ -156,7 +157,7 @@ class KernelJudge:
         with self.host.working() as other:
             _answer(other.ask("reference", definition_reference=trial.task.definition.reference))
             with self.host.quiet.alone():
-                measured = timing.measure(trial.worker, other, trial.recorded, self.kind)
+                measured = timing.measure(trial.worker, other, trial.recorded, self.kind, trial.while_timed)
         ops = timing.count_ops(trial.run, trial.recorded[0][0].cast(torch.device("meta")))
         verdict.timing = measured.summary() | {"bound": trial.task.bound_seconds, "ops": ops}
         failed = timing.judge(measured, trial.task.bound_seconds, ops, self.rules)
@@ -181,6 +182,7 @@ class _Trial:
         self.dishonest: dict[str, None] = {}
         self.outbox = tensors.Outbox(worker.folder)
         self.weights: dict[str, torch.Tensor] = {}
+        self.fresh: dict[int, tuple[Call, list[str], tuple[tuple, tuple]]] = {}
         self.max_error = 0.0
 
     def g1(self) -> str:
@@ -311,6 +313,20 @@ class _Trial:
             raise Failed("incorrect", f"under the sanitizer: {failed.detail}") from failed
         return "inputs untouched, outputs written, nothing remembered, nothing left to PyTorch"
 
+    def while_timed(self, index: int, prepared: tuple[list[str], str], outbox: tensors.Outbox) -> None:
+        """Gate 7's look at a call: right with other contents, as if it were one more of those that are timed."""
+        if index not in self.fresh:
+            call = other_contents(self.definition, self.recorded[index][0])
+            self.fresh[index] = call, outbox.write(call.inputs)[0], self._expected(call)
+        call, fresh, expected = self.fresh[index]
+        files, described = prepared
+        output = self.worker.folder / "output.safetensors"
+        answer = self.worker.ask("check", files=files, described=described, fresh=fresh, output=str(output))
+        _answer(answer)
+        wrong = self._wrong(call, _in_order(_read(output), "out0."), expected)
+        if wrong is not None:
+            raise Failed("incorrect", f"while it was timed: {call.name}: {wrong}")
+
     def _small(self, size: int) -> Call:
         return small(self.definition, self.numbers, self.generator, size, self.weights)
 
@@ -326,10 +342,7 @@ class _Trial:
         described, output = written[0][1], str(self.worker.folder / "output.safetensors")
         files = [names for names, _ in written]
         found = self._ask("run", calls=files, described=described, output=output, poison=poison, sanitize=sanitize)
-        try:
-            got = tensors.read(Path(output))
-        except Exception as error:  # whatever the candidate has put there
-            raise Failed("crash", f"its outputs cannot be read: {error}") from error
+        got = _read(Path(output))
         self._note(found)
         outputs = [_in_order(got, f"out{index}.") for index in range(len(calls))]
         self.outbox.remove([file for names in files for file in names] + [output])
@@ -359,13 +372,21 @@ class _Trial:
                 raise Failed("incorrect", f"{call.name}: {wrong}")
         return f"{len(calls)} calls"
 
-    def _wrong(self, call: Call, got: tuple[torch.Tensor, ...]) -> str | None:
-        """What is wrong with the outputs of a call, or None."""
-        with self.judge.host.quiet.shared(), torch.no_grad():
+    def _expected(self, call: Call) -> tuple[tuple, tuple]:
+        """The reference's outputs, in the declared dtypes and in fp64."""
+        with torch.no_grad():
             expected = _tuple(self.run(*call.cast(self.judge.device).values()))
             exact = _tuple(self.run(*call.cast(self.judge.device, torch.float64).values()))
-            if self.judge.kind == "cuda":
-                torch.cuda.synchronize()
+        if self.judge.kind == "cuda":
+            torch.cuda.synchronize()
+        return expected, exact
+
+    def _wrong(self, call: Call, got: tuple[torch.Tensor, ...], known: tuple[tuple, tuple] | None = None) -> str | None:
+        """What is wrong with the outputs of a call, or None; ``known``: what is expected, if that was computed."""
+        if known is None:
+            with self.judge.host.quiet.shared():
+                known = self._expected(call)
+        expected, exact = known
         if len(got) != len(expected):
             return f"{len(got)} tensors came back, the Definition has {len(expected)}"
         for name, value, should, oracle in zip(self.definition.outputs, got, expected, exact, strict=True):
@@ -383,6 +404,13 @@ def _answer(answer: dict[str, Any]) -> dict[str, Any]:
     if "error" in answer:
         raise Failed("crash", f"{answer['error']}\n{answer.get('trace', '')}".strip())
     return answer
+
+
+def _read(output: Path) -> dict[str, torch.Tensor]:
+    try:
+        return tensors.read(output)
+    except Exception as error:  # whatever the candidate has put there
+        raise Failed("crash", f"its outputs cannot be read: {error}") from error
 
 
 def _in_order(values: dict[str, torch.Tensor], prefix: str) -> tuple[torch.Tensor, ...]:

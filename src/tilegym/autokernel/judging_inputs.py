@@ -17,6 +17,7 @@ from tilegym.inventory import Definition
 from tilegym.inventory import reference
 
 SIZES = (1, 7, 17, 1023)
+_DRAWN = ((10, 64), (65, 2000))  # from where to where sizes are drawn
 WORKING_DTYPES = ("float32", "float16", "bfloat16")
 # How many elements all inputs of a made-up call have at most.
 MAX_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
@@ -132,7 +133,10 @@ def sweep(
     generator: torch.Generator,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> Iterator[Call]:
-    """Calls of many sizes: each variable axis takes each of :data:`SIZES`, the others being small."""
+    """Calls of many sizes: each variable axis takes each of :data:`SIZES`, the others being small.
+
+    Besides, sizes that nobody knows before, drawn for each axis from small and from large ones.
+    """
     axes = definition.var_axes
     if not axes:
         yield Call("the only size", made(definition, {}, numbers, generator))
@@ -144,6 +148,17 @@ def sweep(
                 yield Call(name, made(definition, sizes, numbers, generator, weights))
             if len(axes) == 1:
                 break
+    for axis, (least, most) in itertools.product(axes, _DRAWN):
+        sizes = {a: _drawn(2, 9, generator) for a in axes}
+        while most > least and _elements(definition, sizes | {axis: most}) > MAX_ELEMENTS[device]:
+            most //= 2
+        sizes[axis] = _drawn(min(least, most), most, generator)
+        name = ", ".join(f"{a}={s}" for a, s in sizes.items())
+        yield Call(name, made(definition, sizes, numbers, generator, weights))
+
+
+def _drawn(least: int, most: int, generator: torch.Generator) -> int:
+    return int(torch.randint(least, most + 1, (), generator=generator))
 
 
 def _elements(definition: Definition, sizes: dict[str, int]) -> int:
@@ -165,6 +180,26 @@ def small(
     """A call with all variable axes small."""
     sizes = dict.fromkeys(definition.var_axes, size)
     return Call(f"size {size}", made(definition, sizes, numbers, generator, weights))
+
+
+def other_contents(definition: Definition, call: Call) -> Call:
+    """The call with the contents of its data, and of small weights, the other way round."""
+    variable = set(definition.var_axes)
+
+    def turned(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        if not variable & set(definition.inputs[name].shape) and value.numel() > _LARGE:
+            return value  # a large weight stays where it is
+        repeated = 0 in value.stride()
+        other = (
+            torch.empty(value.shape, dtype=value.dtype)
+            if repeated
+            else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        )
+        return other.copy_(value.flip(tuple(range(value.ndim))))
+
+    return Call(f"{call.name}, other contents", {n: turned(n, v) for n, v in call.inputs.items()})
 
 
 def other_dtypes(definition: Definition, call: Call) -> Iterator[Call]:

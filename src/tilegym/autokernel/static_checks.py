@@ -1,6 +1,10 @@
 """Gate 0: what can be said of a proposal without running it."""
 
 import ast
+import functools
+import importlib.util
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +29,8 @@ IMPORTS = (
     "tilegym.ops",
     "torch",
 )
-_NOT_BELOW = ("tilegym.ops.pytorch", "tilegym.backend.cutile.autotuner", "tilegym.backend.cutile.tuning")
+_TUNING = "autotuner tuning tuning_bench tuning_cache tuning_key".split()
+_NOT_BELOW = ("tilegym.ops.pytorch", *(f"tilegym.backend.cutile.{name}" for name in _TUNING))
 _TORCH = frozenset(
     "Tensor Size device dtype empty empty_like empty_strided zeros zeros_like autograd is_grad_enabled finfo "
     "iinfo promote_types".split()
@@ -33,7 +38,11 @@ _TORCH = frozenset(
 _TORCH_AUTOGRAD = frozenset({"Function"})
 _BUILTINS = frozenset(
     "eval exec compile open input breakpoint globals locals vars getattr setattr delattr __import__ memoryview "
-    "__builtins__ __loader__ __spec__".split()
+    "dir type super __builtins__ __loader__ __spec__".split()
+)
+# What reads or replaces a tensor's memory past PyTorch's operators, which are watched.
+_PAST_OPERATORS = frozenset(
+    "apply_ map_ map2_ numpy set_ share_memory_ storage tolist typed_storage untyped_storage".split()
 )
 
 
@@ -83,8 +92,9 @@ def check_source(text: str) -> list[str]:
         return [f"not Python: {error}"]
     found = []
     bases = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    modules = imported_modules(tree)
     for node in ast.walk(tree):
-        for message in _check_node(node, bases):
+        for message in (*_check_node(node, bases), *_check_member(node, modules)):
             found.append(f"line {getattr(node, 'lineno', 0)}: {message}")
     return found
 
@@ -106,6 +116,7 @@ def _check_node(node: ast.AST, bases: set[int]) -> Iterator[str]:
                 yield f"{node.module} is not allowed"
             else:
                 yield from _check_import(name if name in IMPORTS else node.module or "")
+                yield from _check_origin(node.module or "", alias.name)
                 yield from (f"{name} is not allowed" for denied in _NOT_BELOW if _is_below(name, denied))
     elif isinstance(node, ast.Attribute):
         yield from _check_attribute(node)
@@ -116,11 +127,19 @@ def _check_node(node: ast.AST, bases: set[int]) -> Iterator[str]:
             yield "torch is passed on as a value"
     elif isinstance(node, (ast.Global, ast.Nonlocal)):
         yield "global state is not allowed: a kernel remembers nothing"
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name.startswith("__"):
+        yield f"the definition of {node.name} is not allowed"
+    elif isinstance(node, ast.Match):
+        yield "match is not allowed: its patterns read attributes of any name"
 
 
 def _check_attribute(node: ast.Attribute) -> Iterator[str]:
     if node.attr.startswith("_"):
         yield f"the private attribute {node.attr} is not allowed"
+    if node.attr in _PAST_OPERATORS:
+        yield f".{node.attr} is not allowed: the kernel has to do the work"
+    if not isinstance(node.ctx, ast.Load) and not (isinstance(node.value, ast.Name) and node.value.id == "ctx"):
+        yield f"an attribute {node.attr} is set: a kernel changes nothing but its results"
     if isinstance(node.value, ast.Name) and node.value.id == "torch":
         yield from _check_torch(node.attr)
     text = ast.unparse(node.value) if isinstance(node.value, (ast.Name, ast.Attribute)) else ""
@@ -141,6 +160,86 @@ def _check_import(name: str) -> Iterator[str]:
         return
     if not any(_is_below(name, allowed) for allowed in IMPORTS) or any(_is_below(name, d) for d in _NOT_BELOW):
         yield f"the import of {name} is not allowed; allowed are {', '.join(IMPORTS)}"
+
+
+def imported_modules(tree: ast.Module) -> dict[str, str]:
+    """The modules that a file imports, by what it calls them; torch, of which all is checked by name, is left out."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                found[alias.asname or name] = name
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                if _is_module(name := f"{node.module}.{alias.name}"):
+                    found[alias.asname or alias.name] = name
+    return {alias: name for alias, name in found.items() if name != "torch"}
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _check_member(node: ast.AST, modules: dict[str, str]) -> Iterator[str]:
+    """What is wrong with a member of an imported module: ``modules`` by what the file calls them."""
+    if not isinstance(node, ast.Attribute):
+        return
+    chain, base = [node.attr], node.value
+    while isinstance(base, ast.Attribute):
+        chain.insert(0, base.attr)
+        base = base.value
+    if not isinstance(base, ast.Name) or base.id not in modules:
+        return
+    module = modules[base.id]
+    while len(chain) > 1 and _is_module(f"{module}.{chain[0]}"):
+        module = f"{module}.{chain.pop(0)}"
+    if _is_module(name := f"{module}.{chain[0]}"):
+        if not any(_is_below(allowed, name) for allowed in IMPORTS):  # on the way to one of these
+            yield from _check_import(name)
+    else:
+        yield from _check_origin(module, chain[0])
+
+
+def _check_origin(module: str, name: str) -> Iterator[str]:
+    """What is wrong with ``name`` of an allowed module: it may be one that the module has imported."""
+    if name == "*":
+        yield f"from {module} import * is not allowed"
+    elif module.partition(".")[0] == "tilegym":
+        origin = _origins(module).get(name)
+        if origin is None or origin == (module, name):
+            return
+        if origin[0] == "torch" and origin[1]:
+            yield from _check_torch(origin[1])
+        elif _is_below(origin[0], "torch"):
+            yield f"{'.'.join(filter(None, origin))} of {module} is not allowed: import torch"
+        elif origin[1] and not _is_module(".".join(origin)):
+            yield from _check_import(origin[0])
+            yield from _check_origin(*origin)
+        else:
+            yield from _check_import(".".join(filter(None, origin)))
+    elif module in sys.modules and isinstance(found := getattr(sys.modules[module], name, None), types.ModuleType):
+        yield from _check_import(found.__name__)
+
+
+@functools.cache
+def _origins(module: str) -> dict[str, tuple[str, str]]:
+    """(module, name in it) of what a module of TileGym imports, by what it calls it; its name is "" for a module."""
+    spec = importlib.util.find_spec(module) if _is_module(module) else None
+    if spec is None or spec.origin is None:
+        return {}
+    found = {}
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    own = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.asname or a.name.partition(".")[0]: (a.name, "") for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {a.asname or a.name: (node.module or "", a.name) for a in node.names}
+    return {name: origin for name, origin in found.items() if name not in own}
 
 
 def _is_shipped_kernel(name: str) -> bool:

@@ -1,5 +1,7 @@
 """Gate 7: how fast a kernel is, by the judge's own clock, and whether that can be true."""
 
+import functools
+import secrets
 import statistics
 import time
 from collections.abc import Callable
@@ -69,21 +71,36 @@ class _Series:
         return (statistics.median(self.events) if self.events else clock), clock, statistics.median(self.claimed)
 
 
-def measure(kernel: Worker, plain: Worker, recorded: list[tuple[Call, int]], kind: str) -> Measured:
+def measure(
+    kernel: Worker,
+    plain: Worker,
+    recorded: list[tuple[Call, int]],
+    kind: str,
+    check: Callable[[int, tuple[list[str], str], tensors.Outbox], None] = lambda *given: None,
+) -> Measured:
     """Times candidate and reference in turn, each in its own process, on the recorded calls.
+
+    Args:
+        kernel, plain: the two workers.
+        recorded: the calls, and how often each is made.
+        kind: "cpu" or "cuda".
+        check: is called with the number of a recorded call, its files and layout, and what wrote them, once in every
+            round, behind a batch that the candidate cannot foresee; to ask it for a result.
 
     Raises:
         WorkerFailed: a worker died or took too long.
     """
     totals = [0.0] * 5
     outboxes = {worker.pid: tensors.Outbox(worker.folder) for worker in (kernel, plain)}
-    for call, count in recorded:
+    for index, (call, count) in enumerate(recorded):
         series = {worker.pid: _Series([], [], []) for worker in (kernel, plain)}
         prepared = {pid: outbox.write(call.inputs) for pid, outbox in outboxes.items()}
         batches = {worker.pid: _calls(worker, prepared[worker.pid]) for worker in (kernel, plain)}
         for _ in range(ROUNDS[kind]):
             for worker in (kernel, plain):
-                _round(worker, prepared[worker.pid], batches[worker.pid], series[worker.pid])
+                given = index, prepared[worker.pid], outboxes[worker.pid]
+                asked = functools.partial(check, *given) if worker is kernel else lambda: None
+                _round(worker, prepared[worker.pid], batches[worker.pid], series[worker.pid], asked)
         ours, clock, claimed = series[kernel.pid].seconds()
         theirs, their_clock, _ = series[plain.pid].seconds()
         for index, value in enumerate((ours, theirs, clock, their_clock, claimed)):
@@ -97,18 +114,25 @@ def _calls(worker: Worker, prepared: tuple[list[str], str]) -> int:
     return min(max(int(_BATCH_SECONDS / seconds), 2), _MAX_CALLS)
 
 
-def _round(worker: Worker, prepared: tuple[list[str], str], calls: int, series: _Series) -> None:
+def _round(
+    worker: Worker, prepared: tuple[list[str], str], calls: int, series: _Series, check: Callable[[], None]
+) -> None:
     """Times two batches, of 1 and of ``calls`` more: what both have in common (messages, files) drops out."""
     batches = (1, calls + 1)
     elapsed, answer = [], {}
+    checked = secrets.choice((*batches, _COLD_CALLS) if worker.host.device != "cpu" else batches)
     for count in batches:
         begin = time.perf_counter()
         answer = _time(worker, prepared, count, cold=False)
         elapsed.append(time.perf_counter() - begin)
+        if count == checked:
+            check()
     series.claimed.append(answer["wall"] / batches[1])
     series.clock.append((elapsed[1] - elapsed[0]) / calls)
     if worker.host.device != "cpu":
         series.events += _time(worker, prepared, _COLD_CALLS, cold=True)["events"]
+        if checked == _COLD_CALLS:
+            check()
 
 
 def _time(worker: Worker, prepared: tuple[list[str], str], calls: int, cold: bool) -> dict[str, Any]:

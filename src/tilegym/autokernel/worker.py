@@ -128,7 +128,7 @@ def _answer(channel: socket.socket, device: str, confined: dict[str, bool]) -> N
                 subject, result = ModelRuns(device=torch_device, **arguments), {}
             elif command == "reference":
                 subject, result = ReferenceRuns(device=torch_device, **arguments), {}
-            elif command in ("compile", "run", "gradients", "time", "generate", "logits"):
+            elif command in ("compile", "run", "gradients", "time", "check", "generate", "logits"):
                 result = getattr(subject, command)(**arguments)
             else:
                 result = {"error": f"there is no command {command!r}"}
