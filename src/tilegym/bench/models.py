@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,15 +56,19 @@ def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = F
     from transformers import AutoConfig
 
     path = Path(model_id).expanduser()
+    if not model_id:
+        raise ModelError(
+            f"the name of the model is empty: give a Hub id, a local folder or one of {', '.join(presets())}"
+        )
     if model_id in presets() and not path.exists():
         if not random_weights:
             raise ModelError(f"{model_id} is a preset without weights: add --random_weights to run its shape")
         source = PRESET_DIR / f"{model_id}.json"
-    elif path.is_file():
+    elif os.path.isfile(path):  # which is False for names that are too long, where path.is_file() is an error
         if not random_weights:
             raise ModelError(f"{model_id} is a file: give its folder, or add --random_weights to run a config file")
         source = path
-    elif path.is_dir():
+    elif os.path.isdir(path):
         if not (path / "config.json").is_file():
             raise ModelError(f"the folder {model_id} holds no config.json: give the folder of a transformers model")
         source = path
@@ -117,10 +122,10 @@ def _check_hub(model_id: str) -> None:
     import huggingface_hub
     from huggingface_hub import errors
 
-    if isinstance(huggingface_hub.try_to_load_from_cache(model_id, "config.json"), str):
-        return
     remedy = f"give a local folder, or a preset such as {presets()[0]} with --random_weights"
     try:
+        if isinstance(huggingface_hub.try_to_load_from_cache(model_id, "config.json"), str):
+            return
         huggingface_hub.HfApi().model_info(model_id, timeout=10)
     except errors.GatedRepoError as error:
         raise ModelError(
