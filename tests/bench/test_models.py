@@ -87,7 +87,7 @@ def test_random_weights_of_a_folder_keep_its_tokenizer(tmp_path):
         ("a/b/c", False, "no file, no folder and no Hub id"),
         ("llama-3.1-8b", False, "add --random_weights"),
         ("gpt5-900b", True, "name a preset with --random_weights"),
-        ("", True, "the name of the model is empty"),
+        ("", True, "the model's name is empty"),
         ("llama-3.1-8b/", True, "the Hub has no model 'llama-3.1-8b/'"),
         ("a" * 300 + "/b", False, "the Hub has no model"),
     ],

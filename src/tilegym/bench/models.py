@@ -58,7 +58,7 @@ def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = F
     path = Path(model_id).expanduser()
     if not model_id:
         raise ModelError(
-            f"the name of the model is empty: give a Hub id, a local folder or one of {', '.join(presets())}"
+            f"the model's name is empty: give a Hub id, a local folder or a preset ({', '.join(presets())})"
         )
     if model_id in presets() and not path.exists():
         if not random_weights:
