@@ -98,7 +98,8 @@ def test_a_model_that_cannot_be_built_small(tmp_path, monkeypatch):
     from tilegym.integrate import small_model
 
     monkeypatch.setattr(small_model, "RECIPES", ())
-    assert "no small model of type 'stablelm'" in refused(stablelm(tmp_path), "--random_weights")
+    sentence = refused(stablelm(tmp_path), "--random_weights")
+    assert "no small model of type 'stablelm'" in sentence and "docs/how-to-add-a-model.md" in sentence
 
 
 def test_code_of_its_own_needs_trust(tmp_path):

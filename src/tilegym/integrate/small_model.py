@@ -68,8 +68,13 @@ def small_model(
         small = _first_that_runs(candidates, RECIPES if recipes is None else recipes, seed, failures)
     if small is not None:
         return small
-    last = failures[0] if failures else "its config has no decoder"
-    raise ModelError(f"no small model of type {config.model_type!r} can be made ({last}): take a decoder-only model")
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    why = failures[0] if failures else "its config has no decoder"
+    remedy = "take a decoder-only model"
+    if model_class is not None or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        remedy = "check its config; where that is right, patch the family by hand (docs/how-to-add-a-model.md)"
+    raise ModelError(f"no small model of type {config.model_type!r} can be made ({why}): {remedy}")
 
 
 def _first_that_runs(
