@@ -137,7 +137,7 @@ def test_tune(task):
 
 
 AGENT = """
-import json, os, pathlib, sys, time
+import json, os, pathlib, subprocess, sys, time
 
 task = json.loads(pathlib.Path(sys.argv[1]).read_text())
 tree, mode = pathlib.Path(sys.argv[2]), sys.argv[3]
@@ -159,6 +159,11 @@ solution = {"name": "mine", "definition": name, "author": "agent", "spec": spec,
 (folder / "kernel_solutions" / "mine.json").write_text(json.dumps(solution))
 if mode == "elsewhere":
     (tree / "README").write_text("mine now")
+if mode == "commits":
+    me = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["checkout", "-q", "autokernel/run"], ["add", "-A"], [*me, "commit", "-qm", "Mine"]):
+        subprocess.run(["git", *command], check=True)
+    (tree / path).write_text("def run(x, weight):\\n    return x  # and then some more\\n")
 print("this is why; " + "$HOME `date`")
 sys.stdout.flush()
 if mode == "forever":
@@ -201,6 +206,16 @@ def test_agent(ask, task, tmp_path):
     assert "this is why; $HOME `date`" in proposal.rationale
     write_proposal(tmp_path / "tree", task, proposal)
     assert check(task, proposal, tmp_path / "tree") == []
+
+
+def test_agent_that_commits(ask, task, tmp_path):
+    """What it committed and what it did not are one proposal."""
+    proposal = ask("commits")
+    assert proposal.solution.name == "mine" and list(proposal.files) == [f"{task.folder}/kernels/mine.py"]
+    assert "some more" in proposal.files[f"{task.folder}/kernels/mine.py"]
+    root = tmp_path / "repository"  # and nothing that has not been judged is on the run's branch
+    heads = subprocess.run(["git", "rev-parse", "HEAD", "autokernel/run"], cwd=root, capture_output=True, text=True)
+    assert len(set(heads.stdout.split())) == 1
 
 
 def test_agent_that_writes_elsewhere_is_rejected(ask, task, tmp_path):

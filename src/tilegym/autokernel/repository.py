@@ -52,6 +52,11 @@ class Repository:
         """The commit of the run's branch."""
         return _git(self.root, "rev-parse", f"refs/heads/{self.branch}")
 
+    def put_back(self, head: str) -> None:
+        """Sets the run's branch to a commit that it had: what somebody else has put there was not judged."""
+        if self.head() != head:
+            _git(self.root, "update-ref", f"refs/heads/{self.branch}", head)
+
     def worktree(self, name: str, commit: str) -> Path:
         """A worktree of this name with ``commit`` checked out; what was there is replaced."""
         path = self.worktrees / name

@@ -123,8 +123,9 @@ class Agent:
         if sum(a.proposer == self.name for a in task.history) >= self.config.attempts:
             return None
         with self.worktree() as tree, tempfile.TemporaryDirectory(prefix="tilegym-agent-") as folder:
+            base = _git(tree, "rev-parse", "HEAD").strip()
             said, in_time = self._run(task, tree, Path(folder))
-            proposal = collect(task, tree, said)
+            proposal = collect(task, tree, said, base)
         if proposal is None:
             ended = "ended" if in_time else f"was ended after {self.config.minutes:g} minutes"
             last = said[-200:] or "nothing"
@@ -175,21 +176,24 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def collect(task: Task, tree: Path, said: str) -> Proposal | None:
+def _git(tree: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=tree, capture_output=True, text=True, check=True).stdout
+
+
+def collect(task: Task, tree: Path, said: str, base: str = "HEAD") -> Proposal | None:
     """The changes in a worktree as a proposal: one new Solution, and every file that was written.
 
-    Files outside of the task's folder are taken along, so that gate 0 sees and rejects them.
+    Committed or not: what differs from ``base``. Files outside of the task's folder are taken along, so that gate 0
+    sees and rejects them.
     """
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "-z", "--untracked-files=all", "--no-renames"],
-        cwd=tree, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    changed = _git(tree, "diff", "--name-only", "-z", "--no-renames", base)
+    changed += _git(tree, "ls-files", "-z", "--others", "--exclude-standard")
     files, solutions, definition = {}, [], task.definition
-    for entry in changed.split("\0"):
-        path = tree / entry[3:]
-        if not entry or path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_FILE:
+    for name in dict.fromkeys(filter(None, changed.split("\0"))):
+        path = tree / name
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_FILE:
             continue
-        name, text = entry[3:], path.read_text(errors="replace")
+        text = path.read_text(errors="replace")
         try:
             if name.startswith(f"{task.folder}/kernel_solutions/"):
                 solutions.append(Solution.from_json(text))
@@ -207,10 +211,12 @@ def worktrees(repository: Repository) -> Callable:
 
     @contextlib.contextmanager
     def worktree() -> Iterator[Path]:
-        path = repository.worktree("agent", repository.head())
+        head = repository.head()
+        path = repository.worktree("agent", head)
         try:
             yield path
         finally:
             repository.remove("agent")
+            repository.put_back(head)
 
     return worktree
