@@ -72,6 +72,8 @@ def test_arguments_that_are_refused():
         launch((1,), double, (x, x.to(torch.complex64), 8))
     with pytest.raises(TypeError, match="constant"):
         launch((1,), double, (x, x, x))
+    with pytest.raises(TypeError, match="holds arrays, not 'int'"):
+        launch((1,), double, ([x, 1], x, 8))
     for size in ({8}, {"size": 8}):
         with pytest.raises(TypeError, match=f"constant argument: {type(size).__name__}"):
             launch((1,), double, (x, x, size))
@@ -112,6 +114,15 @@ def test_tensors_that_require_grad_are_read_and_written():
     x, y = torch.ones(8, requires_grad=True), torch.zeros(8)
     launch((1,), double, (x, y, 8))
     assert y.tolist() == [2] * 8 and not y.requires_grad
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_tensors_of_inference_mode_are_read_and_written(inside):
+    with torch.inference_mode():
+        x, y = torch.arange(8.0), torch.zeros(8)
+    with torch.inference_mode(inside):
+        launch((1,), double, (x, y, 8))
+    assert torch.equal(y, 2 * x)
 
 
 def test_a_default_device_of_the_caller_does_not_reach_the_kernel():

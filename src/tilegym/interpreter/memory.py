@@ -27,7 +27,10 @@ class Memory:
         storage = tensor.untyped_storage()
         self.address = storage.data_ptr()
         size = storage.nbytes() // tensor.element_size()
-        flat = torch.as_strided(tensor, (size,), (1,), 0)
+        if tensor.is_inference():  # which torch does not write outside of inference mode, as a GPU does
+            flat = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (size,), (1,))
+        else:
+            flat = torch.as_strided(tensor, (size,), (1,), 0)
         self.packed = None
         if self.dtype.name == "float4_e2m1fn":  # one code an element while the kernel runs
             self.packed = flat.view(torch.uint8)

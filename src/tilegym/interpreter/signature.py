@@ -131,6 +131,9 @@ def _is_disjoint(shape: list, strides: list) -> bool:
 def _list_constraint(arrays: list, annotation) -> ListConstraint:
     if not arrays:
         raise TypeError("Empty lists are not supported as kernel arguments")
+    for array in arrays:
+        if not isinstance(array, (torch.Tensor, np.ndarray)):
+            raise TypeError(f"A list as a kernel argument holds arrays, not '{type(array).__name__}'")
     element = annotation.list.element if annotation.list else annotation.array
     items = [_array_constraint(array, element) for array in arrays]
     first = items[0]
