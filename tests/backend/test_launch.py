@@ -73,6 +73,15 @@ def test_a_gpu_gets_it_on_its_own_stream(monkeypatch, overlap, fails):
     assert elsewhere.launches == [(1, 101, False)] and elsewhere.current == 0
 
 
+def test_one_gpu_is_always_the_current_one(monkeypatch):
+    gpu_of = types.SimpleNamespace(is_cuda=True, get_device=lambda: 0)
+    only = FakeGPU(monkeypatch, 0)
+    monkeypatch.setattr(launch_module.allocation, "one_gpu", lambda: True)
+    monkeypatch.setattr(launch_module, "_current_device", None)
+    launch(gpu_of, (2,), add_one_kernel, (), True)
+    assert only.launches == [(0, 100, True)]
+
+
 @gpu
 def test_a_thread_that_has_not_used_cuda_yet():
     """As one of autograd's may be when a backward kernel is the first thing it does."""

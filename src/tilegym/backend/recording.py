@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilegym.backend import allocation
 from tilegym.backend import recording_source
 
 MAX_KINDS = 1024  # of calls of one op; lengths that grow by one, as in decoding, give a new kind each time
@@ -244,18 +245,10 @@ class Recorder(TorchDispatchMode):
             geometry = _geometry(root, tensor)
         else:
             geometry = _geometry(root, root)
-        dtype, shape, strides, _ = geometry
-        sources = [i for i, t in enumerate(self._inputs) if t is not None and t.device == root.device]
-        same = [i for i in sources if self._inputs[i].dtype == dtype]
-        for i in same:
-            like = self._inputs[i]
-            if like.shape == shape and like.stride() == strides and like.is_contiguous():
-                return self._source.make(f"t{i}", torch.empty_like), geometry
-        if not sources:
+        if root.device not in [t.device for t in self._inputs if t is not None]:
             raise _NotRepeatable
-        source, options = (same[0], {}) if same else (sources[0], {"dtype": dtype})
-        make = operator.methodcaller("new_empty_strided", shape, strides, **options)
-        return self._source.make(f"t{source}", make), geometry
+        dtype, shape, strides, _ = geometry
+        return self._source.allocate(allocation.empty_on(root.device), tuple(shape), strides, dtype), geometry
 
 
 def _geometry(root: torch.Tensor, tensor: torch.Tensor) -> tuple:

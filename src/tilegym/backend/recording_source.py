@@ -102,6 +102,13 @@ class Repeat:
         self._constants.append(value)
         return f"c{len(self._constants) - 1}"
 
+    def allocate(self, empty: Callable, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> str:
+        """Allocates a tensor; its name."""
+        name = f"m{len(self._making)}"
+        how = ", ".join(map(self.constant, (shape, strides, dtype)))
+        self._making.append(f"{name} = {self.constant(empty)}({how})")
+        return name
+
     def make(self, source: str, make: Callable[[torch.Tensor], torch.Tensor]) -> str:
         """Makes a tensor of the one that is called ``source``; its name."""
         name = f"m{len(self._making)}"

@@ -5,6 +5,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import allocation
 from tilegym.backend import recording
 from tilegym.errors import UnsupportedError
 
@@ -32,7 +33,7 @@ def launch(
     if 0 in grid:
         return
     if like.is_cuda:
-        submit, index = _to_gpu, like.get_device()
+        submit, index = _to_gpu if allocation.one_gpu() else _to_one_of_several_gpus, like.get_device()
     elif like.device.type == "cpu":
         submit, index = _to_interpreter, -1
     else:
@@ -44,11 +45,17 @@ def launch(
         recorder.launch(submit, index, grid, kernel, args, overlap)
 
 
-def _to_gpu(index: int, grid: tuple[int, ...], kernel: ct.kernel, args: tuple[Any, ...], overlap: bool) -> None:
-    if index != _current_device():
-        with torch.cuda.device(index):
-            ct.launch(_raw_stream(index), grid, kernel, args)
+def _to_one_of_several_gpus(
+    index: int, grid: tuple[int, ...], kernel: ct.kernel, args: tuple[Any, ...], overlap: bool
+) -> None:
+    if index == _current_device():
+        _to_gpu(index, grid, kernel, args, overlap)
         return
+    with torch.cuda.device(index):
+        ct.launch(_raw_stream(index), grid, kernel, args)
+
+
+def _to_gpu(index: int, grid: tuple[int, ...], kernel: ct.kernel, args: tuple[Any, ...], overlap: bool) -> None:
     try:
         # A raw stream handle: torch.cuda.current_stream() costs as much as the launch.
         if overlap:
