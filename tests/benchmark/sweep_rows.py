@@ -127,7 +127,9 @@ def norm_backward(norm: str, m: int, n: int) -> Group:
         mean = x.float().mean(-1) if center else mean
         rstd = torch.rsqrt((x.float() - (mean[:, None] if center else 0)).pow(2).mean(-1) + EPS)
     variants = []
-    for tile in tiles_of((2048, 4096, 8192), n) if n <= row_norms.MAX_CACHED_BACKWARD else ():
+    whole = tiles_of((2048, 4096, 8192), n) if n <= row_norms.MAX_CACHED_BACKWARD else ()
+    tiles = [(*tile, 1) for tile in whole] + [(1, t, ct.cdiv(n, t)) for t in (512, 1024, 2048) if whole and t < n]
+    for tile in tiles:
         for hint, ahead in itertools.product(hints(occupancies=(1, 2, 3, 4, 8)), (False, True)):
             blocks = min(ct.cdiv(m, tile[0]), SMS * hint["occupancy"])
             parts = [rstd.new_empty(blocks, n) for _ in range(2)]
