@@ -18,6 +18,7 @@ VERSION = importlib.metadata.version("transformers")
 @pytest.fixture(autouse=True)
 def forgotten(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEGYM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(source_regions, "_RELEASES", {})
     source_regions._revision.cache_clear()
     source_regions.source_of.cache_clear()
     yield
@@ -65,3 +66,10 @@ def test_without_a_network_it_stays_the_tag(monkeypatch):
     monkeypatch.setattr(source_regions, "_git", github(""))
     assert source_regions.look_up_commit() == ""
     assert source_regions.transformers_revision() == (f"v{VERSION}", False)
+
+
+def test_some_releases_are_known_without_asking(tmp_path, monkeypatch):
+    monkeypatch.setattr(source_regions, "_RELEASES", {VERSION: COMMIT})
+    monkeypatch.setattr(source_regions, "_git", lambda *arguments: pytest.fail("it asked"))
+    assert source_regions.look_up_commit() == COMMIT
+    assert drafts(tmp_path) == []

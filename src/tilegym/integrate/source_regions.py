@@ -17,12 +17,15 @@ from tilegym.integrate.requirement import Source
 
 REPOSITORY = "https://github.com/huggingface/transformers"
 _TIMEOUT = 10  # seconds
+# Of releases whose tag is known to be this commit; `--resolve-commits` asks for the others.
+_RELEASES = {"5.17.0": "856157a2f3e9594954310df18fdccc31ffddebe9"}
 
 
 def transformers_revision() -> tuple[str, bool]:
     """The revision that the installed transformers comes from, and whether it is a commit: else it is a tag.
 
-    A version installed from git knows its commit; that of a release is known once :func:`look_up_commit` has asked.
+    A version installed from git knows its commit; that of a few releases is known here, that of the others once
+    :func:`look_up_commit` has asked.
     """
     return _revision()
 
@@ -75,9 +78,9 @@ def _file_of_commits() -> Path:
 
 def _known_commits() -> dict[str, str]:
     try:
-        return json.loads(_file_of_commits().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+        return _RELEASES | json.loads(_file_of_commits().read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return _RELEASES
 
 
 @functools.lru_cache(maxsize=4096)
