@@ -105,7 +105,8 @@ def _show(outcome: Outcome, console: Console) -> None:
     console.print(escape(report.compile_line(outcome.compiled)), highlight=False, soft_wrap=True)
     console.print(f"\n[bold green]PASS[/bold green] {escape(report.verdict(data))}", highlight=False, soft_wrap=True)
     _print(console, ["", "unpatched", "TileGym", "speed-up"], report.speed_rows(outcome.measured))
-    _print(console, ["flag", "tokens/s", "against unpatched", "greedy tokens"], report.flag_rows(outcome.measured))
+    flags = report.flag_rows(outcome.measured, outcome.accepted)
+    _print(console, ["flag", "tokens/s", "against unpatched", "greedy tokens"], flags)
     for side, output in zip(("unpatched", "TileGym"), outcome.outputs, strict=True):
         text = f"{side:10} [dim]{escape(output['prompt'])}[/dim]{escape(output['text'])}"
         console.print(text.replace("\n", " "), highlight=False, soft_wrap=True)

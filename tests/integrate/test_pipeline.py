@@ -111,6 +111,7 @@ def test_the_reports_say_what_was_found(done):
     markdown = (done.folder / "report.md").read_text()
     for compute in COMPUTES:
         assert compute in page and compute in markdown
+    assert "| loss | - | - | not called while it generates |" in markdown and "| rope | - |" not in markdown
 
 
 def test_of_two_measurements_the_faster_counts():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,14 +128,15 @@ def speed_rows(measured: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def flag_rows(measured: dict[str, Any]) -> list[list[str]]:
+def flag_rows(measured: dict[str, Any], accepted: Iterable[str]) -> list[list[str]]:
     """Each flag by itself: throughput, against unpatched, whether the tokens are equal."""
     before, rows = measured["unpatched"], []
     for name, side in measured["alone"].items():
         gain = side["throughput_tokens_per_second"] / before["throughput_tokens_per_second"]
         equal = "equal" if side["tokens"] == before["tokens"] else "differ"
         rows.append([name, f"{side['throughput_tokens_per_second']:.1f}", f"{gain:.2f}x", equal])
-    return rows
+    timed = {part for name in measured["alone"] for part in name.split(" and ")}
+    return rows + [[name, "-", "-", "not called while it generates"] for name in accepted if name not in timed]
 
 
 def verdict(data: dict[str, Any]) -> str:
@@ -205,7 +207,7 @@ def markdown(data: dict[str, Any]) -> str:
         f"## Before and after: {data['output_length']} tokens, backend {data['backend']}",
         table(["", "unpatched", "TileGym", "speed-up"], speed_rows(measured)),
         "## Each flag by itself",
-        table(["flag", "tokens/s", "against unpatched", "greedy tokens"], flag_rows(measured)),
+        table(["flag", "tokens/s", "against unpatched", "greedy tokens"], flag_rows(measured, data["accepted"])),
         "## The text",
         f"```text\n{texts}\n```",
         "## How to use it",

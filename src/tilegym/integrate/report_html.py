@@ -139,14 +139,14 @@ def page(data: dict[str, Any]) -> str:
         for side, o in zip(("unpatched", "TileGym"), data["outputs"], strict=True)
     )
     notes = "".join(f'<p class="note">Note: {escape(notice)}.</p>' for notice in data["notices"])
+    flags = report.flag_rows(measured, data["accepted"])
     body = [
         f"<h1>TileGym in {escape(data['model'])}</h1><p class=dim>{escape(about)}</p>{notes}",
         f'<p class="verdict">{escape(report.verdict(data))}</p>',
         f"<h2>Before and after: {data['output_length']} tokens, backend {escape(data['backend'])}</h2>",
         _speed(measured) + _table(["", "unpatched", "TileGym", "speed-up"], report.speed_rows(measured)),
         "<h2>Each flag by itself, in tokens a second</h2>",
-        _flags(measured)
-        + _table(["flag", "tokens/s", "against unpatched", "greedy tokens"], report.flag_rows(measured)),
+        _flags(measured) + _table(["flag", "tokens/s", "against unpatched", "greedy tokens"], flags),
         "<h2>Where the time goes</h2>" + _where_time_goes(measured),
         f"<h2>Coverage: {measured['patched']['coverage_percent']:.1f}%</h2>",
         f"<p class=dim>{escape(measured['patched']['coverage_measure'])}</p>" + _coverage(measured["patched"]),
