@@ -70,7 +70,10 @@ install_torch() {
     else
         say "Installing torch $TORCH_CPU_VERSION for the CPU: no NVIDIA GPU found"
         # The +cpu build where pip is configured to find it; elsewhere (macOS, a plain index) the release as it is.
-        "${pip[@]}" "torch==$TORCH_CPU_VERSION+cpu" 2>/dev/null || "${pip[@]}" "torch==$TORCH_CPU_VERSION"
+        "${pip[@]}" "torch==$TORCH_CPU_VERSION+cpu" 2>/dev/null || {
+            say "pip finds no +cpu build; installing the release as it is (on Linux with CUDA's libraries, about 3 GB)"
+            "${pip[@]}" "torch==$TORCH_CPU_VERSION"
+        }
     fi
 }
 
