@@ -145,14 +145,19 @@ def test_a_run_that_was_stopped_anywhere_continues(tmp_path, monkeypatch, done):
     assert set(outcome.accepted) == set(done.accepted)
 
 
-def test_another_model_or_restart_begins_anew(tmp_path):
+def test_another_model_or_code_or_restart_begins_anew(tmp_path, monkeypatch):
     State(tmp_path, {"model": "a"}).put("verified", 1, "x")
     assert State(tmp_path, {"model": "a"}).get("verified", "x") == 1
     assert State(tmp_path, {"model": "b"}).get("verified", "x") is None
     State(tmp_path, {"model": "b"}).put("verified", 1, "x")
     assert State(tmp_path, {"model": "b"}, restart=True).get("verified", "x") is None
-    (tmp_path / ".state" / "state.json").write_text("{broken")
-    assert not State(tmp_path, {"model": "b"}).continues
+    for text in ("{broken", "[]", "{}", '{"fingerprint": {"model": "b"}}'):
+        (tmp_path / ".state" / "state.json").write_text(text)
+        assert not State(tmp_path, {"model": "b"}).continues
+    before = pipeline._fingerprint(Options("x"), small("stablelm").config, torch.device("cpu"))
+    assert before == pipeline._fingerprint(Options("x"), small("stablelm").config, torch.device("cpu"))
+    monkeypatch.setattr(pipeline, "code_digest", lambda: "of other kernels")
+    assert before != pipeline._fingerprint(Options("x"), small("stablelm").config, torch.device("cpu"))
 
 
 def test_the_next_candidate_is_tried_and_the_reason_is_kept(tmp_path, monkeypatch):

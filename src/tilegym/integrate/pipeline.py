@@ -34,6 +34,7 @@ from tilegym.integrate.plan import Plan
 from tilegym.integrate.plan import make_plan
 from tilegym.integrate.report import write_report
 from tilegym.integrate.state import State
+from tilegym.integrate.state import code_digest
 from tilegym.transformers import generated
 from tilegym.transformers.general import Place
 
@@ -177,6 +178,7 @@ def _fingerprint(options: Options, config: Any, device: torch.device) -> dict[st
         "device": device_name(device),
         "versions": {
             "tilegym": tilegym.__version__,
+            "code": code_digest(),
             "torch": torch.__version__,
             "transformers": importlib.metadata.version("transformers"),
         },

@@ -1,14 +1,28 @@
 """What a run has found so far, on disk after every step, so that a run that was stopped anywhere continues."""
 
+import functools
+import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import tilegym
 from tilegym.errors import ModelError
 
 FOLDER = ".state"
+_PARTS = ("backend", "bench", "integrate", "interpreter", "inventory", "kernel", "ops")
+
+
+@functools.cache
+def code_digest() -> str:
+    """Of the code that results depend on; not of the families' folders, into which a run writes."""
+    package, digest = Path(tilegym.__file__).parent, hashlib.sha256()
+    for pattern in ("*.py", "transformers/*.py", *(f"{part}/**/*.py" for part in _PARTS)):
+        for file in sorted(package.glob(pattern)):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 class State:
@@ -46,9 +60,9 @@ class State:
     def _read(self) -> dict[str, dict[str, Any]] | None:
         try:
             data = json.loads(self.file.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+            return data["steps"] if data["fingerprint"] == self._fingerprint else None
+        except (FileNotFoundError, ValueError, LookupError, TypeError):  # nothing, or nothing that was written here
             return None
-        return data["steps"] if data.get("fingerprint") == self._fingerprint else None
 
     def _write(self) -> None:
         partial = self.file.with_suffix(".partial")
