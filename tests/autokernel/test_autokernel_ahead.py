@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +23,7 @@ from test_autokernel_model_judge import as_it_is
 from test_autokernel_model_judge import kernels
 
 from tilegym.autokernel import devices
+from tilegym.autokernel import workers
 from tilegym.autokernel.devices import Job
 from tilegym.autokernel.devices import LocalDevices
 from tilegym.autokernel.judge import Verdict
@@ -30,6 +34,7 @@ from tilegym.autokernel.quiet import Quiet
 from tilegym.autokernel.sandbox import Limits
 from tilegym.autokernel.timing import Rules
 from tilegym.autokernel.workers import WorkerFailed
+from tilegym.autokernel.workers import WorkerHost
 
 __all__ = ["no_gpu", "repository"]
 SETS = [kernels(name) for name in ("one", "two", "three")]
@@ -217,3 +222,64 @@ def test_kernels_are_judged_at_once_on_one_device(monkeypatch):
         assert {number: verdict.seed for number, verdict in hosts.judge(jobs)} == {n: n for n in range(12)}
         assert most[0] == expected
     hosts.close()
+
+
+def test_by_hand_nobody_waits_for_kernels_that_are_judged(monkeypatch):
+    """Their workers are ended; the others are not begun."""
+    ended, began = threading.Event(), []
+    hosts = LocalDevices(("cpu",), Limits(), Rules())
+    monkeypatch.setattr(hosts.hosts[0], "end_workers", ended.set)
+
+    def judged(host, job, rules):
+        began.append(job.number)
+        assert job.number == 0 or ended.wait(20)
+        return Verdict()
+
+    monkeypatch.setattr(devices, "judge_job", judged)
+    judging = hosts.judge([Job(number, "", "", (b"", b"")) for number in range(9)])
+    assert next(judging)[0] == 0
+    with pytest.raises(KeyboardInterrupt):
+        judging.throw(KeyboardInterrupt)
+    assert ended.is_set() and len(began) <= 3
+    hosts.close()
+
+
+def test_a_worker_may_be_ended_by_two_at_once(monkeypatch):
+    """By who waits for its answer, and by hand."""
+    with WorkerHost("cpu", Limits()) as host:
+        for _ in range(3):
+            worker = host.worker()
+            failed = []
+
+            def ask(worker=worker, failed=failed):
+                try:
+                    worker.ask("compile")
+                except WorkerFailed as error:
+                    failed.append(error.status)
+
+            threads = [threading.Thread(target=ask) for _ in range(2)]
+            worker.channel.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.start()
+            host.end_workers()
+            for thread in threads:
+                thread.join(20)
+            assert failed == ["crash"] * 2 and worker.ended is not None and not host._live
+        # A request whose answer nobody has read does not confuse the next one.
+        with host._asking:
+            host._control.sendall(json.dumps({"number": 0, "wait": 1 << 22}).encode())
+            time.sleep(0.1)
+        assert host.worker().confined["memory"]
+
+
+def test_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "_quick_folder", lambda: str(tmp_path))
+    program = (
+        "import os; from tilegym.autokernel import workers; "
+        f"workers._quick_folder = lambda: {str(tmp_path)!r}; workers.WorkerHost(); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    (left,) = tmp_path.iterdir()
+    with WorkerHost() as one, WorkerHost() as other:
+        assert not left.exists() and one.folder.is_dir() and other.folder.is_dir()
+    assert not list(tmp_path.iterdir())

@@ -109,8 +109,14 @@ class LocalDevices:
 
         with ThreadPoolExecutor(len(self.hosts)) as pool:
             futures = {pool.submit(run, job): job.number for job in jobs}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            except BaseException:  # by hand: what is not judged is judged again, and nobody waits for it now
+                pool.shutdown(wait=False, cancel_futures=True)
+                for host in self.hosts:
+                    host.end_workers()
+                raise
 
     def _room(self, device: int, name: str) -> int:
         """How many workers a device's free memory is enough for."""

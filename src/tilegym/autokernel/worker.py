@@ -36,10 +36,13 @@ def serve(control: socket.socket, device: str) -> None:
         if not message:
             break
         request = json.loads(message)
+        number = {"number": request.pop("number")}
         if "wait" in request:
-            _, status = os.waitpid(request["wait"], 0)
+            status = 0
+            with contextlib.suppress(ChildProcessError):  # somebody has asked before, and not heard the answer
+                status = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
             children.discard(request["wait"])
-            control.sendall(json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
+            control.sendall(json.dumps(number | {"status": status}).encode() + b"\n")
             continue
         pid = os.fork()
         if pid == 0:
@@ -55,7 +58,7 @@ def serve(control: socket.socket, device: str) -> None:
             _child(socket.socket(fileno=descriptors[0]), device, request)
         os.close(descriptors[0])
         children.add(pid)
-        control.sendall(json.dumps({"pid": pid}).encode() + b"\n")
+        control.sendall(json.dumps(number | {"pid": pid}).encode() + b"\n")
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from typing import TextIO
 
 from tilegym.autokernel import sandbox
 from tilegym.autokernel.quiet import Quiet
@@ -26,6 +28,7 @@ from tilegym.errors import AutokernelError
 _PACKAGE = Path(__file__).parents[2]
 _MAX_LINE = 16 << 20
 _START = 180.0  # seconds in which a worker has to be there
+_PREFIX, _LOCK = "tilegym-autokernel-", "lock"
 _POLL = 0.05  # seconds between two looks at how much memory a worker has
 
 
@@ -42,7 +45,7 @@ class Worker:
 
     def __init__(self, host: "WorkerHost", channel: socket.socket, pid: int, folder: Path, limits: Limits) -> None:
         self.host, self.channel, self.pid, self.folder, self.limits = host, channel, pid, folder, limits
-        self._buffer = b""
+        self._buffer, self._closing = b"", threading.RLock()
         self.ended: str | None = None
         self.confined = self._receive(_START)["confined"]
 
@@ -103,16 +106,18 @@ class Worker:
 
     def close(self) -> None:
         """Ends the worker and all that it has started; a second call does nothing."""
-        if self.ended is not None:
-            return
-        self.channel.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            # One that hung up has a moment to end by itself, so that its own exit status is seen.
-            end = time.monotonic() + 0.5
-            while time.monotonic() < end and _alive(self.pid):
-                time.sleep(0.005)
-            os.killpg(self.pid, signal.SIGKILL)
-        self.ended = self.host.ended(self.pid)
+        with self._closing:  # by who waits for an answer, and by who does not want it any more
+            if self.ended is not None:
+                return
+            self.channel.close()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                # One that hung up has a moment to end by itself, so that its own exit status is seen.
+                end = time.monotonic() + 0.5
+                while time.monotonic() < end and _alive(self.pid):
+                    time.sleep(0.005)
+                os.killpg(self.pid, signal.SIGKILL)
+            self.ended = self.host.ended(self.pid)
+            self.host.forget(self)
 
 
 def _alive(pid: int) -> bool:
@@ -129,6 +134,20 @@ def _quick_folder() -> str | None:
     return memory if roomy else None
 
 
+def _own_folder(parent: Path) -> tuple[Path, TextIO]:
+    """(a new folder, the file that is locked for as long as this process lives); removes those of killed ones."""
+    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    made = folder / f"{_LOCK}.new"
+    file = made.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    made.rename(folder / _LOCK)  # nobody finds it before it is locked
+    return folder, file
+
+
 class WorkerHost:
     """Makes workers on one device. A context manager.
 
@@ -140,11 +159,13 @@ class WorkerHost:
 
     def __init__(self, device: str = "cpu", limits: Limits | None = None, quiet: Quiet | None = None) -> None:
         self.device, self.limits, self.quiet = device, limits or Limits(), quiet or Quiet()
-        self.folder = Path(tempfile.mkdtemp(prefix="tilegym-autokernel-", dir=_quick_folder()))
+        self.folder, self._lock = _own_folder(Path(_quick_folder() or tempfile.gettempdir()))
+        self._live: set[Worker] = set()
         self.resident = 0
         self._needs_network = self._closed = False
         self._process: subprocess.Popen | None = None
         self._control: socket.socket | None = None
+        self._requests = 0
         self._asking, self._choosing = threading.Lock(), threading.Lock()
         self._spare: dict[tuple[str, Limits], list[tuple[socket.socket, int, Path]]] = defaultdict(list)
 
@@ -178,18 +199,22 @@ class WorkerHost:
                 raise AutokernelError("the workers have been ended")
             self._start()
         self._control.settimeout(180.0)
+        self._requests += 1
+        number, answer, rest = self._requests, {}, b""
         try:
-            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors or [])
-            answer = b""
-            while not answer.endswith(b"\n"):
-                data = self._control.recv(4096)
-                if not data:
-                    raise OSError("it hung up")
-                answer += data
+            socket.send_fds(self._control, [json.dumps(request | {"number": number}).encode()], descriptors or [])
+            while answer.get("number") != number:  # what an interrupted request has not read comes first
+                while b"\n" not in rest:
+                    data = self._control.recv(4096)
+                    if not data:
+                        raise OSError("it hung up")
+                    rest += data
+                line, _, rest = rest.partition(b"\n")
+                answer = json.loads(line) if line.startswith(b"{") else {}
         except OSError as error:
             log = (self.folder / "host.log").read_text(errors="replace")[-2000:]
             raise AutokernelError(f"workers cannot be started on {self.device} ({error}): {log}") from error
-        return json.loads(answer)
+        return answer
 
     def worker(self, kind: str = "kernel", limits: Limits | None = None) -> Worker:
         """A new worker. ``kind``: "kernel", or "model", which may use the whole GPU.
@@ -213,6 +238,7 @@ class WorkerHost:
             spare = self._spare[kind, limits]
             begun = spare.pop(0) if spare else None
         worker = Worker(self, *(begun or self._begin(kind, limits)), limits)
+        self._live.add(worker)
         if self.device != "cpu" and not spare:  # there a process takes seconds to begin: the next one does so meanwhile
             spare.append(self._begin(kind, limits))
         return worker
@@ -248,6 +274,15 @@ class WorkerHost:
             worker.close()
             shutil.rmtree(worker.folder, ignore_errors=True)
 
+    def forget(self, worker: Worker) -> None:
+        """A worker has ended."""
+        self._live.discard(worker)
+
+    def end_workers(self) -> None:
+        """Ends all workers that somebody waits for: they are told that these died."""
+        for worker in list(self._live):
+            worker.close()
+
     def ended(self, pid: int) -> str:
         """How the process ended, in words; waits for it."""
         status = self._ask({"wait": pid})["status"]
@@ -268,6 +303,7 @@ class WorkerHost:
                 self._process.wait()
             self._process = None
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
 
     def __enter__(self) -> "WorkerHost":
         return self
