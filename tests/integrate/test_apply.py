@@ -230,6 +230,8 @@ def test_families_by_hand_keep_their_patch():
     model = small("llama")
     with tilegym.apply(model, use_cutile=False) as report:
         assert report.maker == "tilegym.transformers.monkey_patch"
+    with tilegym.apply(model, use_cutile=False, verify=True) as report:
+        assert report.maker == "tilegym.integrate.apply"
 
 
 def test_what_is_no_language_model_is_refused():

@@ -45,7 +45,8 @@ def apply(
         model: a causal language model, of transformers or of one's own.
         use_cutile: run what is patched on the ``cutile`` backend; else on the one that is chosen when it runs.
         verify: also run each kernel on tensors that are captured while the model generates, in prefill and decoding;
-            what is further off than the model's dtype explains is left out, and the report says so.
+            what is further off than the model's dtype explains is left out, and the report says so. A family's own
+            patch, in which kernels are fused with each other, is left aside then.
         by_hand: False: find out everything, also in families that have a patch.
         trust_remote_code: whether code that came with the model's config may run to make the small model.
         flags: computes to leave out, such as ``rope=False``; of a family with a patch, all arguments of its function.
