@@ -182,6 +182,24 @@ def test_kernels_of_lists(served):
     assert served.calls == 2
 
 
+def test_memory_that_is_lent_is_asked_for_again(served):
+    memory = [torch.zeros(2, 8), torch.zeros(2, 8)]
+
+    def serve(x, by, other, several):
+        y = torch.empty_like(x)
+        rows, kept = recording.lent(lambda: (memory[0], memory[-1]))
+        add(x, rows[1], by)
+        add(rows[1], y, -1.0)
+        add(rows[1], kept[0], 0.0)
+        return y
+
+    served.serve = serve
+    assert served.calls_of(*[(x(),)] * 3) == [1, 2, 2]
+    memory[:] = [torch.zeros(2, 8), torch.zeros(2, 8)]
+    assert served.calls_of((x(seed=1),)) == [2]
+    assert torch.equal(memory[0][1], x(seed=1) + 0.5 + 1) and torch.equal(memory[1][0], memory[0][1] + 1)
+
+
 def test_what_a_call_asks_for_is_asked_again(served):
     answer = [1]
 

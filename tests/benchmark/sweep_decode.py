@@ -23,6 +23,12 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel
 
 from tilegym.ops.cutile.flash_decode import decode_kernel
+from tilegym.ops.cutile.flash_decode_plan import MERGED_IN_ORDER
+from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
+from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
+from tilegym.ops.cutile.splitk_reduce import AT_ONCE
+from tilegym.ops.cutile.splitk_reduce import IN_ORDER
+from tilegym.ops.cutile.splitk_reduce import IN_TURNS
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import TILE_S
 from tilegym.ops.cutile.splitk_reduce import merge_kernel
@@ -67,14 +73,17 @@ def decode(group, b, hq, hkv, s, d, tile_n, splits, tile_s, h, kv_len=True, leas
             0 if final else partial,
             0,
             0,
+            0,
             t["kv_len"] if kv_len else 0,
         )
-        numbers = (d**-0.5, 1.0, 0, max(least, p2(hq // hkv)), tile_n, d, d, d)
+        numbers = (d**-0.5, 1.0, 0, max(least, p2(hq // hkv)), tile_n, d, d, d, hq // hkv)
         flags = (False, False, 0, 1, False, kv_len, False)
-        first = ((b * hkv, splits), decode_kernel, (*arrays, *numbers, *flags, final, False))
+        end = (ONE_SPLIT if final else NEXT_LAUNCH, 1, False)
+        first = ((b * hkv, splits), decode_kernel, (*arrays, *numbers, *flags, *end))
         if final:
             return [first]
-        return [first, ((b * hq,), merge_kernel, (partial, t["o"], d**-0.5, tile_s, d, d, splits <= tile_s, False))]
+        how = IN_TURNS if splits > tile_s else IN_ORDER if splits <= MERGED_IN_ORDER else AT_ONCE
+        return [first, ((b * hq,), merge_kernel, (partial, t["o"], d**-0.5, tile_s, d, d, how, False))]
 
     how = "" if final else f"merged {tile_s} at a time"
     label = f"keys{tile_n} splits{splits} {how} columns{least} {'' if kv_len else ' no kv_len'}"

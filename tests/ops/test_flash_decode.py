@@ -14,6 +14,7 @@ from common import recorded_launches
 from common import sanitized
 
 from tilegym.backend import dispatcher
+from tilegym.backend import recording
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import fmha
@@ -22,11 +23,19 @@ from tilegym.ops import splitk_reduce
 from tilegym.ops.cutile import flash_decode_plan
 from tilegym.ops.cutile.flash_decode import decode_forward
 from tilegym.ops.cutile.flash_decode import decode_kernel
+from tilegym.ops.cutile.flash_decode_plan import LAST_BLOCK
+from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
+from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
+from tilegym.ops.cutile.flash_decode_plan import choose_merge
 from tilegym.ops.cutile.flash_decode_plan import choose_splits
 from tilegym.ops.cutile.flash_decode_plan import choose_tiles
 from tilegym.ops.cutile.flash_decode_plan import max_splits
+from tilegym.ops.cutile.splitk_reduce import AT_ONCE
+from tilegym.ops.cutile.splitk_reduce import IN_ORDER
+from tilegym.ops.cutile.splitk_reduce import IN_TURNS
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import splitk_reduce_forward
+from tilegym.ops.cutile.workspace import COUNTERS
 from tilegym.ops.pytorch.flash_decode import fmha_decode as reference
 from tilegym.ops.pytorch.splitk_reduce import splitk_reduce as splitk_reference
 
@@ -143,20 +152,38 @@ class Test_FlashDecode(PyTestCase):
         for kv_len in ([1, 1], [150, 150]):
             with recorded_launches() as launches:
                 fmha_decode(**kwargs, kv_len=torch.tensor(kv_len), backend="cutile")
-            assert len(launches) == 2
-            grids.append([launches[0][1][4].shape, launches[1][1][0].shape])
+            ((_, args),) = launches
+            grids.append((args[4].shape, args[-2]))
         assert grids[0] == grids[1]
 
-    def test_splits_merged_at_once_or_in_turns(self, monkeypatch):
+    def test_ways_to_merge_splits(self, monkeypatch):
+        """By another launch, in turns, at once or in order, and by the last block, in order too."""
         kwargs = {k: v.cpu() for k, v in (tensors(*SHAPES[0]) | OPTIONS["lengths beyond the ends"]).items()}
-        results = []
-        for at_once in (True, False):
-            monkeypatch.setattr(flash_decode_plan, "MERGED_AT_ONCE", 64 if at_once else 0)
+        scaling, results, ways = 80**-0.5, [], []
+        for at_once, in_order in ((0, 0), (64, 0), (64, 32)):
+            monkeypatch.setattr(flash_decode_plan, "MERGED_AT_ONCE", at_once)
+            monkeypatch.setattr(flash_decode_plan, "MERGED_IN_ORDER", in_order)
+            monkeypatch.setattr(flash_decode_plan, "MERGED_BY_LAST", 2**14)
+            recording.forget()
+            options = (scaling, 7, kwargs["kv_len"], None, None, None, None)
             with sanitized(), recorded_launches(run=True) as launches:
-                results.append(fmha_decode(**kwargs, kv_len_per_split=7, backend="cutile"))
-            assert launches[1][1][-2] is at_once
-        torch.testing.assert_close(*results)
-        torch.testing.assert_close(results[0], reference(**kwargs))
+                results.append(decode_forward(*(kwargs[name] for name in "qkv"), *options))
+            ways.append(launches[1][1][-2])
+        assert ways == [IN_TURNS, AT_ONCE, IN_ORDER]
+        with sanitized(), recorded_launches(run=True) as launches:
+            last = fmha_decode(**kwargs, kv_len_per_split=7, backend="cutile")
+        assert len(launches) == 1
+        assert torch.equal(last, results[-1])
+        for result in results:
+            torch.testing.assert_close(result, results[0])
+            torch.testing.assert_close(result, reference(**kwargs))
+
+    def test_the_last_block_leaves_its_counters_at_zero(self):
+        kwargs = {k: v.cpu() for k, v in tensors(*SHAPES[0]).items()}
+        with recorded_launches(run=True) as launches:
+            fmha_decode(**kwargs, backend="cutile")
+        ((_, args),) = launches
+        assert args[4].shape[2] > 1 and args[5].dtype == torch.int32 and not args[5].any()
 
     @gpu
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -189,7 +216,12 @@ class Test_FlashDecode(PyTestCase):
         # As they were measured on an H200: B8 T8192, B1 T8192, B1 T1024, B32 T2048, with 8 kv heads each.
         measured = ((64, 8192), (8, 8192), (8, 1024), (256, 2048))
         assert [choose_splits(*sizes, None, 0) for sizes in measured] == [4, 16, 8, 1]
-        assert choose_tiles(4, 128, 128, 2, 0) == (8, 128, 128, 128)
+        assert (tiles := choose_tiles(4, 128, 128, 2, 0)) == (8, 128, 128, 128)
+        measured = ((640, 8), (2048, 8), (8192, 8), (8192, 64))
+        for (keys, heads), merge in zip(measured, [LAST_BLOCK, LAST_BLOCK, NEXT_LAUNCH, LAST_BLOCK], strict=True):
+            assert choose_merge(heads, 4, keys, choose_splits(heads, keys, None, 0), tiles, 0) == merge
+        assert choose_merge(8, 4, 512, 1, tiles, 0) == ONE_SPLIT
+        assert choose_merge(4, 8, 2048, 16, tiles, 0) == choose_merge(1, 4, 9000, 17, tiles, 0) == NEXT_LAUNCH
         max_splits.cache_clear()
 
     def test_gradients_come_from_pytorch(self):
@@ -233,34 +265,28 @@ class Test_FlashDecode(PyTestCase):
         torch.library.opcheck(decode_forward.operator, (q, k, v, 0.25, *options))
 
     @pytest.mark.parametrize("name", ["lengths", "all"])
-    def test_compiles_for_every_architecture(self, name):
+    def test_compiles_for_every_architecture(self, name, monkeypatch):
         options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
         kwargs = {k: v.cpu() for k, v in tensors(2, 8, 2, 150, 128, 128, dtype=torch.bfloat16).items()}
         with recorded_launches() as launches:
             fmha_decode(**kwargs, **options, backend="cutile")
-        assert [kernel._pyfunc.__name__ for kernel, _ in launches] == ["decode_kernel", "merge_kernel"]
-        for kernel, args in launches:
-            assert_compiles(kernel, args, ("sm_80", "sm_90", "sm_100", "sm_120") if name == "lengths" else ("sm_90",))
+            monkeypatch.setattr(flash_decode_plan, "MERGED_BY_LAST", 0)
+            fmha_decode(**kwargs, **options, backend="cutile")
+        names = [kernel._pyfunc.__name__ for kernel, _ in launches]
+        assert names == ["decode_kernel", "decode_kernel", "merge_kernel"]
+        for n, (kernel, args) in enumerate(launches):
+            every = name == "lengths" and n != 1  # which has less to compile than the first
+            assert_compiles(kernel, args, ("sm_80", "sm_90", "sm_100", "sm_120") if every else ("sm_90",))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-    @pytest.mark.parametrize("head_dim", [128, 256])
-    def test_real_tiles_compile(self, dtype, head_dim):
+    @pytest.mark.parametrize("head_dim, splits", [(128, 16), (256, 8)])
+    def test_real_tiles_compile(self, dtype, head_dim, splits):
         q, k, v = (torch.empty(2, n, s, head_dim, dtype=dtype) for n, s in ((32, 1), (8, 4096), (8, 4096)))
-        partial, out = torch.empty(2, 32, 8, head_dim + STATE_COLUMNS), torch.empty_like(q)
-        kv_len = torch.empty(2, dtype=torch.int32)
-        sizes = (*choose_tiles(4, head_dim, head_dim, dtype.itemsize, 0), head_dim)
-        flags = (
-            False,
-            False,
-            0,
-            1,
-            False,
-            True,
-            dtype == torch.float32,
-            False,
-            True,
-        )
-        arrays = (q, k, v, out, partial, 0, 0, kv_len)
+        partial, out = torch.empty(2, 32, splits, head_dim + STATE_COLUMNS), torch.empty_like(q)
+        counters, kv_len = torch.empty(COUNTERS, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+        sizes = (*choose_tiles(4, head_dim, head_dim, dtype.itemsize, 0), head_dim, 4)
+        flags = (False, False, 0, 1, False, True, dtype == torch.float32, LAST_BLOCK, splits, True)
+        arrays = (q, k, v, out, partial, counters, 0, 0, kv_len)
         assert_compiles(decode_kernel, (*arrays, 0.1, 1.0, 0, *sizes, *flags), ("sm_90",))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -270,7 +296,7 @@ class Test_FlashDecode(PyTestCase):
         with recorded_launches() as launches:
             fmha_decode(q, k, k, kv_len_per_split=128, backend="cutile")
         (kernel, args), _ = launches
-        assert (128, 32 if dtype == torch.float32 else 128) == args[11:13]
+        assert (128, 32 if dtype == torch.float32 else 128) == args[12:14]
         assert_compiles(kernel, args, ("sm_80", "sm_90"))
 
     @gpu

@@ -132,6 +132,14 @@ def ask(question: Callable[[], Any]) -> Any:
     return answer
 
 
+def lent(give: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """``give()``: memory that outlives the call, for which a repeated one asks again."""
+    recorder = active
+    if recorder is None or recorder.thread != threading.get_ident():
+        return give()
+    return recorder.lent(give)
+
+
 def put_off() -> None:
     """Of the call that is being recorded, if any: what it does this time is not what later ones are to do."""
     recorder = active
@@ -194,6 +202,18 @@ class Recorder(TorchDispatchMode):
             self.__enter__()
         if not self.refused:
             self._launches.append((submit, device, grid, kernel, args, overlap))
+
+    def lent(self, give: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        """What ``give()`` returns, and takes down what it is."""
+        self.__exit__(None, None, None)
+        try:
+            given = give()
+        finally:
+            self.__enter__()
+        for tensor, name in zip(given, self._source.lent(give, len(given)), strict=True):
+            self._parts[id(tensor)] = tensor, tensor
+            self._memory[id(tensor)] = name, _geometry(tensor, tensor)
+        return given
 
     def recording(self, result: Any) -> Recording | None:
         """Of the call, which has returned ``result``; None if it cannot be repeated."""

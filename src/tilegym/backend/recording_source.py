@@ -115,6 +115,12 @@ class Repeat:
         self._making.append(f"{name} = {self.constant(make)}({source})")
         return name
 
+    def lent(self, give: Callable[[], tuple[torch.Tensor, ...]], count: int) -> list[str]:
+        """Takes so many tensors that are given; their names."""
+        names = [f"l{len(self._making)}_{i}" for i in range(count)]
+        self._making.append(f"{several(names)} = {self.constant(give)}()")
+        return names
+
     def launch(
         self, submit: Callable, device: int, grid: tuple[int, ...], kernel: Any, args: list[str], overlap: bool
     ) -> None:

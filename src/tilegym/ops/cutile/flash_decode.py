@@ -2,9 +2,10 @@
 
 All there is to do is to read the keys and values once, at the speed of memory: for that enough blocks must be at work.
 A block takes one kv head, hence all query heads of its group at a time, and a share of the keys that are valid now.
-Another launch merges the shares, in their order. Launches follow each other without a gap where the GPU can do that
-(programmatic dependent launch), in a decoding graph from op to op; on an H200 the last block of a kv head to finish
-would merge no faster (B8 Hq32 Hkv8 T8192, D 128: 68.6 us for 69.1; B1 19.1 for 17.0).
+Another launch merges the shares, or, in eager calls where it is cheap, the last block of a kv head to finish does, in
+their order: which block that is does not show in the result, and neither does which of the two ways it is. Launches
+follow each other without a gap where the GPU can do that (programmatic dependent launch), in a decoding graph from op
+to op.
 """
 
 import math
@@ -24,12 +25,18 @@ from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import truth
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
+from tilegym.ops.cutile.flash_decode_plan import LAST_BLOCK
+from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
+from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
 from tilegym.ops.cutile.flash_decode_plan import make_plan
+from tilegym.ops.cutile.splitk_reduce import merge_in_order
 from tilegym.ops.cutile.splitk_reduce import merge_kernel
 from tilegym.ops.cutile.splitk_reduce import product_in_parts
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import begin
+from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.workspace import workspace
 from tilegym.ops.pytorch.attention import check_arguments
 from tilegym.ops.pytorch.checks import wants_gradient
 from tilegym.ops.pytorch.flash_decode import check_query
@@ -41,7 +48,8 @@ def decode_kernel(
     k,  # [B, Hkv, Skv, D]
     v,  # [B, Hkv, Skv, Dv]
     out,  # [B, Hq, 1, Dv]
-    partial,  # [B, Hq, splits, Dv + STATE_COLUMNS], as merge_kernel takes it; 0 if FINAL
+    partial,  # [B, Hq, splits, Dv + STATE_COLUMNS], as merge_kernel takes it; 0 if ONE_SPLIT
+    counters,  # [B * Hkv or more] zeros, which they are again afterwards, if LAST_BLOCK, else 0
     mask,  # [B or 1, Hq or 1, 1, Skv] if MASK, else 0
     sinks,  # [Hq] if SINKS, else 0
     kv_len,  # [B] if KV_LEN, else 0
@@ -53,6 +61,7 @@ def decode_kernel(
     TILE_D: Int,
     TILE_DV: Int,
     DV: Int,
+    GROUP: Int,  # query heads that share a kv head
     WINDOW: Bool,
     SOFT_CAP: Bool,
     MASK: Int,
@@ -60,15 +69,15 @@ def decode_kernel(
     SINKS: Bool,
     KV_LEN: Bool,
     EXACT: Bool,
-    FINAL: Bool,  # one split: its output is the result
+    MERGE: Int,
+    TILE_S: Int,  # holds all splits, if LAST_BLOCK
     OVERLAP: Bool,
 ):
     begin(OVERLAP)
     zero = ct.PaddingMode.ZERO
     batch, kv_head = ct.bid(0) // k.shape[1], ct.bid(0) % k.shape[1]
     split = ct.bid(1)
-    group = q.shape[1] // k.shape[1]
-    head, next_head = kv_head * group, (kv_head + 1) * group
+    head, next_head = kv_head * GROUP, (kv_head + 1) * GROUP
     keys = k.shape[2]
     if KV_LEN:
         keys = min(max(ct.load(kv_len, (batch,), (1,)).astype(ct.int32).item(), 0), keys)
@@ -86,7 +95,7 @@ def decode_kernel(
     # until the kernel has made one, for which the first keys would wait (on an H200 B1 T8192 takes 17.0 us, with slices
     # and 16 columns 19.1).
     rows, dims = ct.arange(TILE_M, dtype=ct.int32), ct.arange(TILE_DV, dtype=ct.int32)
-    real = rows < group
+    real = rows < GROUP
     at = (batch, head + rows[:, None], 0, ct.arange(TILE_D, dtype=ct.int32)[None, :])
     q_tile = ct.transpose(ct.gather(q, at, mask=real[:, None]))
     unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
@@ -131,7 +140,7 @@ def decode_kernel(
 
     # [Dv, queries], as it is in registers.
     wanted = real[None, :] & (dims < DV)[:, None]
-    if FINAL:
+    if MERGE == ONE_SPLIT:
         acc = acc * (1.0 / ct.where(col_sum == 0.0, 1.0, col_sum))
         ct.scatter(out, (batch, head + rows[None, :], 0, dims[:, None]), acc.astype(out.dtype), mask=wanted)
     else:
@@ -139,6 +148,15 @@ def decode_kernel(
         ct.scatter(partial, (batch, head + rows[None, :], split, dims[:, None]), acc, mask=wanted)
         ct.scatter(partial, (batch, head + rows, split, DV), col_max.reshape((TILE_M,)), mask=real)
         ct.scatter(partial, (batch, head + rows, split, DV + 1), col_sum.reshape((TILE_M,)), mask=real)
+    if MERGE == LAST_BLOCK:
+        # It acquires and releases: see workspace.py.
+        if ct.atomic_add(counters, (ct.bid(0),), 1) == ct.num_blocks(1) - 1:
+            ct.atomic_xchg(counters, (ct.bid(0),), 0, memory_order=ct.MemoryOrder.RELAXED)
+            nth = ct.arange(ct.static_eval(next_power_of_2(GROUP)), dtype=ct.int32)[:, None]
+            heads = head + ct.minimum(nth, GROUP - 1)  # those that are none are the last one again
+            merged = merge_in_order(partial, batch, heads, ct.num_blocks(1), unit, TILE_S, TILE_DV, DV)
+            wanted = (nth < GROUP) & (dims < DV)[None, :]
+            ct.scatter(out, (batch, heads, 0, dims[None, :]), merged.astype(out.dtype), mask=wanted)
 
 
 def load_mask(mask, batch, head, next_head, j, HEADS: Int, TILE_N: Int):
@@ -157,6 +175,54 @@ def _fake(q, k, v, *_):
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    kv_len_per_split: int | None,
+    kv_len: torch.Tensor | None,
+    window_size: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    eager: bool,
+) -> torch.Tensor:
+    plan = make_plan(q, k, v, scaling, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
+    out = q.new_empty(plan.out_shape)
+    grid = plan.grid
+    if grid[1] == 0:
+        return out.zero_()
+    partial = counters = mask = 0
+    merge = plan.merge
+    if merge == LAST_BLOCK:
+        lent = workspace(q, plan.partial_shape) if eager else None
+        partial, counters = lent or (0, 0)
+        merge = LAST_BLOCK if lent else NEXT_LAUNCH
+    if merge == NEXT_LAUNCH:
+        partial = q.new_empty(plan.partial_shape, dtype=torch.float32)
+    if attention_mask is not None:
+        mask = prepare_mask(attention_mask, k.shape[2])[1]
+    arrays = (
+        with_unit_stride(q),
+        with_unit_stride(k),
+        with_unit_stride(v),
+        out,
+        partial,
+        counters,
+        mask,
+        0 if sinks is None else sinks,
+        0 if kv_len is None else kv_len,
+    )
+    kernel, overlap = wide_decode_kernel if plan.wide else decode_kernel, plan.overlap
+    how = (merge, plan.tile_s if merge == LAST_BLOCK else 1, overlap)
+    launch(out, grid, kernel, (*arrays, *plan.scalars, *plan.constants, *how), overlap)
+    if merge == NEXT_LAUNCH:
+        grid = (grid[0] * (q.shape[1] // k.shape[1]),)
+        launch(out, grid, merge_kernel, (partial, out, *plan.merge_args), overlap)
+    return out
+
+
 @compilable(_fake)
 def decode_forward(
     q: torch.Tensor,
@@ -170,32 +236,9 @@ def decode_forward(
     sinks: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    plan = make_plan(q, k, v, scaling, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
-    out = q.new_empty(plan.out_shape)
-    grid = plan.grid
-    if grid[1] == 0:
-        return out.zero_()
-    partial = mask = 0
-    if plan.splits > 1:
-        partial = q.new_empty(plan.partial_shape, dtype=torch.float32)
-    if attention_mask is not None:
-        mask = prepare_mask(attention_mask, k.shape[2])[1]
-    arrays = (
-        with_unit_stride(q),
-        with_unit_stride(k),
-        with_unit_stride(v),
-        out,
-        partial,
-        mask,
-        0 if sinks is None else sinks,
-        0 if kv_len is None else kv_len,
-    )
-    kernel, overlap = wide_decode_kernel if plan.wide else decode_kernel, plan.overlap
-    launch(out, grid, kernel, arrays + plan.scalars + plan.constants, overlap)
-    if plan.splits > 1:
-        grid = (grid[0] * (q.shape[1] // k.shape[1]),)
-        launch(out, grid, merge_kernel, (partial, out, *plan.merge_args), overlap)
-    return out
+    # Compiled code may run in a pool of memory that has to give everything back, and mostly in graphs.
+    options = (scaling, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
+    return _forward(q, k, v, *options, False)
 
 
 @register_impl("fmha_decode", "cutile")
@@ -217,4 +260,5 @@ def fmha_decode(
     check_arguments("fmha_decode", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
     scaling = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
     check_supported(q, k, v, scaling, sinks, attention_mask, True)
-    return decode_forward(q, k, v, scaling, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
+    options = (scaling, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
+    return decode_forward(q, k, v, *options) if torch.compiler.is_compiling() else _forward(q, k, v, *options, True)

@@ -10,11 +10,15 @@ from tilegym.ops.cutile.attention_common import NO_MASK
 from tilegym.ops.cutile.attention_common import needs_exact
 from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import tile_of
+from tilegym.ops.cutile.splitk_reduce import AT_ONCE
+from tilegym.ops.cutile.splitk_reduce import IN_ORDER
+from tilegym.ops.cutile.splitk_reduce import IN_TURNS
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import TILE_S
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.cutile.workspace import COUNTERS
 
 # Measured on an H200, D 128 in bf16, Hq32 Hkv8: with tiles of 128 keys (32 KB) and two blocks a multiprocessor B8 T8192
 # takes 69.1 us (64 keys: 70.0; cuDNN 72.2; to copy as many bytes 69.2), B1 T8192 17.0, B1 T1024 9.6, B32 T2048 66.6;
@@ -25,7 +29,13 @@ MAX_TILE_M = 64
 MAX_TILE_N = 128
 MAX_SPLITS = 256
 UNSPLIT_KEYS = 512
-MERGED_AT_ONCE = 64  # splits: their outputs are in registers
+# How the splits become one: there is only one; the block that finishes last merges them; another launch does.
+ONE_SPLIT, LAST_BLOCK, NEXT_LAUNCH = 0, 1, 2
+# Splits of which everything is in registers at once. In order is the faster way: on an H200 B1 Hq32 Hkv8 D128 takes at
+# T640 8.5 us for 10.0, at T2048 10.3 for 12.4, at T8192 16.1 for 17.2; B8 T8192 68.8 for 69.1.
+MERGED_AT_ONCE, MERGED_IN_ORDER = 64, 16
+MERGED_BY_LAST = 8192  # numbers: half of the registers of the last block
+TILES_NOT_AHEAD = 2
 
 
 @functools.lru_cache(maxsize=1024)
@@ -63,6 +73,25 @@ def choose_splits(kv_heads: int, keys: int, keys_per_split: int | None, device_i
     return 1 if keys <= UNSPLIT_KEYS else min(-(-keys // MAX_TILE_N), max_splits(kv_heads, device_index))
 
 
+def choose_merge(
+    kv_heads: int, group: int, keys: int, splits: int, tiles: tuple[int, int, int, int], device_index: int
+) -> int:
+    """Who merges the splits of an eager call, for whose launches the host needs longer than the GPU for the merge.
+
+    A block that is going to count itself reads no tiles ahead (by the compiler of CUDA 13.4), which shows where it has
+    several, and has a multiprocessor for itself. On an H200, B1 Hq32 Hkv8 D128, in us, by the last block and by another
+    launch: T640 9.0 and 8.5, T2048 10.8 and 10.3, T8192 18.7 and 16.1, T32768 45.3 and 37.8; B8 T2048 22.7 and 24.1,
+    T8192 67.3 and 68.8. The host needs 7 and 13 of its own.
+    """
+    if splits == 1:
+        return ONE_SPLIT
+    of_all = next_power_of_2(group) * next_power_of_2(splits) * tiles[3]
+    if splits > MERGED_IN_ORDER or of_all > MERGED_BY_LAST or kv_heads > COUNTERS:
+        return NEXT_LAUNCH
+    few_tiles = keys <= TILES_NOT_AHEAD * splits * tiles[1]
+    return LAST_BLOCK if few_tiles or kv_heads * splits > sm_count(device_index) else NEXT_LAUNCH
+
+
 class Plan(NamedTuple):
     """What a call needs to know of its arguments besides where they are."""
 
@@ -70,7 +99,8 @@ class Plan(NamedTuple):
     wide: bool  # needs more warps
     scalars: tuple[float, float, int]  # scaling, soft_cap, window
     constants: tuple[int | bool, ...]  # those of decode_kernel
-    splits: int
+    merge: int
+    tile_s: int  # of the splits that are merged
     out_shape: tuple[int, ...]
     partial_shape: tuple[int, ...]
     merge_args: tuple  # of merge_kernel behind its arrays
@@ -102,6 +132,7 @@ def make_plan(
     constants = (
         *tiles,
         v_dim,
+        group,
         window_size is not None,
         soft_cap is not None,
         mask_kind,
@@ -109,19 +140,20 @@ def make_plan(
         sinks is not None,
         kv_len is not None,
         needs_exact(dtype, mask_kind),
-        splits == 1,
-        overlap,
     )
-    once = splits <= MERGED_AT_ONCE
+    how = IN_ORDER if splits <= MERGED_IN_ORDER else AT_ONCE if splits <= MERGED_AT_ONCE else IN_TURNS
+    tile_s = TILE_S if how == IN_TURNS else next_power_of_2(splits)
+    merge = choose_merge(batch * kv_heads, group, visible, splits, tiles, device_index)
     unit = 1.0 if soft_cap is not None or mask_kind == ADDITIVE_MASK else float(scaling)
     return Plan(
         (batch * kv_heads, splits if keys else 0),
         tiles[0] > MAX_TILE_M,
         (float(scaling), 1.0 if soft_cap is None else float(soft_cap), 0 if window_size is None else window_size),
         constants,
-        splits,
+        merge,
+        tile_s,
         (batch, heads, 1, v_dim),
         (batch, heads, splits, v_dim + STATE_COLUMNS),
-        (unit, next_power_of_2(splits) if once else TILE_S, tiles[3], v_dim, once, overlap),
+        (unit, tile_s, tiles[3], v_dim, how, overlap),
         overlap,
     )
