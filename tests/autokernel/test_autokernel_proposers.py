@@ -126,12 +126,14 @@ def test_tune(task):
     assert [name for name, _ in numbers(text)] == ["TILE", "num_worker_warps", "occupancy"]
     assert Tune().propose(task) is None
     tried, seen = dataclasses.replace(task, history=(failed(proposal, "generate"),)), []
-    for _ in range(4):
+    for _ in range(6):
         variant = Tune().propose(tried)
         seen.append(variant.files[path])
         tried = dataclasses.replace(tried, history=(*tried.history, failed(variant, "tune", "G3", "incorrect")))
     assert seen[0] == text.replace("64", "32") and seen[1] == text.replace("64", "128")
-    assert seen[2] == text.replace("warps=4", "warps=8") and len(set(seen)) == 4
+    assert seen[2] == text.replace("warps=4", "warps=8") and len(set(seen)) == 6
+    assert seen[3:] == [text.replace("occupancy=2", f"occupancy={n}") for n in (1, 4, 8)]  # the farthest last
+    assert Tune().propose(tried) is None
     wrong = dataclasses.replace(task, history=(failed(proposal, "generate", "G3", "incorrect"),))
     assert Tune().propose(wrong) is None
 

@@ -9,13 +9,17 @@ from tilegym.autokernel.protocol import Proposal
 from tilegym.autokernel.protocol import Task
 from tilegym.inventory import Solution
 
-_HINTS = {"num_worker_warps": (4, 8, 16), "occupancy": (1, 2, 4, 8), "num_ctas": (1, 2)}
+# In the order in which they are tried; other numbers of warps need tileiras 13.5.
+_HINTS = {"num_worker_warps": (4, 8), "occupancy": (1, 2, 4, 8), "num_ctas": (1, 2)}
 _TILE = re.compile(r"(?:[A-Z]+_)*(?:TILE|BLOCK)(?:_[A-Z]+)*")
 _SLOW = ("G7", "G8", "keep")
 
 
 class Tune:
-    """Changes one number at a time in the last proposal that was only too slow, the nearest values first.
+    """Changes one number at a time in the last proposal that was only too slow.
+
+    The nearest values of all numbers come first; of these tiles, and CTAs last, which cost the most to try: they seldom
+    help a kernel that is not written for them.
 
     It knows module-level constants called ``TILE...`` or ``BLOCK...``, and the keywords ``num_worker_warps``,
     ``occupancy`` and ``num_ctas``.
@@ -35,11 +39,17 @@ class Tune:
 
 
 def _variants(attempt: Attempt) -> Iterator[tuple[dict[str, str], str]]:
-    """An attempt's files with one number changed, and what was changed."""
+    """An attempt's files with one number changed, and what was changed, in the order in which they are tried."""
+    found = []
     for path, text in attempt.files.items():
         for name, node in numbers(text):
+            order = [*_HINTS].index(name) if name in _HINTS else -1
             for value in _values(name, node.value):
-                yield {**attempt.files, path: replaced(text, node, value)}, f"{name} {node.value} to {value}"
+                distance = max(value, node.value) / max(min(value, node.value), 1)
+                found.append((distance, order, (path, node, name, value)))
+    for _, _, (path, node, name, value) in sorted(found, key=lambda f: f[:2]):
+        changed = replaced(attempt.files[path], node, value)
+        yield {**attempt.files, path: changed}, f"{name} {node.value} to {value}"
 
 
 def numbers(text: str) -> list[tuple[str, ast.Constant]]:
@@ -66,7 +76,7 @@ def _is_number(node: ast.expr) -> bool:
 def _values(name: str, value: int) -> list[int]:
     if name not in _HINTS:
         return [v for v in (value // 2, value * 2) if v >= 1]
-    return sorted((v for v in _HINTS[name] if v != value), key=lambda v: max(v, value) / min(v, value))
+    return [v for v in _HINTS[name] if v != value]
 
 
 def replaced(text: str, node: ast.Constant, value: int) -> str:
