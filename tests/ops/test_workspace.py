@@ -1,0 +1,73 @@
+"""Memory that launches on one stream share."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tilegym.ops.cutile import workspace as module
+from tilegym.ops.cutile.workspace import COUNTERS
+from tilegym.ops.cutile.workspace import workspace
+
+
+class OnGPU:
+    """A tensor on GPU 0, as far as the workspace looks."""
+
+    def get_device(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def gpu_0(monkeypatch):
+    """A GPU whose memory is the CPU's; its current stream, and whether that captures."""
+    state = {"stream": 7, "capturing": False}
+    monkeypatch.setattr(module, "_workspaces", {})
+    monkeypatch.setattr(module, "_device", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(module, "_raw_stream", lambda index: state["stream"])
+    monkeypatch.setattr(module, "_capturing", lambda: state["capturing"])
+    return state
+
+
+def test_launches_on_a_stream_share_it(gpu_0):
+    parts, counters = workspace(OnGPU(), (2, 3, 4))
+    assert parts.shape == (2, 3, 4) and parts.dtype == torch.float32
+    assert counters.shape == (COUNTERS,) and counters.dtype == torch.int32 and not counters.any()
+    assert workspace(OnGPU(), (2, 3, 4))[0] is parts
+    fewer = workspace(OnGPU(), (5, 2))
+    assert fewer[0].shape == (5, 2) and fewer[0].data_ptr() == parts.data_ptr() and fewer[1] is counters
+    gpu_0["stream"] = 0
+    others = workspace(OnGPU(), (2, 3, 4))
+    assert others[0].data_ptr() != parts.data_ptr() and others[1].data_ptr() != counters.data_ptr()
+
+
+def test_it_grows(gpu_0, monkeypatch):
+    small, _ = workspace(OnGPU(), (4,))
+    large, counters = workspace(OnGPU(), (9, 9))
+    assert large.data_ptr() != small.data_ptr() and not counters.any()
+    assert workspace(OnGPU(), (4,))[0].data_ptr() == large.data_ptr()
+    monkeypatch.setattr(module, "MAX_SHAPES", 2)
+    for n in range(1, 9):
+        workspace(OnGPU(), (n,))
+    assert len(module._workspaces[0, 7].of_shape) <= 2
+    monkeypatch.setattr(module, "MAX_PARTS", 81)
+    assert workspace(OnGPU(), (82,)) is None
+
+
+def test_graphs_that_are_captured_have_their_own_memory(gpu_0):
+    gpu_0["capturing"] = True
+    assert workspace(OnGPU(), (4,)) is None
+    gpu_0["stream"] = 0  # the default stream, on which nothing is captured
+    assert workspace(OnGPU(), (4,)) is not None
+
+
+def test_launches_in_the_interpreter_share_nothing(monkeypatch):
+    monkeypatch.setattr(module, "_workspaces", {})
+    x = torch.empty(1)
+    (first, zeros), (second, others) = workspace(x, (4,)), workspace(x, (4,))
+    assert first.data_ptr() != second.data_ptr() and zeros.data_ptr() != others.data_ptr()
+    assert not module._workspaces
+
+
+def test_memory_is_real_where_a_mode_only_follows_shapes(gpu_0):
+    with FakeTensorMode():
+        parts, counters = workspace(OnGPU(), (4,))
+    assert type(parts) is type(counters) is torch.Tensor
