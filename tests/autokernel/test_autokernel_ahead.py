@@ -35,6 +35,7 @@ from tilegym.autokernel.sandbox import Limits
 from tilegym.autokernel.timing import Rules
 from tilegym.autokernel.workers import WorkerFailed
 from tilegym.autokernel.workers import WorkerHost
+from tilegym.errors import AutokernelError
 
 __all__ = ["no_gpu", "repository"]
 SETS = [kernels(name) for name in ("one", "two", "three")]
@@ -199,6 +200,20 @@ def test_the_next_models_have_what_comes_before_them(repository, tmp_path, monke
         assert all(
             set(one) < set(other) and len(other) == len(one) + 1 for one, other in zip(sets, sets[1:], strict=False)
         )
+
+
+def test_a_run_that_is_under_way_is_not_begun_again(repository, tmp_path):
+    """Not at any step; and behind it, it goes on."""
+    refused = []
+
+    def checkpoint(name):
+        with pytest.raises(AutokernelError, match="under way in another process"):
+            loop(repository, tmp_path / "out").run()
+        refused.append(name)
+
+    assert "covered" in loop(repository, tmp_path / "out", checkpoint).run()
+    assert {"survey", "judge", "finish"} <= set(refused)
+    assert "covered" in loop(repository, tmp_path / "out").run()
 
 
 def test_kernels_are_judged_at_once_on_one_device(monkeypatch):

@@ -6,6 +6,7 @@ the devices at hand. A step that the ledger has is not done again; one that it l
 
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import json
 import shutil
@@ -112,6 +113,16 @@ class Loop:
         Raises:
             AutokernelError: it cannot start, or the repository fails.
         """
+        with (self.folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise AutokernelError(
+                    f"the run in {self.folder} is under way in another process: wait for it, or give this one a name"
+                ) from None
+            return self._run()
+
+    def _run(self) -> str:
         self.repository.check_clean()
         self._check_same_settings()
         self.spent = self.ledger.fact("seconds") or 0.0
