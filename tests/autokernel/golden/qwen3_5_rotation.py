@@ -27,9 +27,7 @@ def rounded(value, dtype):
 
 
 @ct.kernel
-def qwen3_5_rotation_each_kernel(
-    x, cos, sin, y, cos_outer, cos_inner, sin_outer, sin_inner, N: Int, TILE_M: Int, TILE_N: Int
-):
+def qwen3_5_rotation_each_kernel(x, cos, sin, y, cos_outer, cos_inner, N: Int, TILE_M: Int, TILE_N: Int):
     """One block a tile, neighbours along a row."""
     across = ct.cdiv(N, TILE_N)
     rows, cols = span(ct.bid(0) // across, TILE_M), span(ct.bid(0) % across, TILE_N)
@@ -38,8 +36,7 @@ def qwen3_5_rotation_each_kernel(
     cos_tile = load(cos, cos_rows, cols).astype(ct.float32)
     x_ahead = load(x, rows, cols + 4).astype(ct.float32)
     x_behind = load(x, rows, cols - 4).astype(ct.float32)
-    sin_rows = rows // sin_outer * sin_inner + rows % sin_inner
-    sin_tile = load(sin, sin_rows, cols).astype(ct.float32)
+    sin_tile = load(sin, cos_rows, cols).astype(ct.float32)
     product = rounded(ct.where(cols[None, :] < 4, -x_ahead, x_behind) * sin_tile, x.dtype)
     y2 = rounded(rounded(x_tile * cos_tile, x.dtype) + product, x.dtype)
     y3 = ct.where(cols[None, :] < 8, y2, x_tile)
@@ -56,34 +53,22 @@ def qwen3_5_rotation_each_forward(x: torch.Tensor, cos: torch.Tensor, sin: torch
     rows = rows_of(x)
     m, n = rows.shape[0], 16
     grid, tile_m, tile_n = plan(m, n, x.get_device())
-    arrays = (
-        rows,
-        cos.reshape(-1, 8),
-        sin.reshape(-1, 8),
-        y.view(m, 16),
-        x.shape[1:-1].numel(),
-        x.shape[2:-1].numel(),
-        x.shape[1:-1].numel(),
-        x.shape[2:-1].numel(),
-    )
+    arrays = (rows, cos.reshape(-1, 8), sin.reshape(-1, 8), y.view(m, 16), x.shape[1:-1].numel(), x.shape[2:-1].numel())
     launch(x, grid, qwen3_5_rotation_each_kernel, (*arrays, n, tile_m, tile_n))
     return y
 
 
 @ct.kernel
-def qwen3_5_rotation_each_backward_kernel(
-    dy, cos, sin, dx, cos_outer, cos_inner, sin_outer, sin_inner, N: Int, TILE_M: Int, TILE_N: Int
-):
+def qwen3_5_rotation_each_backward_kernel(dy, cos, sin, dx, cos_outer, cos_inner, N: Int, TILE_M: Int, TILE_N: Int):
     """One block a tile, neighbours along a row."""
     across = ct.cdiv(N, TILE_N)
     rows, cols = span(ct.bid(0) // across, TILE_M), span(ct.bid(0) % across, TILE_N)
     dy_tile = load(dy, rows, cols).astype(ct.float32)
     dy_ahead = load(dy, rows, cols + 4).astype(ct.float32)
-    sin_rows = rows // sin_outer * sin_inner + rows % sin_inner
-    sin_ahead = load(sin, sin_rows, cols + 4).astype(ct.float32)
-    dy_behind = load(dy, rows, cols - 4).astype(ct.float32)
-    sin_behind = load(sin, sin_rows, cols - 4).astype(ct.float32)
     cos_rows = rows // cos_outer * cos_inner + rows % cos_inner
+    sin_ahead = load(sin, cos_rows, cols + 4).astype(ct.float32)
+    dy_behind = load(dy, rows, cols - 4).astype(ct.float32)
+    sin_behind = load(sin, cos_rows, cols - 4).astype(ct.float32)
     cos_tile = load(cos, cos_rows, cols).astype(ct.float32)
     before = cols[None, :] < 8
     total = ct.where(before, 0.0, dy_tile) + ct.where(cols[None, :] < 4, dy_ahead, 0.0) * sin_ahead
@@ -106,8 +91,6 @@ def qwen3_5_rotation_each_backward(dy: torch.Tensor, cos: torch.Tensor, sin: tor
         cos.reshape(-1, 8),
         sin.reshape(-1, 8),
         dx.view(m, 16),
-        dy.shape[1:-1].numel(),
-        dy.shape[2:-1].numel(),
         dy.shape[1:-1].numel(),
         dy.shape[2:-1].numel(),
     )

@@ -37,9 +37,18 @@ def constants(kind: str) -> list[str]:
     return CONSTANTS.get(kind, ["N", "TILE_M", "TILE_N"])
 
 
+def repeats(kernel: Kernel) -> dict[tuple[int, int], str]:
+    """How inputs are repeated over rows, and the first of those that are repeated so."""
+    found: dict[tuple[int, int], str] = {}
+    for name, value in kernel.inputs.items():
+        if value.steps:
+            found.setdefault(value.steps, name)
+    return found
+
+
 def repeated_sizes(kernel: Kernel) -> list[str]:
     """The parameters that say how inputs are repeated over rows."""
-    return [f"{n}_{step}" for n, v in kernel.inputs.items() if v.steps for step in ("outer", "inner")]
+    return [f"{name}_{step}" for name in repeats(kernel).values() for step in ("outer", "inner")]
 
 
 def rows_like(inputs: dict[str, Value]) -> str:
@@ -100,11 +109,12 @@ class KernelWriter:
             cols += f" {'+' if value.number > 0 else '-'} {abs(int(value.number))}"
         value = array_of(value)
         name = value.hint
-        if value.steps and name in self.body.rows_read:
-            rows = self.body.rows_read[name]
-        elif value.steps:
-            rows = self.body.rows_read[name] = self.body.new_name(f"{name}_rows")
-            self.body.line(f"{rows} = rows // {name}_outer * {name}_inner + rows % {name}_inner")
+        if value.steps:
+            like = repeats(self.kernel)[value.steps]  # two divisions, which take longer than the rest: once for all
+            if like not in self.body.rows_read:
+                rows = self.body.rows_read[like] = self.body.new_name(f"{like}_rows")
+                self.body.line(f"{rows} = rows // {like}_outer * {like}_inner + rows % {like}_inner")
+            rows = self.body.rows_read[like]
         if name in self.halves:
             array, number = self.halves[name]
             self.own_helpers.add("half_of")

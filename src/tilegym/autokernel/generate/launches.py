@@ -9,6 +9,7 @@ from tilegym.autokernel.generate.graph import Value
 from tilegym.autokernel.generate.kernels import POINTWISE
 from tilegym.autokernel.generate.kernels import ROW_NORMS
 from tilegym.autokernel.generate.kernels import TILING
+from tilegym.autokernel.generate.kernels import repeats
 from tilegym.autokernel.generate.kernels import rows_like
 from tilegym.autokernel.generate.plan import Kernel
 from tilegym.autokernel.generate.plan import Tuning
@@ -212,10 +213,8 @@ def launch_lines(
         arrays.append("rows" if name == like else name if name in known else as_rows(name, value, imports))
     sums = kernel.sums
     arrays += [f"{o.name}_parts" if o.vector else o.name if o.name in known else result_rows(o) for o in outputs]
-    for value in kernel.inputs.values():
-        if value.steps:
-            first, second = value.steps
-            arrays += [f"{like}.shape[{first}:-1].numel()", f"{like}.shape[{second}:-1].numel()"]
+    for first, second in repeats(kernel):
+        arrays += [f"{like}.shape[{first}:-1].numel()", f"{like}.shape[{second}:-1].numel()"]
     lines = []
     if "rows" not in known:
         lines.append(f"    rows = {as_rows(like, kernel.inputs[like], imports)}")
