@@ -288,6 +288,27 @@ def compile_one(case: Case, tokens: int, folder: Path, device: str) -> None:
             call()
 
 
+def measure_all(found: list[Case], folder: Path, timer: Any, rows: list[dict[str, Any]], all_variants: bool) -> None:
+    """Measures regions, prints and adds to ``rows`` what was measured."""
+    for case in found:
+        file = folder / f"{case.name}.json"
+        kernel = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"unsupported": "no file"}
+        if "unsupported" in kernel:
+            print(f"{case.name:44s} not generated: {kernel['unsupported'][:70]}", flush=True)
+            continue
+        for tokens in TOKENS:
+            try:
+                for row in measure(case, tokens, kernel, kernel["source"], folder, timer):
+                    rows.append(row)
+                    print(line(row), flush=True)
+                    if all_variants:
+                        print_variants(case, tokens, row, folder, timer)
+            except Exception as error:  # the others are worth measuring all the same
+                failed = f"{type(error).__name__}: {error}"[:300]
+                rows.append({"region": case.name, "tokens": tokens, "failed": failed})
+                print(f"{case.name:44s} {tokens:5d} failed: {failed}", flush=True)
+
+
 def main(names: list[str], all_variants: bool, out: Path) -> None:
     from tilegym.bench import machine
     from tilegym.bench.timing import CudaTimer
@@ -307,23 +328,8 @@ def main(names: list[str], all_variants: bool, out: Path) -> None:
             print("something could not be compiled beforehand: it is measured anyway", flush=True)
         print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
         timer = CudaTimer(budget=0.02, rounds=2)
-        for case in cases(folder / "models.json", names):
-            file = folder / f"{case.name}.json"
-            kernel = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"unsupported": "no file"}
-            if "unsupported" in kernel:
-                print(f"{case.name:44s} not generated: {kernel['unsupported'][:70]}", flush=True)
-                continue
-            for tokens in TOKENS:
-                try:
-                    for row in measure(case, tokens, kernel, kernel["source"], folder, timer):
-                        rows.append(row)
-                        print(line(row), flush=True)
-                        if all_variants:
-                            print_variants(case, tokens, row, folder, timer)
-                except Exception as error:  # the others are worth measuring all the same
-                    failed = f"{type(error).__name__}: {error}"[:300]
-                    rows.append({"region": case.name, "tokens": tokens, "failed": failed})
-                    print(f"{case.name:44s} {tokens:5d} failed: {failed}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is written
+            measure_all(cases(folder / "models.json", names), folder, timer, rows, all_variants)
     right = [row for row in rows if row.get("correct")]
     means = {what: geomean([r["ratio"] for r in right if test(r)]) for what, test in GROUPS.items()}
     seconds = time.perf_counter() - began
