@@ -86,6 +86,9 @@ else
 fi
 install_torch
 say "Installing TileGym and its development packages"
-"$VENV/bin/python" -m pip install -e ".[dev]"
+# No other torch than the one that is there, whatever the packages' wishes are.
+"$VENV/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+    >"$VENV/torch-constraint.txt"
+"$VENV/bin/python" -m pip install --constraint "$VENV/torch-constraint.txt" -e ".[dev]"
 "$VENV/bin/python" -m pip install --no-deps "flashinfer-bench==$FLASHINFER_BENCH_VERSION"
 say "Set up. The commands below run in $VENV; to use it yourself: source $VENV/bin/activate"

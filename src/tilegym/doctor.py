@@ -27,7 +27,11 @@ OK, INFO, FAIL = "ok", "info", "fail"
 _MARKS = {OK: "[ok]  ", INFO: "[info]", FAIL: "[FAIL]"}
 # CUDA 13, which cuTile's binaries need, starts at this driver.
 _MIN_DRIVER = 580
-_INSTALL_CUTILE = "pip install 'cuda-tile[tileiras]>=1.7,<1.8'"
+_INSTALL_CUTILE = "pip install 'cuda-tile>=1.7,<1.8'"
+# What launches make use of, such as hints and dependent launches, is new in this release of the compiler.
+_MIN_TILEIRAS = (13, 4)
+_TILEIRAS_PACKAGES = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
+_INSTALL_TILEIRAS = "pip install " + " ".join(f"'{package}>=13.4,<13.5'" for package in _TILEIRAS_PACKAGES)
 
 
 class Check(NamedTuple):
@@ -145,9 +149,14 @@ def _cutile() -> Iterator[Check]:
         yield Check("cuTile", OK, version)
     tileiras = find_tileiras()
     if tileiras is None:
-        yield Check("tileiras", _needed_for_gpu(), "cuTile's compiler is not found", _INSTALL_CUTILE)
+        yield Check("tileiras", _needed_for_gpu(), "cuTile's compiler is not found", _INSTALL_TILEIRAS)
+        return
+    release = _tileiras_version(tileiras)
+    if _release(release) < _MIN_TILEIRAS:
+        found = f"{release} in {tileiras}; TileGym's kernels need {'.'.join(map(str, _MIN_TILEIRAS))}"
+        yield Check("tileiras", _needed_for_gpu(), found, _INSTALL_TILEIRAS)
     else:
-        yield Check("tileiras", OK, f"{_version('nvidia-cuda-tileiras') or _tileiras_version(tileiras)} in {tileiras}")
+        yield Check("tileiras", OK, f"{release} in {tileiras}")
 
 
 def _needed_for_gpu() -> str:
@@ -155,8 +164,9 @@ def _needed_for_gpu() -> str:
 
 
 def find_tileiras() -> str | None:
-    """The compiler that cuTile would use: of the pip package, on PATH, or in a CUDA toolkit."""
-    package = importlib.util.find_spec("nvidia")
+    """The compiler that cuTile would use: of the pip packages if they are of one release, on PATH, or in a toolkit."""
+    releases = {_release(_version(package) or "") for package in _TILEIRAS_PACKAGES}
+    package = importlib.util.find_spec("nvidia") if len(releases) == 1 else None
     folders = [f"{root}/cu13/bin" for root in (package.submodule_search_locations or [])] if package else []
     folders.append(os.environ.get("PATH", ""))
     folders += [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
@@ -165,11 +175,13 @@ def find_tileiras() -> str | None:
 
 
 def _tileiras_version(path: str) -> str:
+    """Such as "13.4.92"; what went wrong, where the compiler does not tell."""
     try:
         printed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"does not start ({error})"
-    return next((line.strip() for line in printed.splitlines() if "release" in line or "version" in line), "?")
+    named = re.search(r"\bV(\d+\.\d[\d.]*)", printed)
+    return named[1] if named else "of an unknown version"
 
 
 def _version(package: str) -> str | None:

@@ -1,7 +1,9 @@
 """``tilegym doctor``: each line, its remedy, and the exit status."""
 
 import json
+import re
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +63,47 @@ def test_versions(monkeypatch, package, name, version, status):
     monkeypatch.setattr(doctor, "_version", lambda asked: version if asked == package else real(asked))
     check = by_name(doctor.run_checks())[name]
     assert check.status == status and version in check.found and (check.remedy is None) == (status == "ok")
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize(
+    ("printed", "found", "fits"),
+    [
+        ("Cuda compilation tools, release 13.4, V13.4.92", "13.4.92 in", True),
+        ("Cuda compilation tools, release 13.10, V13.10.1", "13.10.1 in", True),
+        ("Cuda compilation tools, release 13.2, V13.2.51", "13.2.51 in", False),
+        ("?", "of an unknown version in", False),
+    ],
+)
+def test_release_of_the_compiler(monkeypatch, printed, found, fits, gpu):
+    monkeypatch.setattr(doctor, "find_tileiras", lambda: "/bin/tileiras")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: SimpleNamespace(stdout=printed))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    check = by_name(doctor._cutile())["tileiras"]
+    assert check.found.startswith(found)
+    assert check.status == (doctor.OK if fits else doctor.FAIL if gpu else doctor.INFO)
+    assert fits or "nvidia-cuda-tileiras>=13.4,<13.5" in check.remedy
+
+
+def test_packages_of_two_releases_are_no_compiler(monkeypatch, tmp_path):
+    """cuTile passes them by."""
+    compiler = tmp_path / "nvidia/cu13/bin/tileiras"
+    compiler.parent.mkdir(parents=True)
+    compiler.touch(0o755)
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    releases = dict.fromkeys(doctor._TILEIRAS_PACKAGES, "13.4.92")
+    monkeypatch.setattr(doctor, "_version", releases.get)
+    assert doctor.find_tileiras() == str(compiler)
+    releases["nvidia-nvvm"] = "13.5.37"
+    assert doctor.find_tileiras() != str(compiler)
+
+
+def test_the_extra_installs_what_the_remedy_names():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (extra,) = re.findall(r"^tileiras = \[(.*)\]$", project, re.MULTILINE)
+    assert doctor._INSTALL_TILEIRAS == "pip install " + extra.replace('"', "'").replace(",", "").replace("<", ",<")
 
 
 def test_an_old_torch(monkeypatch):
