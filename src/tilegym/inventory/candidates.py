@@ -13,6 +13,7 @@ from tilegym.inventory.schema import Definition
 from tilegym.inventory.schema import TensorSpec
 
 Sizes = dict[str, int]
+_MAX_VISITED = 1000  # of the ways at level 3, whole or begun: where many tensors are alike there are very many
 
 
 def assignments(required: Definition, target: Definition, case: Case, level: int) -> Iterator[dict[str, Take]]:
@@ -32,7 +33,11 @@ def assignments(required: Definition, target: Definition, case: Case, level: int
     if not all(options):
         return
 
+    visited = itertools.count()
+
     def place(index: int, sizes: Sizes, used: tuple[Take, ...]) -> Iterator[dict[str, Take]]:
+        if level == 3 and next(visited) > _MAX_VISITED:
+            return
         if index == len(slots):
             if {name for take in used for name in take.names} == wanted and (level < 3 or any(map(_is_late, used))):
                 yield dict(zip((name for name, _ in slots), used, strict=True))

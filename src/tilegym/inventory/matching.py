@@ -40,7 +40,7 @@ COMPATIBLE = "compatible"
 # fp32 sums in another order differ by this much of their size; other formulas differ by far more.
 _TOLERANCE = 1e-4
 _MAX_TRIALS = 3000  # calls of one reference; shapes leave few, this bounds what they do not
-_MAX_LATE_TRIALS = 60  # with the last and most ways to make tensors
+_MAX_LATE_TRIALS = 16  # with the last and most ways to make tensors, whose calls can be large
 _BIG_AXIS = 16  # constant axes beyond this are tried small first
 _MAX_ELEMENTS = 1 << 24  # of an input whose axes cannot be made small: more would take minutes
 
