@@ -156,7 +156,14 @@ def test_cuda_devices_are_the_cpu():
             start.record()
             end.record()
         torch.cuda.synchronize()
+        torch.cuda._sleep(1000)
+        torch.ones(2, device="cuda").record_stream(torch.cuda.current_stream())
         assert start.elapsed_time(end) >= 0
+        assert torch.cuda.get_device_properties(0).max_threads_per_multi_processor > 0
+        assert torch.accelerator.is_available() and torch.accelerator.max_memory_allocated() == 0
+        with torch.random.fork_rng():
+            torch.cuda.manual_seed(3)
+            torch.rand(1, device="cuda")
         with torch.cuda.device(0), torch.cuda.stream(torch.cuda.ExternalStream(0)), torch.cuda.nvtx.range("a range"):
             assert not torch.cuda.is_current_stream_capturing()
     assert torch.cuda.is_available is before

@@ -143,6 +143,13 @@ def _properties(device=None):
         multi_processor_count=_NUM_MULTIPROCESSORS,
         total_memory=_TOTAL_MEMORY,
         L2_cache_size=2**20,
+        warp_size=32,
+        max_threads_per_block=1024,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=2**16,
+        shared_memory_per_block=48 * 2**10,
+        shared_memory_per_block_optin=227 * 2**10,
+        shared_memory_per_multiprocessor=228 * 2**10,
     )
 
 
@@ -170,11 +177,19 @@ _CUDA_ANSWERS = {
     "mem_get_info": lambda device=None: (_TOTAL_MEMORY, _TOTAL_MEMORY),
     "memory_allocated": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
+    "memory_summary": lambda device=None, abbreviated=False: "",
+    "can_device_access_peer": lambda device, peer_device: False,
+    "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+    "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
+    "seed": lambda: None,
+    "initial_seed": lambda: torch.initial_seed(),
     "Stream": Stream,
     "ExternalStream": Stream,
     "Event": Event,
     **_that_do_nothing("init", "synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"),
-    **_that_do_nothing("manual_seed", "manual_seed_all", "reset_peak_memory_stats"),
+    **_that_do_nothing("manual_seed", "manual_seed_all", "_sleep"),
+    **_that_do_nothing(*(f"reset_{what}" for what in ("peak_memory_stats", "accumulated_memory_stats"))),
+    **_that_do_nothing(*(f"reset_max_memory_{what}" for what in ("allocated", "cached"))),
 }
 
 _ACCELERATOR_ANSWERS = {
@@ -183,7 +198,9 @@ _ACCELERATOR_ANSWERS = {
     "current_accelerator": lambda check_available=False: torch.device("cuda"),
     "current_device_index": lambda: 0,
     "current_stream": lambda device=None: _stream,
-    **_that_do_nothing("synchronize", "set_device_index", "set_stream", "empty_cache"),
+    "memory_allocated": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0,
+    **_that_do_nothing("synchronize", "set_device_index", "set_stream", "empty_cache", "reset_peak_memory_stats"),
 }
 
 _load, _set_default_device = torch.load, torch.set_default_device
@@ -213,6 +230,7 @@ def _start_redirected(thread: threading.Thread) -> None:
 _ANSWERS = (
     (threading.Thread, {"start": _start_redirected}),
     (torch, _TORCH_ANSWERS),
+    (torch.Tensor, _that_do_nothing("record_stream")),
     (torch.cuda, _CUDA_ANSWERS),
     (torch.accelerator, _ACCELERATOR_ANSWERS),
     (torch.cuda.nvtx, _that_do_nothing("range_push", "range_pop", "mark")),
