@@ -91,8 +91,11 @@ def autokernel(
     on_gpu = names[0] != "cpu"
     if on_gpu:  # before anything asks CUDA: this process uses no other GPU either
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-    _check_compiler()
+    _check_compiler(arch)
     name = run or re.sub(r"[^A-Za-z0-9._-]+", "-", model.rpartition("/")[2].replace(".py::", "-")).strip("-.")
+    _check_name(name)
+    if Path(folder).is_absolute() or ".." in Path(folder).parts or Path(folder) == Path("."):
+        raise AutokernelError(f"--folder is {folder!r}, it has to be a folder within the repository")
     out = (out or Path("out") / "autokernel" / name).resolve()
     repo = Repository(repository, name, out / "worktrees")
     repo.check_clean()
@@ -177,9 +180,16 @@ def _room(size: int) -> int:
     return min(int((free - 0.1 * total) // needs), _processors() // 2)
 
 
-def _check_compiler() -> None:
+def _check_name(run: str) -> None:
+    """A run's name is part of a branch's, and of a folder's."""
+    if not re.fullmatch(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|[.](?!\.|lock$|$))*", run):
+        raise AutokernelError(f"--run is {run!r}; a name has letters, digits, '_', '-' and single dots within")
+
+
+def _check_compiler(architectures: list[str]) -> None:
     from tilegym import interpreter
 
+    name = architectures[0]
     try:
         import cuda.tile as ct
         import torch
@@ -188,9 +198,11 @@ def _check_compiler() -> None:
         def probe(x):
             ct.store(x, (0,), ct.full((16,), 1.0, ct.float32))
 
-        interpreter.compile_kernel(probe, (torch.zeros(16),), "sm_90")
-    except Exception as error:  # without tileiras, or with one that is too old
-        raise AutokernelError(f"cuTile's compiler does not work ({error}): see `tilegym doctor`") from error
+        for name in architectures:
+            interpreter.compile_kernel(probe, (torch.zeros(16),), name)
+    except Exception as error:  # without tileiras, with one that is too old, or for what there is not
+        why = str(error).partition("\n")[0]
+        raise AutokernelError(f"cuTile's compiler does not work for {name} ({why}): see `tilegym doctor`") from error
 
 
 def _devices(asked: list[str]) -> tuple[str, ...]:

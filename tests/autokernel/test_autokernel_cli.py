@@ -66,11 +66,21 @@ def test_options_have_hyphens_or_underscores(repository, tmp_path, monkeypatch, 
         (["--device", "cpu", "--proposers", "nobody"], "nobody"),
         (["--device", "cpu", "--proposers", "agent"], "--agent"),
         (["--device", "cpu", "--minutes", "0"], "more than 0"),
+        (["--device", "cpu", "--arch", "sm_90", "--arch", "sm_1"], "for sm_1"),
+        *(
+            (["--device", "cpu", "--arch", "sm_90", "--run", name], "a name has letters")
+            for name in ("../../evil", "a/b", "-x", "a..b", ".hidden", "x.lock", "a b", "end.")
+        ),
+        *(
+            (["--device", "cpu", "--arch", "sm_90", "--folder", name], "within the repository")
+            for name in ("/etc", "../x", "a/../../x", ".")
+        ),
     ],
 )
 def test_wrong_arguments(repository, tmp_path, arguments, message):
     result = call(MODEL, "--repository", repository, "--out", tmp_path / "out", *arguments)
     assert result.exit_code and message in str(result.exception)
+    assert not (tmp_path / "out").exists()
 
 
 FOUR = [f"GPU-{letter * 8}-0000" for letter in "abcd"]
@@ -126,7 +136,7 @@ def test_a_part_of_a_gpu_is_taken_as_it_is_called(four_gpus, monkeypatch):
 def test_the_run_itself_uses_no_other_gpu(four_gpus, repository, tmp_path, monkeypatch):
     seen = []
 
-    def stop():
+    def stop(architectures):
         seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
         raise AutokernelError("seen")
 
@@ -140,7 +150,7 @@ def test_the_run_itself_uses_no_other_gpu(four_gpus, repository, tmp_path, monke
 def test_a_comparison_takes_a_twentieth_of_the_budget(four_gpus, repository, tmp_path, monkeypatch, minutes, seconds):
     seen = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(autokernel_cli, "_check_compiler", lambda: None)
+    monkeypatch.setattr(autokernel_cli, "_check_compiler", lambda architectures: None)
     monkeypatch.setattr(Loop, "run", lambda self: seen.append(self.model_judge.rules.seconds) or "done")
     monkeypatch.setattr(Loop, "coverage", lambda self: 0.0)
     result = call("x", "--repository", repository, "--out", tmp_path / "out", "--minutes", minutes)

@@ -138,6 +138,8 @@ def write_proposal(root: Path, task: Task, proposal: Proposal) -> list[str]:
     files[f"{task.folder}/kernel_definitions/{proposal.definition.name}.json"] = proposal.definition.to_json()
     files[f"{task.folder}/kernel_solutions/{proposal.solution.name}.json"] = proposal.solution.to_json()
     base, written = (root / task.folder).resolve(), []
+    if not base.is_relative_to(root.resolve()) or base == root.resolve():
+        raise AutokernelError(f"the folder {task.folder!r} is not within {root}")
     for name, text in files.items():
         path = (root / name).resolve()
         if not path.is_relative_to(base) or path == base:
