@@ -91,4 +91,6 @@ say "Installing TileGym and its development packages"
     >"$VENV/torch-constraint.txt"
 "$VENV/bin/python" -m pip install --constraint "$VENV/torch-constraint.txt" -e ".[dev]"
 "$VENV/bin/python" -m pip install --no-deps "flashinfer-bench==$FLASHINFER_BENCH_VERSION"
+# The ruff of the environment that torch is taken from has its command there, not here.
+[ -x "$VENV/bin/ruff" ] || "$VENV/bin/python" -m pip install --no-deps --ignore-installed "ruff>=0.14"
 say "Set up. The commands below run in $VENV; to use it yourself: source $VENV/bin/activate"
