@@ -1,7 +1,9 @@
 """Links to the lines of transformers: by the commit where it is known, and what validation says where it is not."""
 
+import importlib
 import importlib.metadata
 import json
+import sys
 
 import pytest
 
@@ -10,6 +12,7 @@ from tilegym.integrate import emit
 from tilegym.integrate import source_regions
 from tilegym.integrate.research import research
 from tilegym.inventory import loading
+from tilegym.inventory.reference import is_permalink
 
 TAG, COMMIT = "1" * 40, "2" * 40
 VERSION = importlib.metadata.version("transformers")
@@ -73,3 +76,24 @@ def test_some_releases_are_known_without_asking(tmp_path, monkeypatch):
     monkeypatch.setattr(source_regions, "_git", lambda *arguments: pytest.fail("it asked"))
     assert source_regions.look_up_commit() == COMMIT
     assert drafts(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "folder, link",
+    [
+        (f"owner/a_hyphen_model_hyphen_1_dot_5/{COMMIT}", f"owner/a-model-1.5/blob/{COMMIT}"),
+        (f"_01_hyphen_ai/_7b/{COMMIT}", f"01-ai/7b/blob/{COMMIT}"),
+        (f"model/{COMMIT[:16]}", ""),  # a local folder's
+    ],
+)
+def test_code_from_the_hub_has_its_commit(folder, link, tmp_path, monkeypatch):
+    package = tmp_path / "transformers_modules" / folder
+    package.mkdir(parents=True)
+    (package / "modeling_it.py").write_text("import torch\n\n\nclass It(torch.nn.Module):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+    cls = importlib.import_module(f"transformers_modules.{folder.replace('/', '.')}.modeling_it").It
+    source = source_regions.source_of(cls)
+    assert source.url == (f"https://huggingface.co/{link}/modeling_it.py#L4-L5" if link else "")
+    assert source.immutable == is_permalink(source.url) == bool(link)

@@ -278,7 +278,9 @@ def _aggregate(outcome: Outcome, model: nn.Module, batches: list, state: State, 
 def _write(outcome: Outcome, config: Any, tell: Callable[[str], None]) -> None:
     plan, model_id = outcome.plan, outcome.options.model_id
     architecture = plan.research.architecture
-    remote = model_id if steps.is_remote(config) else ""
+    remote = ""
+    if steps.is_remote(config):  # a folder is found from anywhere
+        remote = str(Path(model_id).resolve()) if Path(model_id).exists() else model_id
     files = {} if remote else {emit.CONFIG: emit.config_text(config)}
     for compute, places in outcome.accepted.items():
         patch = emit.graph_text(architecture) if compute == GRAPH else emit.patch_text(compute, architecture, places)

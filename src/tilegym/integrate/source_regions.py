@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,17 @@ def _known_commits() -> dict[str, str]:
         return _RELEASES
 
 
+def _on_the_hub(file: str) -> str:
+    """Where a model's own code lies on the Hub, by the folder that transformers has put it into; "" if not there."""
+    match = re.fullmatch(r"transformers_modules/([^/]+/[^/]+)/([0-9a-f]{40})/(.+)", file)
+    if match is None:
+        return ""
+    # A folder is a Python name: transformers writes these for what is none.
+    names = (re.sub(r"^_(?=\d)", "", part) for part in match[1].split("/"))
+    repository = "/".join(name.replace("_hyphen_", "-").replace("_dot_", ".") for name in names)
+    return f"https://huggingface.co/{repository}/blob/{match[2]}/{match[3]}"
+
+
 @functools.lru_cache(maxsize=4096)
 def source_of(thing: Any) -> Source | None:
     """The region of a class, function or method; None if its text is not to be had."""
@@ -103,4 +115,6 @@ def source_of(thing: Any) -> Source | None:
     elif package == "torch":
         commit = torch.version.git_version
         url, immutable = f"https://github.com/pytorch/pytorch/blob/{commit}/{file}#L{first}-L{last}", True
+    elif hub := _on_the_hub(file):
+        url, immutable = f"{hub}#L{first}-L{last}", True
     return Source(file, first, last, thing.__qualname__, url, immutable)
