@@ -44,6 +44,11 @@ _BUILTINS = frozenset(
 _PAST_OPERATORS = frozenset(
     "apply_ map_ map2_ numpy set_ share_memory_ storage tolist typed_storage untyped_storage".split()
 )
+# What leads from a function that runs to those that called it, and to their variables.
+_FRAMES = frozenset(
+    "ag_frame cr_frame gi_frame f_back f_builtins f_globals f_locals f_trace tb_frame tb_next ag_code cr_code gi_code "
+    "f_code".split()
+)
 
 
 def check(task: Task, proposal: Proposal, root: Path) -> list[str]:
@@ -136,6 +141,8 @@ def _check_node(node: ast.AST, bases: set[int]) -> Iterator[str]:
 def _check_attribute(node: ast.Attribute) -> Iterator[str]:
     if node.attr.startswith("_"):
         yield f"the private attribute {node.attr} is not allowed"
+    if node.attr in _FRAMES:
+        yield f".{node.attr} is not allowed: a kernel does not look at who calls it"
     if node.attr in _PAST_OPERATORS:
         yield f".{node.attr} is not allowed: the kernel has to do the work"
     if not isinstance(node.ctx, ast.Load) and not (isinstance(node.value, ast.Name) and node.value.id == "ctx"):
