@@ -88,7 +88,7 @@ def _generate(model: nn.Module, batch: Batch, name: str, label: list[str]) -> No
     except Exception as error:  # whatever a foreign model's code does
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"the model cannot generate ({line}): integrate needs a model that does; try --precision float32"
+            f"the model cannot generate ({line}): integrate needs a model that does, if only in another precision"
         ) from error
     finally:
         handle.remove()
