@@ -48,6 +48,8 @@ def test_sentence_file(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\n  two \n", encoding="utf-8")
     assert prompts.read_prompts("unused", path) == ["one", "two"]
+    path.write_bytes("one\r\ntwo\r\n".encode("utf-8-sig"))  # as Windows writes it
+    assert prompts.read_prompts("unused", path) == ["one", "two"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def read_prompts(input_text: str, sentence_file: Path | None) -> list[str]:
             raise ModelError("--input_text is empty: give the model some text to continue")
         return [input_text]
     try:
-        text = sentence_file.read_text(encoding="utf-8")
+        text = sentence_file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ModelError(f"--sentence_file {sentence_file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
