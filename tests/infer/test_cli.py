@@ -12,6 +12,7 @@ from bench.tiny import CONFIG
 from typer.testing import CliRunner
 
 from tilegym import ops
+from tilegym.bench import job
 from tilegym.cli import build_app
 from tilegym.errors import UnsupportedError
 from tilegym.integrate import emit
@@ -292,6 +293,10 @@ class Test_Bad_Input:
     )
     def test_message(self, args, message):
         self.check(infer(*args), message)
+
+    def test_no_place_for_the_profile(self, monkeypatch):
+        monkeypatch.setattr(job, "PROFILE_DIR", Path("/dev/null/out"))
+        self.check(infer("--model_id", TINY_LLAMA, "--profile"), "/dev/null/out, which cannot be written")
 
     def test_a_run_that_fails_leaves_no_summary(self, tmp_path):
         file = tmp_path / "folder" / "summary.json"

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import platform
+import tempfile
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -195,6 +196,8 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
         ModelError: the input cannot be used; the message is one sentence with the remedy.
     """
     options.check()
+    if options.profile:
+        _check_profile_dir()
     texts = prompts.read_prompts(options.input_text, options.sentence_file)
     device, backend, notice = choose_device(options)
     dtype = models.PRECISIONS[options.precision]
@@ -220,6 +223,19 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
         _measure(loaded.model, result, tell)
     result.outputs = list(_outputs(result, loaded.tokenizer))
     return result
+
+
+def _check_profile_dir() -> None:
+    """Raises ModelError now, not after minutes of work, if no profile can be written."""
+    try:
+        PROFILE_DIR.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=PROFILE_DIR):
+            pass
+    except OSError as error:
+        raise ModelError(
+            f"--profile writes to the folder {PROFILE_DIR.absolute()}, which cannot be written: {error.strerror}; "
+            "start from another folder"
+        ) from error
 
 
 def _measure(model: Any, result: Result, tell: Callable[[str], None]) -> None:
