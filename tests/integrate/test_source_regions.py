@@ -1,7 +1,7 @@
 """Links to the lines of transformers: by the commit where it is known, and what validation says where it is not."""
 
-import importlib
 import importlib.metadata
+import importlib.util
 import json
 import sys
 
@@ -89,11 +89,12 @@ def test_some_releases_are_known_without_asking(tmp_path, monkeypatch):
 def test_code_from_the_hub_has_its_commit(folder, link, tmp_path, monkeypatch):
     package = tmp_path / "transformers_modules" / folder
     package.mkdir(parents=True)
-    (package / "modeling_it.py").write_text("import torch\n\n\nclass It(torch.nn.Module):\n    pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)
-    cls = importlib.import_module(f"transformers_modules.{folder.replace('/', '.')}.modeling_it").It
-    source = source_regions.source_of(cls)
+    file, name = package / "modeling_it.py", f"transformers_modules.{folder.replace('/', '.')}.modeling_it"
+    file.write_text("import torch\n\n\nclass It(torch.nn.Module):\n    pass\n")
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    source = source_regions.source_of(module.It)
     assert source.url == (f"https://huggingface.co/{link}/modeling_it.py#L4-L5" if link else "")
     assert source.immutable == is_permalink(source.url) == bool(link)
