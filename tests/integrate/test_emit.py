@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tilegym.integrate import emit
+from tilegym.integrate.research import research
 from tilegym.transformers.general import Place
 
 NORM = Place("transformers.models.llama.modeling_llama.LlamaRMSNorm", "rms_norm", {"weight": "weight", "eps": 1e-6})
@@ -63,6 +64,15 @@ def test_all_that_is_written_is_formatted(tmp_path):
             [sys.executable, "-m", "ruff", *command, "--config", settings, tmp_path], capture_output=True, text=True
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_definitions_of_others_stay(tmp_path):
+    drafts = [requirement.definition for requirement in research("stablelm").requirements]
+    emit.write_drafts(tmp_path, drafts)
+    other = tmp_path / "definitions" / "other.json"
+    other.write_text('{"tags": ["op:linear"]}')
+    emit.write_drafts(tmp_path, drafts[:1])
+    assert {p.name for p in other.parent.iterdir()} == {"other.json", f"{drafts[0]['name']}.json"}
 
 
 def test_a_model_that_brings_code_is_named_as_it_is():

@@ -1,6 +1,7 @@
 """``tilegym integrate`` as a user meets it: tables, exit status, and one sentence for whatever cannot be used."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +111,14 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     sentence = refused(stablelm(tmp_path), "--random_weights", "--output", tmp_path / "file" / "out")
     assert "cannot be written" in sentence and "--output" in sentence
+
+
+def test_a_folder_with_files_of_something_else(tmp_path):
+    """Such as the model's own: they stay as they are."""
+    path = Path(stablelm(tmp_path)).rename(tmp_path / "config.json")
+    before = path.read_text()
+    assert "holds a config.json of something else" in refused(tmp_path, "--random_weights", "--output", tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"] and path.read_text() == before
 
 
 def test_a_precision_that_is_none(tmp_path):

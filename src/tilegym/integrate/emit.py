@@ -4,12 +4,12 @@ import ast
 import errno
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from tilegym.errors import ModelError
 from tilegym.integrate.aggregate import GRAPH
+from tilegym.integrate.state import FOLDER as STATE
 from tilegym.transformers.general import Place
 
 CONFIG = "config.json"
@@ -201,6 +201,17 @@ def write(folder: Path, files: dict[str, str]) -> list[Path]:
     return written
 
 
+def refuse_what_is_not_ours(folder: Path) -> None:
+    """Raises ModelError where a run would write over files that none has written, such as the model's own config."""
+    init = folder / "__init__.py"
+    written = init.is_file() and "`tilegym integrate`" in init.read_text(encoding="utf-8", errors="replace")
+    if written or (folder / STATE).is_dir():
+        return
+    for name in (CONFIG, init.name, "report.json", "report.md", "report.html"):
+        if (folder / name).exists():
+            raise ModelError(f"{folder} holds a {name} of something else: name another folder with --output")
+
+
 def write_drafts(folder: Path, drafts: list[dict[str, Any]]) -> None:
     """Writes draft Definitions where ``tilegym inventory validate FOLDER`` looks for them.
 
@@ -209,7 +220,9 @@ def write_drafts(folder: Path, drafts: list[dict[str, Any]]) -> None:
     """
     from tilegym.inventory import Definition
 
-    shutil.rmtree(folder / "definitions", ignore_errors=True)
+    for file in (folder / "definitions").glob("*.json"):  # of an earlier run
+        if '"stage:draft"' in file.read_text(encoding="utf-8", errors="replace"):
+            file.unlink()
     texts = {f"{draft['name']}.json": Definition.model_validate(draft).to_json() for draft in drafts}
     write(folder / "definitions", texts)
 

@@ -103,6 +103,7 @@ def integrate(options: Options, tell: Callable[[str], None] = lambda line: None)
         return outcome
     outcome.folder = options.output or Path(f"tilegym_{plan.family}")
     outcome.package = package_folder(plan, options, outcome.folder)
+    emit.refuse_what_is_not_ours(outcome.folder)
     state = State(outcome.folder, _fingerprint(options, config, device), options.restart)
     outcome.continued = state.continues
     if state.continues:
