@@ -13,9 +13,7 @@ from common import randn
 from common import recorded_launches
 from common import sanitized
 
-from tilegym.backend.cutile import weights
 from tilegym.interpreter import compile_kernel
-from tilegym.ops import linear
 from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu
@@ -23,7 +21,6 @@ from tilegym.ops import rope_and_cache
 from tilegym.ops.cutile.fused_gemv import gemv_add
 from tilegym.ops.cutile.fused_gemv import norm_gemv
 from tilegym.ops.cutile.fused_gemv import norm_swiglu
-from tilegym.ops.cutile.linear import gemv_kernel
 from tilegym.ops.cutile.rope_cache import rope_cache_forward
 from tilegym.ops.pytorch import fused_gemv as reference
 from tilegym.ops.pytorch.rope_cache import rope_and_cache as rope_reference
@@ -189,9 +186,6 @@ def test_overlapping_launches_compile():
     """OVERLAP, every kernel's last argument, needs compute capability 9.0."""
     with recorded_launches() as recorded:
         launches()
-        with weights.stay():
-            launches()
-    assert {args[-2] for kernel, args in recorded if kernel is gemv_kernel} == {0, 2}
     for kernel, args in recorded:
         assert args[-1] is False
         assert compile_kernel(kernel, (*args[:-1], True), "sm_90")[:4] == b"\x7fELF"
@@ -206,38 +200,6 @@ def test_operators(dtype):
     q, k, cache, angle = (randn(1, *s, dtype=dtype) for s in ((4, 1, 8), (2, 1, 8), (2, 5, 8), (1, 8)))
     position = torch.tensor([3], device=device())
     torch.library.opcheck(rope_cache_forward.operator, (q, k, k, angle, angle, cache, cache.clone(), position))
-
-
-@pytest.mark.parametrize(("k", "n", "early"), [(200, 24, True), (200, 20, False), (96, 24, False)])
-@dtypes()
-def test_weights_that_stay_are_read_early(dtype, k, n, early):
-    """Where their first tiles are whole, and only within the block; the sums are the same."""
-    x, norm = randn(1, k, dtype=dtype), randn(k, dtype=dtype, seed=1)
-    w, up = randn(n, k, dtype=dtype, seed=2) / 8, randn(n, k, dtype=dtype, seed=3) / 8
-
-    def call():
-        return (
-            *rms_norm_linear(x, norm, 1e-5, [w, up], backend="cutile"),
-            rms_norm_swiglu(x, norm, 1e-5, w, up, backend="cutile"),
-            linear_add(x, w, x[:, :n].contiguous(), backend="cutile"),
-            linear(x, w, backend="cutile"),
-        )
-
-    def run():
-        if HAS_GPU:
-            return call(), None
-        with sanitized(), recorded_launches(run=True) as recorded:
-            return call(), {args[-2] for _, args in recorded}
-
-    for _ in range(3):  # calls are repeated as recorded, and recorded anew where the answer is another
-        expected, usual = run()
-        with weights.stay():
-            assert weights.staying()
-            got, found = run()
-        assert not weights.staying()
-        for a, b in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, b, **({} if HAS_GPU else {"rtol": 0, "atol": 0}))
-        assert HAS_GPU or (usual, found) == ({0}, {2} if early else {0})
 
 
 @pytest.mark.parametrize("rows", [1, 3])

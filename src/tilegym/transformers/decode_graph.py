@@ -77,14 +77,12 @@ class DecodeCache(Cache):
         capacity: how many tokens it has room for.
         length: [1] int64, how many it holds; of all layers alike, and on the device, where graphs can count.
         started: whether it holds any.
-        weights_stay: whether a graph is being captured, whose launches change no weights.
     """
 
     def __init__(self, num_layers: int, capacity: int, device: torch.device, kinds: tuple[str, ...] = ()) -> None:
         self.capacity = capacity
         self.length = torch.zeros(1, dtype=torch.int64, device=device)
         self.started = False
-        self.weights_stay = False
         self._positions: Tensor | None = None
         recurrent = [i < len(kinds) and kinds[i] == _RECURRENT for i in range(num_layers)]
         super().__init__(layers=[LinearAttentionLayer() if linear else _Layer(self) for linear in recurrent])
@@ -178,7 +176,6 @@ class Session:
 
     def _capture(self, model: nn.Module, padded: bool) -> None:
         state = [*self.cache.state(), self.positions]
-        self.cache.weights_stay = True
         try:
             graph, self.logits[padded] = capture(lambda: self._run(model, padded), state, self.tokens.device)
         except Exception as error:  # whatever a model does that a graph cannot hold
@@ -187,8 +184,6 @@ class Session:
             warnings.warn(f"{type(model).__name__} decodes without a CUDA graph: {why}", FallbackWarning, stacklevel=2)
         else:
             self.graphs[padded] = graph
-        finally:
-            self.cache.weights_stay = False
 
 
 _NO_GRAPH = object()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from tilegym.backend.cutile import weights
 from tilegym.ops import fmha_decode
 from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_linear
@@ -46,8 +45,6 @@ def misfit(layer: nn.Module) -> str:
         return "its parameters are of several dtypes"
     if mlp.gate_proj.bias is not None or mlp.up_proj.bias is not None:
         return "its MLP has biases"
-    if any("weight" not in part._parameters for part in parts[2:]):
-        return "its weights are computed"  # and so might change within a captured step
     if len({p.bias is None for p in (attention.q_proj, attention.k_proj, attention.v_proj)}) > 1:
         return "some of q, k and v have biases"
     return ""
@@ -107,8 +104,7 @@ def decode_forward(backend: str | None) -> Callable:
             and not torch.is_grad_enabled()
             and not misfit(self)
         ):
-            with weights.stay(past_key_values.weights_stay):
-                return step(self, hidden_states, attention_mask, past_key_values, *position_embeddings)
+            return step(self, hidden_states, attention_mask, past_key_values, *position_embeddings)
         return type(self).forward(
             self,
             hidden_states,

@@ -2,7 +2,7 @@
 
 Each block computes the norm of the whole row for itself: the row lies in the caches, and nothing has to be waited for
 but the row. On GPUs that can (compute capability 9.0) a launch begins while its predecessor still runs, and waits for
-it before it reads (programmatic dependent launch); of weights that stay as they are it reads the first tiles before.
+it before it reads (programmatic dependent launch). Loads ahead by hand were slower than the compiler's.
 """
 
 import functools
@@ -10,15 +10,11 @@ import functools
 import cuda.tile as ct
 import torch
 
-from tilegym.backend import recording
 from tilegym.backend import register_impl
-from tilegym.backend.cutile import weights as weight_state
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.ops import ops
 from tilegym.ops.cutile.linear import DTYPES
-from tilegym.ops.cutile.linear import early_tiles
-from tilegym.ops.cutile.linear import first_tiles
 from tilegym.ops.cutile.linear import launch_gemv
 from tilegym.ops.cutile.linear import total
 from tilegym.ops.cutile.linear import weight_tile
@@ -32,12 +28,11 @@ from tilegym.ops.cutile.swiglu import gated
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import hinted
-from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import size_of
-from tilegym.ops.cutile.tiling import wait_for_last
 from tilegym.ops.pytorch.fused_gemv import check_residual
 from tilegym.ops.pytorch.fused_gemv import check_weights
 from tilegym.ops.pytorch.linear import check_operands
@@ -60,16 +55,10 @@ def _normed(x, norm, k, rstd, OFFSET: Float, ROUND: Bool, TILE_K: Int):
 
 
 def _norm_gemv(
-    x, norm, weight, bias, out, n, eps, OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int,
-    EARLY: Int, OVERLAP: Bool,
+    x, norm, rstd, weight, bias, out, n, OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int
 ):  # fmt: skip
-    early = first_tiles(weight, n, EARLY, TILE_N, TILE_K)
-    wait_for_last(OVERLAP)
-    rstd = _rstd(x, eps, K, TILE_K)
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
-    for k in ct.static_iter(range(EARLY)):
-        acc = acc + early[k].astype(ct.float32) * _normed(x, norm, k, rstd, OFFSET, ROUND, TILE_K)
-    for k in range(EARLY, ct.cdiv(K, TILE_K)):
+    for k in range(ct.cdiv(K, TILE_K)):
         acc = acc + weight_tile(weight, n, k, TILE_N, TILE_K) * _normed(x, norm, k, rstd, OFFSET, ROUND, TILE_K)
     ct.store(out, (0, n), total(acc, bias, n, BIAS, TILE_N).astype(out.dtype))
 
@@ -77,38 +66,32 @@ def _norm_gemv(
 @ct.kernel
 def norm_gemv_kernel(
     x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, eps, OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int,
-    TILE_N: Int, TILE_K: Int, EARLY: Int, OVERLAP: Bool,
+    TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
 ):  # fmt: skip
     # x [1, K], norm [K]; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i], with blocks up to ``first`` for the first one,
     # up to ``second`` for the second, and the others for the third.
     n = ct.bid(0)
-    let_next_begin(OVERLAP)
+    begin(OVERLAP)
+    rstd = _rstd(x, eps, K, TILE_K)
     if n < first:
-        _norm_gemv(x, norm, w1, b1, y1, n, eps, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K, EARLY, OVERLAP)
+        _norm_gemv(x, norm, rstd, w1, b1, y1, n, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K)
     elif n < second:
-        _norm_gemv(x, norm, w2, b2, y2, n - first, eps, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K, EARLY, OVERLAP)
+        _norm_gemv(x, norm, rstd, w2, b2, y2, n - first, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K)
     else:
-        _norm_gemv(x, norm, w3, b3, y3, n - second, eps, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K, EARLY, OVERLAP)
+        _norm_gemv(x, norm, rstd, w3, b3, y3, n - second, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K)
 
 
 @ct.kernel
 def norm_swiglu_kernel(
-    x, norm, gate, up, out, eps, OFFSET: Float, ROUND: Bool, K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int, OVERLAP: Bool
+    x, norm, gate, up, out, eps, OFFSET: Float, ROUND: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool
 ):  # fmt: skip
     # x [1, K], norm [K], gate and up [N, K], out [1, N]
     n = ct.bid(0)
-    let_next_begin(OVERLAP)
-    early_gates = first_tiles(gate, n, EARLY, TILE_N, TILE_K)
-    early_ups = first_tiles(up, n, EARLY, TILE_N, TILE_K)
-    wait_for_last(OVERLAP)
+    begin(OVERLAP)
     rstd = _rstd(x, eps, K, TILE_K)
     gates = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     ups = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
-    for k in ct.static_iter(range(EARLY)):
-        y = _normed(x, norm, k, rstd, OFFSET, ROUND, TILE_K)
-        gates = gates + early_gates[k].astype(ct.float32) * y
-        ups = ups + early_ups[k].astype(ct.float32) * y
-    for k in range(EARLY, ct.cdiv(K, TILE_K)):
+    for k in range(ct.cdiv(K, TILE_K)):
         y = _normed(x, norm, k, rstd, OFFSET, ROUND, TILE_K)
         gates = gates + weight_tile(gate, n, k, TILE_N, TILE_K) * y
         ups = ups + weight_tile(up, n, k, TILE_N, TILE_K) * y
@@ -117,24 +100,16 @@ def norm_swiglu_kernel(
 
 
 @functools.lru_cache(maxsize=256)
-def plan(
-    kernel: ct.kernel, sizes: tuple[int, ...], k: int, bits: int, device: int, stay: bool
-) -> tuple[ct.kernel, int, int, bool, int]:
-    """(kernel, TILE_N, TILE_K, EARLY, OVERLAP) for weights [N, k] of these sizes N, in elements of so many bits.
+def plan(kernel: ct.kernel, k: int, bits: int, device: int) -> tuple[ct.kernel, int, int, bool]:
+    """(kernel, TILE_N, TILE_K, OVERLAP) for rows of k elements of so many bits, on CUDA device ``device`` (-1: CPU).
 
-    On CUDA device ``device`` (-1: CPU); ``stay``: of :mod:`tilegym.backend.cutile.weights`. The fastest on an H200,
-    launch behind launch in a graph, in bf16: 2 x 14336x4096 with norm and SwiGLU in 56.8 us (4136 GB/s), 6144x4096 with
-    a norm, in three parts, in 15.9 us (3175 GB/s).
+    The fastest on an H200, launch behind launch in a graph, in bf16: 2 x 14336x4096 with norm and SwiGLU in 56.8 us
+    (4136 GB/s), 6144x4096 with a norm, in three parts, in 15.9 us (3175 GB/s).
     """
-    gates = kernel is norm_swiglu_kernel
     if device < 0:
-        return kernel, 8, 64, early_tiles(2, stay, k, 8, 64, *sizes), False
-    if stay:
-        tile_n, row_bits, occupancy, early = (4, 8192, 5, 1) if gates else (8, 8192, 3, 2)
-        if early := early_tiles(early, stay, k, tile_n, row_bits // bits, *sizes):
-            return hinted(kernel, occupancy=occupancy), tile_n, row_bits // bits, early, overlaps(device)
-    tile_n, row_bits, occupancy = (8, 8192, 3) if gates else (4, 16384, 4)
-    return hinted(kernel, occupancy=occupancy), tile_n, min(row_bits // bits, next_power_of_2(k)), 0, overlaps(device)
+        return kernel, 8, 64, False
+    tile_n, row_bits, occupancy = (8, 8192, 3) if kernel is norm_swiglu_kernel else (4, 16384, 4)
+    return hinted(kernel, occupancy=occupancy), tile_n, min(row_bits // bits, next_power_of_2(k)), overlaps(device)
 
 
 def _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded):
@@ -154,16 +129,12 @@ def norm_gemv(
     """x [..., K] with one row; the outputs [..., N_i]. No biases: an empty list."""
     outs = _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded)
     k = x.shape[-1]
-    sizes = tuple(w.shape[0] for w in weights)
-    stay = recording.ask(weight_state.staying)
-    kernel, tile_n, tile_k, early, overlap = plan(
-        norm_gemv_kernel, sizes, k, x.dtype.itemsize * 8, x.get_device(), stay
-    )
-    blocks = [-(-n // tile_n) for n in sizes]
+    kernel, tile_n, tile_k, overlap = plan(norm_gemv_kernel, k, x.dtype.itemsize * 8, x.get_device())
+    blocks = [-(-w.shape[0] // tile_n) for w in weights]
     absent = 3 - len(weights)
     rows = [y.view(1, y.shape[-1]) for y in outs]
     arrays = [ts + ts[-1:] * absent for ts in (list(weights), list(biases) or [0] * len(weights), rows)]
-    flags = (offset, rounded, len(biases) > 0, k, tile_n, tile_k, early, overlap)
+    flags = (offset, rounded, len(biases) > 0, k, tile_n, tile_k, overlap)
     args = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2], blocks[0], sum(blocks[:2]), eps, *flags)
     launch(x, (sum(blocks),), kernel, args, overlap)
     return outs
@@ -186,12 +157,8 @@ def norm_swiglu(
     """x [..., K] with one row; [..., N]."""
     out = _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded)
     n, k = gate.shape
-    stay = recording.ask(weight_state.staying)
-    kernel, tile_n, tile_k, early, overlap = plan(
-        norm_swiglu_kernel, (n,), k, x.dtype.itemsize * 8, x.get_device(), stay
-    )
-    flags = (offset, rounded, k, tile_n, tile_k, early, overlap)
-    args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, *flags)
+    kernel, tile_n, tile_k, overlap = plan(norm_swiglu_kernel, k, x.dtype.itemsize * 8, x.get_device())
+    args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, offset, rounded, k, tile_n, tile_k, overlap)
     launch(x, (-(-n // tile_n),), kernel, args, overlap)
     return out
 

@@ -9,9 +9,7 @@ import functools
 import cuda.tile as ct
 import torch
 
-from tilegym.backend import recording
 from tilegym.backend import register_impl
-from tilegym.backend.cutile import weights
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.ops.cutile.matmul import check_supported
@@ -21,12 +19,11 @@ from tilegym.ops.cutile.matmul import load_bias
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import hinted
-from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
-from tilegym.ops.cutile.tiling import wait_for_last
 from tilegym.ops.pytorch.linear import check_operands
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -51,33 +48,14 @@ def total(acc, bias, n, BIAS: Bool, TILE_N: Int):
     return y + load_bias(bias, n, TILE_N) if BIAS else y
 
 
-def first_tiles(weight, n, EARLY: Int, TILE_N: Int, TILE_K: Int):
-    """The first EARLY tiles of rows of a weight [N, K], which has them whole, for what is done before a wait.
-
-    They are gathered: the compiler moves loads by tensor map behind the wait.
-    """
-    tiles = ()
-    for k in ct.static_iter(range(EARLY)):
-        rows = n * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
-        cols = k * TILE_K + ct.arange(TILE_K, dtype=ct.int32)
-        tiles = tiles + (ct.gather(weight, (rows[:, None], cols[None, :]), check_bounds=False),)
-    return tiles
-
-
 @ct.kernel
-def gemv_kernel(
-    x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int, OVERLAP: Bool
-):  # fmt: skip
+def gemv_kernel(x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool):
     # x [1, K], weight [N, K], bias [N] if BIAS (else 0), residual [1, N] if ADD, out [1, N]; x and out may have another
     # dimension of 1. One row leaves most of a tensor core idle: the products are added up instead.
     n = ct.bid(0)
-    let_next_begin(OVERLAP)
-    early = first_tiles(weight, n, EARLY, TILE_N, TILE_K)
-    wait_for_last(OVERLAP)
+    begin(OVERLAP)
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
-    for k in ct.static_iter(range(EARLY)):
-        acc = acc + early[k].astype(ct.float32) * row_tile(x, k, TILE_K)
-    for k in range(EARLY, ct.cdiv(K, TILE_K)):
+    for k in range(ct.cdiv(K, TILE_K)):
         acc = acc + weight_tile(weight, n, k, TILE_N, TILE_K) * row_tile(x, k, TILE_K)
     y = total(acc, bias, n, BIAS, TILE_N).astype(out.dtype)
     if ADD:
@@ -117,24 +95,16 @@ def few_rows_kernel(x, weight, bias, out, TILE_M: Int, TILE_N: Int, TILE_K: Int,
 
 
 @functools.lru_cache(maxsize=1024)
-def gemv_plan(n: int, k: int, bits: int, device_index: int, stay: bool) -> tuple[ct.kernel, int, int, int, bool]:
-    """(kernel, TILE_N, TILE_K, EARLY, OVERLAP) for a row of k elements of so many bits; ``stay``: of :mod:`weights`.
+def gemv_plan(k: int, bits: int, device_index: int) -> tuple[ct.kernel, int, int, bool]:
+    """(kernel, TILE_N, TILE_K, OVERLAP) for a row of k elements of so many bits.
 
     The fastest on an H200, launch behind launch in a graph, in bf16: 6144x4096 in 13.3 us (3791 GB/s), 4096x4096 in
     9.5 us (3552), 4096x14336 in 28.2 us (4162).
     """
     if device_index < 0:
-        tile_n, tile_k, early, kernel, overlap = 8, 64, 2, gemv_kernel, False
-    else:
-        tile_n, tile_k, occupancy, early = (4, 8192 // bits, 6, 2) if k <= 8192 else (8, 4096 // bits, 4, 4)
-        tile_k = min(tile_k, next_power_of_2(k))
-        kernel, overlap = hinted(gemv_kernel, occupancy=occupancy), overlaps(device_index)
-    return kernel, tile_n, tile_k, early_tiles(early, stay, k, tile_n, tile_k, n), overlap
-
-
-def early_tiles(wanted: int, stay: bool, k: int, tile_n: int, tile_k: int, *sizes: int) -> int:
-    """EARLY for weights [N, K] of these sizes N: ``wanted``, or 0 unless they stay and have such tiles whole."""
-    return wanted if stay and wanted * tile_k <= k and not any(n % tile_n for n in sizes) else 0
+        return gemv_kernel, 8, 64, False
+    tile_n, tile_k, occupancy = (4, 8192 // bits, 6) if k <= 8192 else (8, 4096 // bits, 4)
+    return hinted(gemv_kernel, occupancy=occupancy), tile_n, min(tile_k, next_power_of_2(k)), overlaps(device_index)
 
 
 def launch_gemv(
@@ -149,11 +119,10 @@ def launch_gemv(
     x and out may be [1, 1, K] and [1, 1, N].
     """
     n, k = weight.shape
-    stay = recording.ask(weights.staying)
-    kernel, tile_n, tile_k, early, overlap = gemv_plan(n, k, x.dtype.itemsize * 8, x.get_device(), stay)
+    kernel, tile_n, tile_k, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
     has_bias, adds = bias is not None, residual is not None
     arrays = (x, weight, bias if has_bias else 0, residual if adds else 0, out)
-    launch(x, (-(-n // tile_n),), kernel, (*arrays, has_bias, adds, k, tile_n, tile_k, early, overlap), overlap)
+    launch(x, (-(-n // tile_n),), kernel, (*arrays, has_bias, adds, k, tile_n, tile_k, overlap), overlap)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -34,17 +34,8 @@ def row_count(x):
 
 def begin(OVERLAP: Bool):
     """In a kernel, first of all: lets the next launch begin, and waits for what the one before has written."""
-    let_next_begin(OVERLAP)
-    wait_for_last(OVERLAP)
-
-
-def let_next_begin(OVERLAP: Bool):
     if OVERLAP:
         ct.grid_dependency_control_launch_dependents()
-
-
-def wait_for_last(OVERLAP: Bool):
-    if OVERLAP:
         ct.grid_dependency_control_wait()
 
 
