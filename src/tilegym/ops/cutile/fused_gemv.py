@@ -2,7 +2,9 @@
 
 Each block computes the norm of the whole row for itself: the row lies in the caches, and nothing has to be waited for
 but the row. On GPUs that can (compute capability 9.0) a launch begins while its predecessor still runs, and waits for
-it before it reads (programmatic dependent launch). Loads ahead by hand were slower than the compiler's.
+it before it reads (programmatic dependent launch). Loads ahead by hand were slower than the compiler's; weights read
+before the wait made these launches faster among themselves, and a whole step of Llama-3.1-8B slower (H200, 4.61 ms
+for 4.49).
 """
 
 import functools
