@@ -66,3 +66,17 @@ def test_import_without_torchs_compiler():
     """torch._dynamo takes a second to import; nothing but compiling may do so."""
     code = "import sys, tilegym; print('torch._dynamo' in sys.modules, 'tilegym.interpreter' in sys.modules)"
     assert _python(code).split() == ["False", "False"]
+
+
+def test_calls_without_torchs_compiler():
+    """Recorded ones too."""
+    code = """
+        import sys, torch
+        from tilegym import ops
+        x = torch.ones(4)
+        for _ in range(3):
+            ops.relu(x, backend="cutile")
+        (recordings,) = ops.relu.op.named_recordings.values()
+        print(*[type(known).__name__ for known in recordings.known.values()], "torch._dynamo" in sys.modules)
+        """
+    assert _python(code).split() == ["Recording", "False"]

@@ -169,6 +169,11 @@ class Recorder(TorchDispatchMode):
         self._memory = {id(t): (f"t{i}", _geometry(t, t)) for i, t in enumerate(tensors) if t is not None}
         self._slots: dict[tuple, str] = {}  # names, by the input or allocation that it is in and its geometry
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else PyTorch imports its compiler (a second) for the first operation that a recorder sees.
+        return False
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if self.refused:
