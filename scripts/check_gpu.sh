@@ -39,7 +39,7 @@ for part in "$@"; do
             # Each test is named as it ends: what failed is known although the time ends before the tests do.
             OMP_NUM_THREADS=1 limited tests.log "$python" -m pytest -v -n "${JOBS:-16}" --dist worksteal \
                 -m "not slow" --durations=20 --junitxml "$out/tests.xml" tests
-            grep -oE "(FAILED|ERROR) tests/.*" "$out/tests.log" | cut -d " " -f 1,2 | sort -u > "$out/failed.txt"
+            grep -oE "(FAILED|ERROR) tests/.*" "$out/tests.log" | sed -E 's/ - .*//; s/ *$//' | sort -u > "$out/failed.txt"
             ;;
         bench)
             earlier=()
