@@ -220,17 +220,12 @@ def softmax_group(m: int, n: int, backward: bool) -> Group:
         x = torch.softmax(x, -1)
     arrays = (dy, x, y) if backward else (x, y)
     variants = []
-    kernel, wide = soft.softmax_kernel, soft.softmax_wide_kernel
-    if backward:
-        kernel, wide = soft.softmax_backward_kernel, soft.softmax_backward_wide_kernel
-    if next_power_of_2(n) <= soft.MAX_CACHED:
-        for tile in tiles_of((2048, 4096, 8192, 16384), n):
+    kernel = soft.softmax_backward_kernel if backward else soft.softmax_kernel
+    if next_power_of_2(n) <= max(soft.MAX_HELD):  # longer ones take two launches
+        for tile, twice in itertools.product(tiles_of((2048, 4096, 8192, 16384, 32768), n), (False, True)):
+            name = f"rows {tile}" + " twice" * twice
             for hint in hints():
-                variants.append(Variant(f"rows {tile}", hint, (ct.cdiv(m, tile[0]),), kernel, (*arrays, *tile)))
-    if n >= 8192:
-        for tile_n in (2048, 4096, 8192, 16384):
-            for hint in hints(occupancies=(None, 1, 2, 4)):
-                variants.append(Variant(f"wide {tile_n}", hint, (m,), wide, (*arrays, tile_n)))
+                variants.append(Variant(name, hint, (ct.cdiv(m, tile[0]),), kernel, (*arrays, *tile, twice)))
     if backward:
         calls = {"op": lambda: soft.softmax_backward(dy, x, -1)}
         calls["torch"] = lambda: torch._softmax_backward_data(dy, x, -1, BF16)

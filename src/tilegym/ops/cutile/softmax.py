@@ -15,6 +15,7 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import at
 from tilegym.ops.cutile.tiling import hinted
@@ -28,7 +29,7 @@ from tilegym.ops.pytorch.checks import check_floating
 
 
 def _load(x, rows, cols, padding):
-    return ct.gather(x, at(x, rows[:, None], cols[None, :]), padding_value=padding).astype(ct.float32)
+    return ct.gather(x, at(x, rows[:, None], cols[None, :]), padding_value=padding)
 
 
 def _store(y, rows, cols, out):
@@ -42,14 +43,31 @@ def _exp(difference, dtype):
     return ct.exp2(difference * 1.4426950408889634, flush_to_zero=True)
 
 
+def _again(row, TWICE: Bool):
+    """``row`` in fp32. TWICE: converted anew, in another way than by astype, of which the compiler would keep the first
+    result: so what is held until then are 16 bits a value."""
+    if TWICE and row.dtype == ct.bfloat16:
+        return ct.bitcast(ct.bitcast(row, ct.uint16).astype(ct.uint32) << 16, ct.float32)
+    return row.astype(ct.float32)
+
+
 @ct.kernel
-def softmax_kernel(x, y, TILE_M: Int, TILE_N: Int):
+def softmax_kernel(x, y, TILE_M: Int, TILE_N: Int, TWICE: Bool):
     """Each block takes TILE_M whole rows."""
     rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
     row = _load(x, rows, cols, -math.inf)
-    power = _exp(row - ct.max(row, axis=1, keepdims=True), x.dtype)
-    out = power * (1.0 / ct.sum(power, axis=1, keepdims=True))
-    _store(y, rows, cols, out)
+    # In the dtype of x: were values converted as they arrive, registers would be reused while others are on their way.
+    top = ct.max(row, axis=1, keepdims=True).astype(ct.float32)
+    total = ct.sum(_exp(row.astype(ct.float32) - top, x.dtype), axis=1, keepdims=True)
+    _store(y, rows, cols, _exp(_again(row, TWICE) - top, x.dtype) * (1.0 / total))
+
+
+@ct.kernel
+def softmax_backward_kernel(dy, y, dx, TILE_M: Int, TILE_N: Int, TWICE: Bool):
+    rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
+    out, up = _load(y, rows, cols, 0), _load(dy, rows, cols, 0)
+    total = ct.sum(out.astype(ct.float32) * up.astype(ct.float32), axis=1, keepdims=True)
+    _store(dx, rows, cols, _again(out, TWICE) * (_again(up, TWICE) - total))
 
 
 @ct.kernel
@@ -60,7 +78,7 @@ def softmax_wide_kernel(x, y, TILE_N: Int):
     top = ct.full((1, 1), -math.inf, ct.float32)
     sums = ct.zeros((1, TILE_N), ct.float32)
     for tile in range(tiles):
-        part = _load(x, rows, span(tile, TILE_N), -math.inf)
+        part = _load(x, rows, span(tile, TILE_N), -math.inf).astype(ct.float32)
         new_top = ct.maximum(top, ct.max(part, axis=1, keepdims=True))
         # While all seen so far is -inf, differences to it would be NaN.
         base = ct.where(new_top == -math.inf, 0.0, new_top)
@@ -69,17 +87,8 @@ def softmax_wide_kernel(x, y, TILE_N: Int):
     scale = 1.0 / ct.sum(sums, axis=1, keepdims=True)
     for i in range(tiles):
         cols = span(tiles - 1 - i, TILE_N)  # what was read last is in the cache still
-        out = _exp(_load(x, rows, cols, -math.inf) - top, x.dtype) * scale
+        out = _exp(_load(x, rows, cols, -math.inf).astype(ct.float32) - top, x.dtype) * scale
         _store(y, rows, cols, out)
-
-
-@ct.kernel
-def softmax_backward_kernel(dy, y, dx, TILE_M: Int, TILE_N: Int):
-    rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
-    out, up = _load(y, rows, cols, 0), _load(dy, rows, cols, 0)
-    product = out * up
-    grad = product - out * ct.sum(product, axis=1, keepdims=True)
-    _store(dx, rows, cols, grad)
 
 
 @ct.kernel
@@ -89,43 +98,61 @@ def softmax_backward_wide_kernel(dy, y, dx, TILE_N: Int):
     sums = ct.zeros((1, TILE_N), ct.float32)
     for tile in range(tiles):
         cols = span(tile, TILE_N)
-        sums = sums + _load(y, rows, cols, 0) * _load(dy, rows, cols, 0)
+        out, up = _load(y, rows, cols, 0), _load(dy, rows, cols, 0)
+        sums = sums + out.astype(ct.float32) * up.astype(ct.float32)
     total = ct.sum(sums, axis=1, keepdims=True)
     for i in range(tiles):
         cols = span(tiles - 1 - i, TILE_N)
-        grad = _load(y, rows, cols, 0) * (_load(dy, rows, cols, 0) - total)
-        _store(dx, rows, cols, grad)
+        out, up = _load(y, rows, cols, 0), _load(dy, rows, cols, 0)
+        _store(dx, rows, cols, out.astype(ct.float32) * (up.astype(ct.float32) - total))
 
 
-# A longer row does not fit into the registers of one block.
-MAX_CACHED = 16384
+# Longer rows do not fit into the registers of one block: bf16, other dtypes.
+MAX_HELD = (32768, 16384)
+# How many blocks a multiprocessor has for bf16 rows, by their columns, if their values are converted TWICE: forward,
+# backward. The fastest for 8192 rows on an H200, where shorter ones are as fast without.
+TWICE = ({16384: 3, 32768: 2}, {8192: 3, 16384: 2, 32768: 1})
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(m: int, n: int, device: int, backward: bool) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
-    """(kernel, grid, tile constants) for rows [m, n] on CUDA device ``device`` (-1: CPU).
-
-    The fastest on an H200 for 8192x4096, 131072x256, 1024x32768 and 1024x128256 in bf16.
-    """
+def plan(m: int, n: int, device: int, backward: bool, bf16: bool) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
+    """(kernel, grid, tile constants) for rows [m, n] that a block holds, on CUDA device ``device`` (-1: CPU)."""
     m = m if n else 0  # without columns there is nothing to launch
     tile_n = next_power_of_2(n)
-    if tile_n > MAX_CACHED:
-        if backward:
-            kernel, tile, warps, occupancy = (
-                softmax_backward_wide_kernel,
-                *((4096, 8, 1) if n < 65536 else (2048, 8, 2)),
-            )
-        else:
-            kernel, tile, warps, occupancy = softmax_wide_kernel, *((8192, 8, 1) if n < 65536 else (4096, 4, 2))
-        return hinted(kernel, num_worker_warps=warps, occupancy=occupancy), (m,), (tile,)
     # Short rows share a block, as long as there are blocks for every multiprocessor.
     tile_m = max(1, min(4096 // tile_n, next_power_of_2(m // (4 * sm_count(device)))))
     elements = tile_m * tile_n
+    occupancy = TWICE[backward].get(tile_n) if bf16 else None
+    twice = occupancy is not None
     if backward:
-        kernel, warps, occupancy = softmax_backward_kernel, 8, max(1, min(4, 16384 // elements))
+        kernel, warps = softmax_backward_kernel, 8
+        occupancy = occupancy or max(1, min(4, 16384 // elements))
     else:
-        kernel, warps, occupancy = softmax_kernel, 8 if tile_n >= 4096 else 4, min(8, 32768 // elements)
-    return hinted(kernel, num_worker_warps=warps, occupancy=occupancy), (ct.cdiv(m, tile_m),), (tile_m, tile_n)
+        kernel, warps = softmax_kernel, 8 if tile_n > 4096 else 4
+        occupancy = occupancy or min(8, 32768 // elements)
+    grid = (ct.cdiv(m, tile_m),)
+    return hinted(kernel, num_worker_warps=warps, occupancy=occupancy), grid, (tile_m, tile_n, twice)
+
+
+def wide_plan(n: int, backward: bool) -> tuple[ct.kernel, int]:
+    """(kernel, columns of a tile) for rows of n columns that no block holds."""
+    if backward:
+        kernel, tile, warps, occupancy = softmax_backward_wide_kernel, *((4096, 8, 1) if n < 65536 else (2048, 8, 2))
+    else:
+        kernel, tile, warps, occupancy = softmax_wide_kernel, *((8192, 8, 1) if n < 65536 else (4096, 4, 2))
+    return hinted(kernel, num_worker_warps=warps, occupancy=occupancy), tile
+
+
+def _launch(like, arrays, rows, backward):
+    """Launches what computes the last of ``arrays`` from the others, all shaped as ``rows``."""
+    (m, n), device = size_of(rows), like.get_device()
+    bf16 = rows.dtype == torch.bfloat16
+    if next_power_of_2(n) <= MAX_HELD[not bf16]:
+        kernel, grid, tiles = plan(m, n, device, backward, bf16)
+        launch(like, grid, kernel, (*arrays, *tiles))
+        return
+    kernel, tile = wide_plan(n, backward)
+    launch(like, (m,), kernel, (*arrays, tile))
 
 
 def _rows_along(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -151,8 +178,7 @@ def _fake(x, dim):
 def softmax_forward(x: torch.Tensor, dim: int) -> torch.Tensor:
     rows = _rows_along(x, dim)
     out, y = _like(rows, x, dim)
-    kernel, grid, tiles = plan(*size_of(rows), x.get_device(), False)
-    launch(x, grid, kernel, (rows, out, *tiles))
+    _launch(x, (rows, out), rows, False)
     return y
 
 
@@ -160,8 +186,7 @@ def softmax_forward(x: torch.Tensor, dim: int) -> torch.Tensor:
 def softmax_backward(dy: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
     rows = _rows_along(y, dim)
     out, dx = _like(rows, y, dim)
-    kernel, grid, tiles = plan(*size_of(rows), y.get_device(), True)
-    launch(y, grid, kernel, (_rows_along(dy, dim), rows, out, *tiles))
+    _launch(y, (_rows_along(dy, dim), rows, out), rows, True)
     return dx
 
 
