@@ -92,7 +92,8 @@ def rms_norm_forward(m: int, n: int) -> Group:
     x, w, y = tensor(m, n), tensor(n), tensor(m, n)
 
     def variant(kernel, grid, tile, hint):
-        args = (x, w, x, y, x, EPS, 0.0, n, *tile, True, False, True, False)
+        flags = (False,) if kernel is rms.rms_norm_cached_kernel else ()
+        args = (x, w, x, y, x, EPS, 0.0, n, *tile, *flags, True, False, True, False)
         return Variant(f"{kernel._pyfunc.__name__[9:-7]} {tile}", hint, grid, kernel, args)
 
     variants = []
@@ -130,11 +131,12 @@ def norm_backward(norm: str, m: int, n: int) -> Group:
     whole = tiles_of((2048, 4096, 8192), n) if n <= row_norms.MAX_CACHED_BACKWARD else ()
     tiles = [(*tile, 1) for tile in whole] + [(1, t, ct.cdiv(n, t)) for t in (512, 1024, 2048) if whole and t < n]
     for tile in tiles:
-        for hint, ahead in itertools.product(hints(occupancies=(1, 2, 3, 4, 8)), (False, True)):
+        for hint, latency in itertools.product(hints(occupancies=(1, 2, 3, 4, 8)), (0, 4, 6)):
             blocks = min(ct.cdiv(m, tile[0]), SMS * hint["occupancy"])
             parts = [rstd.new_empty(blocks, n) for _ in range(2)]
-            args = (dy, x, added, w, mean, rstd, dx, *parts, 0.0, n, *tile, ahead, center, through, True, True, center)
-            name = f"whole rows {tile}" + " ahead" * ahead
+            flags = (center, through, True, True, center, False)
+            args = (dy, x, added, w, mean, rstd, dx, *parts, 0.0, n, *tile, latency, *flags)
+            name = f"whole rows {tile} latency {latency}"
             variants.append(Variant(name, hint, (blocks,), row_norms.backward_kernel, args))
     if n > 4096:
         products = (dy.float() * w * (x.float() - mean[:, None] * center) * rstd[:, None]).mean(-1)

@@ -23,6 +23,7 @@ from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import at
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import rows_of
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
@@ -42,6 +43,23 @@ def load_vector(vector, cols, GIVEN: Bool):
 
 def store(y, rows, cols, value):
     ct.scatter(y, at(y, rows[:, None], cols[None, :]), value.astype(y.dtype))
+
+
+def put(y, tile, piece, value):
+    """In a loop: stores a tile of whole rows, or a piece of them. Scatters into one array, each of which may write what
+    another wrote, would take a barrier for every 16 bytes of a thread."""
+    ct.store(y, (tile, piece), value.astype(y.dtype), allow_tma=False)
+
+
+def behind(row, *others):
+    """``row``, which is known only when the others are: so they are read before a reduction over it. The compiler sinks
+    loads to where they are used, and a block would wait for memory twice."""
+    kind = ct.static_eval(ct.uint32 if row.dtype == ct.float32 else ct.uint16)
+    zero = ct.full((1, 1), ct.bid(1), ct.int32).astype(kind)  # grids have one axis, which the compiler does not know
+    bits = ct.bitcast(row, kind)
+    for other in ct.static_iter(others):
+        bits = bits | (ct.bitcast(other.astype(row.dtype), kind) & zero)
+    return ct.bitcast(bits, row.dtype)
 
 
 def scale_of(weight, OFFSET: Float):
@@ -77,19 +95,24 @@ def _xhat(row, means, rstds, rows, CENTER: Bool):
     return _normed(row, ct.gather(means, rows)[:, None] if CENTER else rstd, rstd, CENTER)
 
 
-def _load_pieces(x, rows, TILE_N: Int, PIECES: Int):
+def _load_pieces(x, tile, TILE_M: Int, TILE_N: Int, PIECES: Int, LATENCY: Int):
     pieces = ()
     for piece in ct.static_iter(range(PIECES)):
-        pieces = (*pieces, load(x, rows, span(piece, TILE_N)))
+        if LATENCY:
+            shape, zero = (TILE_M, TILE_N), ct.PaddingMode.ZERO
+            pieces = (*pieces, ct.load(x, (tile, piece), shape, padding_mode=zero, latency=LATENCY))
+        else:
+            pieces = (*pieces, load(x, span(tile, TILE_M), span(piece, TILE_N)))
     return pieces
 
 
-def _load_rows(dy, x, means, rstds, tile, TILE_M: Int, TILE_N: Int, PIECES: Int, CENTER: Bool):
+def _load_rows(dy, x, means, rstds, tile, TILE_M: Int, TILE_N: Int, PIECES: Int, LATENCY: Int, CENTER: Bool):
     """What the backward pass needs of TILE_M rows."""
     rows = span(tile, TILE_M)
     rstd = ct.gather(rstds, rows)[:, None]
     mean = ct.gather(means, rows)[:, None] if CENTER else rstd
-    return _load_pieces(dy, rows, TILE_N, PIECES), _load_pieces(x, rows, TILE_N, PIECES), mean, rstd
+    ups = _load_pieces(dy, tile, TILE_M, TILE_N, PIECES, LATENCY)
+    return ups, _load_pieces(x, tile, TILE_M, TILE_N, PIECES, LATENCY), mean, rstd
 
 
 def add_pairs(a, b, c, d):
@@ -112,29 +135,32 @@ def _store_sums(sums, parts, TILE_N: Int, PIECES: Int):
 @ct.kernel
 def backward_kernel(
     dy, x, through, weight, means, rstds, dx, dweight, dbias, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int,
-    PIECES: Int, AHEAD: Bool, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool,
+    PIECES: Int, LATENCY: Int, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool, OVERLAP: Bool,
 ):  # fmt: skip
     """Whole rows in registers, as PIECES tiles; blocks stride over them, and row ``bid`` of dweight and dbias is that
     block's sum.
 
-    ``through`` is a gradient that is added to dx. AHEAD: the next rows are read before these are worked on.
+    ``through`` is a gradient that is added to dx. LATENCY: what the compiler's own pipeline of loads is told, through
+    shared memory; with 0 the next rows are read into registers before these are worked on. OVERLAP: the launch that
+    adds the sums may begin, and waits.
     """
+    if OVERLAP:
+        ct.grid_dependency_control_launch_dependents()
     ws = ()
     for piece in ct.static_iter(range(PIECES)):
         ws = (*ws, load_vector(weight, span(piece, TILE_N), WEIGHT))
     dws = _zeros(TILE_M, TILE_N, PIECES)
     dbs = _zeros(TILE_M, TILE_N, PIECES)
-    if AHEAD:
-        following = _load_rows(dy, x, means, rstds, ct.bid(0), TILE_M, TILE_N, PIECES, CENTER)
+    if LATENCY == 0:
+        following = _load_rows(dy, x, means, rstds, ct.bid(0), TILE_M, TILE_N, PIECES, 0, CENTER)
     for tile in range(ct.bid(0), ct.cdiv(x.shape[0], TILE_M), ct.num_blocks(0)):
-        if AHEAD:
+        if LATENCY == 0:
             ups, xs, mean, rstd = following
             later = tile + ct.num_blocks(0)  # out of bounds in the end: nothing is read then
-            following = _load_rows(dy, x, means, rstds, later, TILE_M, TILE_N, PIECES, CENTER)
+            following = _load_rows(dy, x, means, rstds, later, TILE_M, TILE_N, PIECES, 0, CENTER)
         else:
-            ups, xs, mean, rstd = _load_rows(dy, x, means, rstds, tile, TILE_M, TILE_N, PIECES, CENTER)
-        rows = span(tile, TILE_M)
-        added = _load_pieces(through, rows, TILE_N, PIECES) if THROUGH else ups
+            ups, xs, mean, rstd = _load_rows(dy, x, means, rstds, tile, TILE_M, TILE_N, PIECES, LATENCY, CENTER)
+        added = _load_pieces(through, tile, TILE_M, TILE_N, PIECES, LATENCY) if THROUGH else ups
         products = ct.zeros((TILE_M, TILE_N), ct.float32)
         totals = ct.zeros((TILE_M, TILE_N), ct.float32)
         # Where columns are beyond the row's end up is 0, whatever xhat is.
@@ -153,7 +179,7 @@ def backward_kernel(
             up, xhat = ups[piece].astype(ct.float32), _normed(xs[piece], mean, rstd, CENTER)
             g = up * scale_of(ws[piece], OFFSET)
             grad = ((g - total if CENTER else g) - xhat * product) * rstd
-            store(dx, rows, span(piece, TILE_N), grad + added[piece].astype(ct.float32) if THROUGH else grad)
+            put(dx, tile, piece, grad + added[piece].astype(ct.float32) if THROUGH else grad)
             new_dws = (*new_dws, dws[piece] + up * xhat if DWEIGHT else dws[piece])
             new_dbs = (*new_dbs, dbs[piece] + up if DBIAS else dbs[piece])
         dws, dbs = new_dws, new_dbs
@@ -213,8 +239,10 @@ def backward_columns_kernel(
 
 
 @ct.kernel
-def add_blocks_kernel(parts0, parts1, out0, out1, TILE_M: Int, TILE_N: Int, FIRST: Bool):
+def add_blocks_kernel(parts0, parts1, out0, out1, TILE_M: Int, TILE_N: Int, FIRST: Bool, OVERLAP: Bool):
     """out [N] = sums over the rows of parts; blocks (., 0) the first pair, if there is one, the next the second."""
+    if OVERLAP:
+        ct.grid_dependency_control_wait()
     if FIRST and ct.bid(1) == 0:
         _add_rows(parts0, out0, TILE_M, TILE_N)
     else:
@@ -236,6 +264,11 @@ def whole_rows(rows: int, n: int, device: int) -> tuple[int, int]:
     return max(1, min(4096 // tile_n, next_power_of_2(rows // (4 * sm_count(device))))), tile_n
 
 
+def at_once(tiles: int, device: int) -> bool:
+    """Whether all blocks of a forward pass run at once, so that none works while another waits for memory."""
+    return tiles <= sm_count(device)
+
+
 def forward_warps(tiles: int, elements: int, device: int) -> int:
     """Warps of a block that holds a tile of ``elements``. Where there are fewer tiles than multiprocessors, what counts
     is how long one takes: with 8 warps each thread issues half as many instructions."""
@@ -243,32 +276,30 @@ def forward_warps(tiles: int, elements: int, device: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def backward_plan(
-    rows: int, n: int, device: int, center: bool, through: bool
-) -> tuple[ct.kernel, int, int, int, int, bool]:
-    """(kernel, blocks, TILE_M, TILE_N, PIECES, AHEAD) of the backward pass in registers, for rows of up to
+def backward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, int, int, int, int, int]:
+    """(kernel, blocks, TILE_M, TILE_N, PIECES, LATENCY) of the backward pass in registers, for rows of up to
     MAX_CACHED_BACKWARD.
 
-    The fastest on an H200, in bf16, for 8192 rows of 2560, 4096 and 8192, and for 262144x128. A block more to a
-    multiprocessor would spill on sm_90 where the next rows are read ahead, which keeps as many bytes under way.
+    The fastest on an H200 in bf16, without spills: 8192 rows of 2048, 2560, 4096, 5120 and 8192, and 65536 of 512.
     """
     rows = rows if n else 0
-    # Rows of 2048 without a mean: four blocks that read ahead; eight would spill.
-    pieces, tile_n, ahead = 1, next_power_of_2(n), center or through or 1024 < n <= 2048
+    tile_n, pieces, latency = next_power_of_2(n), 1, 0
     if n > 4096:
-        # 8192x8192 without reading ahead, two blocks to a multiprocessor: 137 us instead of 115, with through 224
-        # instead of 143.
-        warps, occupancy, tile_n, pieces, ahead = 8, 1, 2048, ct.cdiv(n, 2048), True
-    elif 2048 < n <= 3072:
-        # 8192x2560 in one tile, of which a third is idle: 53 us instead of 47, with through 73 instead of 55.
-        warps, occupancy, tile_n, pieces, ahead = 4, 3, 1024, 3, True
+        warps, occupancy, tile_n, latency = (8, 1, 4096, 6) if n > 6144 else (8, 1, 2048, 4)
+        if n % 8:  # the pipeline copies rows that begin at 16 bytes
+            tile_n, latency = 2048, 0
     elif n > 2048:
-        warps, occupancy = 8, 2 if ahead else 3
+        # Where a third of one tile would be idle, three of 1024.
+        warps, occupancy, tile_n = (4, 3, 1024) if n <= 3072 else (8, 2, 2048)
     else:
-        warps, occupancy = 4, 4 if ahead else 8
-    tile_m = max(1, min(2048 // tile_n, next_power_of_2(rows // (occupancy * sm_count(device))))) if pieces == 1 else 1
+        warps, occupancy = 4, 4
+    if n > 2048:
+        pieces = ct.cdiv(n, tile_n)
+    tile_m = max(1, min(2048 // (tile_n * pieces), next_power_of_2(rows // (occupancy * sm_count(device)))))
     kernel = hinted(backward_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, min(ct.cdiv(rows, tile_m), occupancy * sm_count(device)), tile_m, tile_n, pieces, ahead
+    # More blocks make more sums to add up: at least four tiles each, if that leaves one to a multiprocessor.
+    tiles, most = ct.cdiv(rows, tile_m), sm_count(device)
+    return kernel, min(tiles, occupancy * most, max(most, tiles // 4)), tile_m, tile_n, pieces, latency
 
 
 # Tiles of the wide backward pass.
@@ -310,7 +341,9 @@ def add_rows(*pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
     (parts0, out0), (parts1, out1) = pairs[0], pairs[-1]
     tile_m, tile_n = add_tile(max(parts0.shape[0], parts1.shape[0]))
     grid = (ct.cdiv(max(out0.shape[0], out1.shape[0]), tile_n), len(pairs))
-    launch(out0, grid, add_blocks_kernel, (parts0, parts1, out0, out1, tile_m, tile_n, len(pairs) == 2))
+    overlap = overlaps(out0.get_device())
+    args = (parts0, parts1, out0, out1, tile_m, tile_n, len(pairs) == 2, overlap)
+    launch(out0, grid, add_blocks_kernel, args, overlap)
 
 
 def rows_over(x: torch.Tensor, dims: int) -> torch.Tensor:
@@ -367,14 +400,16 @@ def norm_backward(
     means = mean if center else rstd
     cached = n <= MAX_CACHED_BACKWARD
     if cached:
-        kernel, blocks, *tiles = backward_plan(m, n, device, center, add)
+        kernel, blocks, *tiles = backward_plan(m, n, device)
+        if tiles[-1]:  # rows that repeat cannot be copied by the pipeline
+            dy, rows, through = (t.contiguous() if 0 in t.stride() else t for t in (dy, rows, through))
     else:
         blocks = min(ct.cdiv(m, WIDE_M), max(1, 8 * sm_count(device) // ct.cdiv(n, WIDE_N)))
     weights = sums_of_blocks(rstd, blocks, n, dweight, dtype)
     biases = sums_of_blocks(rstd, blocks, n, dbias, dtype)
     parts = weights[0], biases[0]
     if cached:
-        constants = (offset, n, *tiles, center, add, weighted, dweight, dbias)
+        constants = (offset, n, *tiles, center, add, weighted, dweight, dbias, overlaps(device))
         launch(x, (blocks,), kernel, (dy, rows, through, w, means, rstd, out, *parts, *constants))
     else:
         mean_g, mean_product = (torch.empty_like(rstd) for _ in range(2))
