@@ -54,6 +54,20 @@ class Test_FusedAddRMSNorm(PyTestCase):
         kwargs = arguments(6, 80, offset=0.5) | {"weight": None}
         self.assertCorrectness(fused_add_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    @dtypes()
+    def test_rows_in_pieces(self, dtype):
+        """Many rows that fill no tile of a power of two."""
+        kwargs = arguments(2**20 // 2600 + 1, 2600, dtype=dtype)
+        self.assertCorrectness(fused_add_rms_norm, reference, kwargs, {"backend": "cutile"})
+
+    @dtypes()
+    def test_special_weights_touch_only_their_columns(self, dtype):
+        """A single block makes its row wait for the weight, by the weight's bits."""
+        kwargs = arguments(1, 300, dtype=dtype)
+        kwargs["weight"][:4] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0])
+        y, expected = fused_add_rms_norm(**kwargs, backend="cutile")[0], reference(**kwargs)[0]
+        torch.testing.assert_close(y, expected, equal_nan=True, atol=2e-2, rtol=2e-2)
+
     @pytest.mark.parametrize("wanted", ["x", "residual", "weight"])
     def test_gradient_of_one(self, wanted):
         self.assertCorrectness(

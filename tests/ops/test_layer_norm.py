@@ -55,6 +55,14 @@ class Test_LayerNorm(PyTestCase):
         kwargs = arguments(*shape) | dict.fromkeys(missing)
         self.assertCorrectness(layer_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    @dtypes()
+    def test_special_weights_touch_only_their_columns(self, dtype):
+        """A single block makes its row wait for the weight, by the weight's bits."""
+        kwargs = arguments(1, 300, dtype=dtype)
+        kwargs["weight"][:4] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0])
+        y, expected = layer_norm(**kwargs, backend="cutile"), reference(**kwargs)
+        torch.testing.assert_close(y, expected, equal_nan=True, atol=2e-2, rtol=2e-2)
+
     @pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
     def test_gradients_of_some(self, frozen):
         wanted = tuple({"input", "weight", "bias"} - {frozen})

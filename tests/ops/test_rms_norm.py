@@ -67,6 +67,14 @@ class Test_RMSNorm(PyTestCase):
         for result in results:
             self.assertClose("y", result, reference(**kwargs), reference(**{k: _double(v) for k, v in kwargs.items()}))
 
+    @dtypes()
+    def test_special_weights_touch_only_their_columns(self, dtype):
+        """A single block makes its row wait for the weight, by the weight's bits."""
+        kwargs = arguments(1, 300, dtype=dtype, bias=True)
+        kwargs["weight"][:4] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0])
+        y, expected = rms_norm(**kwargs, backend="cutile"), reference(**kwargs)
+        torch.testing.assert_close(y, expected, equal_nan=True, atol=2e-2, rtol=2e-2)
+
     @pytest.mark.parametrize("mode", MODES)
     def test_large_inputs_become_rows(self, mode, monkeypatch):
         monkeypatch.setattr("tilegym.ops.cutile.tiling.SMALL", 0)
@@ -77,6 +85,15 @@ class Test_RMSNorm(PyTestCase):
     def test_rows_wider_than_the_registers(self, shape):
         kwargs = arguments(*shape, dtype=torch.bfloat16, bias=True)
         self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("n", [96, 5000])
+    @pytest.mark.parametrize("total", [lambda y: y.sum(0), lambda y: y.sum()], ids=["rows", "all"])
+    def test_upstream_gradients_that_repeat(self, total, n):
+        kwargs = arguments(5, n, dtype=torch.float32)
+        x = kwargs["input"].requires_grad_()
+        results = rms_norm(**kwargs, backend="cutile"), reference(**kwargs)
+        got, expected = (torch.autograd.grad(total(y).sum(), x)[0] for y in results)
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
     def test_gradients_of_some(self, frozen):

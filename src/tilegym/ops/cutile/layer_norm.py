@@ -16,6 +16,8 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
+from tilegym.ops.cutile.row_norms import at_once
+from tilegym.ops.cutile.row_norms import behind
 from tilegym.ops.cutile.row_norms import centered
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import forward_warps
@@ -46,12 +48,16 @@ def _scaled(xhat, weight, bias):
 
 @ct.kernel
 def layer_norm_kernel(
-    x, weight, bias, y, means, rstds, eps, N: Int, TILE_M: Int, TILE_N: Int, WEIGHT: Bool, BIAS: Bool, SAVE: Bool
-):
+    x, weight, bias, y, means, rstds, eps, N: Int, TILE_M: Int, TILE_N: Int, AT_ONCE: Bool, WEIGHT: Bool, BIAS: Bool,
+    SAVE: Bool,
+):  # fmt: skip
     """A block reads TILE_M whole rows and keeps them in registers."""
     rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
     row = load(x, rows, cols)
-    w, b = load_vector(weight, cols, WEIGHT), load_vector(bias, cols, BIAS)  # before the row is waited for
+    w, b = load_vector(weight, cols, WEIGHT), load_vector(bias, cols, BIAS)
+    if AT_ONCE:
+        row = behind(row, w) if WEIGHT else row
+        row = behind(row, b) if BIAS else row
     row = row.astype(ct.float32)
     mean = ct.sum(row, axis=1, keepdims=True) / N
     rest = centered(row, mean, cols, N)
@@ -94,21 +100,23 @@ def layer_norm_reload_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
-    """(kernel, grid, TILE_M, TILE_N) for [rows, n] on CUDA device ``device`` (-1: CPU).
+def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
+    """(kernel, grid, tiles) for [rows, n] on CUDA device ``device`` (-1: CPU).
+
+    The tiles are TILE_M and TILE_N, and AT_ONCE where rows are held: whether all blocks run at once.
 
     The kernels hold what rms_norm's hold: tiles, warps and occupancy are those measured for it on an H200.
     """
     rows = rows if n else 0  # without columns there is nothing to launch
     tile_n = next_power_of_2(n)
     if tile_n > MAX_CACHED:
-        return hinted(layer_norm_reload_kernel, num_worker_warps=4, occupancy=8), (rows,), 1, 4096
+        return hinted(layer_norm_reload_kernel, num_worker_warps=4, occupancy=8), (rows,), (1, 4096)
     tile_m, tile_n = whole_rows(rows, n, device)
     elements = tile_m * tile_n
     tiles = ct.cdiv(rows, tile_m)
     warps, occupancy = forward_warps(tiles, elements, device), min(8, 32768 // elements)
     kernel = hinted(layer_norm_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (tiles,), tile_m, tile_n
+    return kernel, (tiles,), (tile_m, tile_n, at_once(tiles, device))
 
 
 def _flat(vector, dims):
@@ -123,8 +131,8 @@ def _launch_forward(x, weight, bias, eps, dims, save):
     m, n = size_of(rows)
     y = torch.empty_like(rows, memory_format=torch.contiguous_format)
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2)) if save else (0, 0)
-    kernel, grid, tile_m, tile_n = forward_plan(m, n, x.get_device())
-    constants = (n, tile_m, tile_n, weight is not None, bias is not None, save)
+    kernel, grid, tiles = forward_plan(m, n, x.get_device())
+    constants = (n, *tiles, weight is not None, bias is not None, save)
     launch(x, grid, kernel, (rows, _flat(weight, dims), _flat(bias, dims), y, mean, rstd, eps, *constants))
     return (y if rows is x else y.view(x.shape)), mean, rstd
 

@@ -13,6 +13,8 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
+from tilegym.ops.cutile.row_norms import at_once
+from tilegym.ops.cutile.row_norms import behind
 from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
@@ -40,14 +42,16 @@ from tilegym.ops.pytorch.rms_norm import check_rms_norm
 
 @ct.kernel
 def rms_norm_cached_kernel(
-    x, weight, bias, y, rstd, eps, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int, WEIGHT: Bool, BIAS: Bool,
-    ROUND: Bool, RSTD: Bool,
+    x, weight, bias, y, rstd, eps, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int, AT_ONCE: Bool, WEIGHT: Bool,
+    BIAS: Bool, ROUND: Bool, RSTD: Bool,
 ):  # fmt: skip
     """multi_wave_cached: a block reads TILE_M whole rows and keeps them in registers."""
     rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
     row = load(x, rows, cols)
-    w = load_vector(weight, cols, WEIGHT)  # before the row is waited for
-    b = load_vector(bias, cols, BIAS)
+    w, b = load_vector(weight, cols, WEIGHT), load_vector(bias, cols, BIAS)
+    if AT_ONCE:
+        row = behind(row, w) if WEIGHT else row
+        row = behind(row, b) if BIAS else row
     row = row.astype(ct.float32)
     r = rstd_of(row * row, eps, N)
     store(y, rows, cols, scaled(row * r, w, b, y.dtype, OFFSET, ROUND))
@@ -96,8 +100,10 @@ def rms_norm_reload_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
-    """(kernel, grid, TILE_M, TILE_N) for an input of [rows, n] on CUDA device ``device`` (-1: CPU).
+def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
+    """(kernel, grid, tiles) for an input of [rows, n] on CUDA device ``device`` (-1: CPU).
+
+    The tiles are TILE_M and TILE_N, and AT_ONCE where rows are held: whether all blocks run at once.
 
     Warps and occupancy are those that were the fastest on an H200 for 8192x4096, 262144x128, 4096x8192, 4096x14336
     and 1024x65536 in bf16: about as much as its registers hold.
@@ -107,15 +113,16 @@ def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.k
     if tile_n > MAX_CACHED or mode == "multi_wave_reload":
         # 1024x65536 with 8 warps: 94 us. 4 warps and half the columns: 106, but shorter rows need no more.
         hints = {"num_worker_warps": 8, "occupancy": 1} if tile_n > 4096 else {"num_worker_warps": 4, "occupancy": 8}
-        return hinted(rms_norm_reload_kernel, **hints), (rows,), 1, min(tile_n, 8192)
+        return hinted(rms_norm_reload_kernel, **hints), (rows,), (1, min(tile_n, 8192))
     tile_m, tile_n = whole_rows(rows, n, device)
     tiles, elements = ct.cdiv(rows, tile_m), tile_m * tile_n
     if mode == "static_persistent":
         occupancy = 3 if elements <= 4096 else 1
         kernel = hinted(rms_norm_persistent_kernel, num_worker_warps=8, occupancy=occupancy)
-        return kernel, (min(tiles, occupancy * sm_count(device)),), tile_m, tile_n
+        return kernel, (min(tiles, occupancy * sm_count(device)),), (tile_m, tile_n)
     warps, occupancy = forward_warps(tiles, elements, device), min(8, 32768 // elements)
-    return hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy), (tiles,), tile_m, tile_n
+    kernel = hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy)
+    return kernel, (tiles,), (tile_m, tile_n, at_once(tiles, device))
 
 
 def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):
@@ -123,11 +130,11 @@ def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):
     m, n = size_of(rows)
     y = torch.empty_like(rows)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device) if with_rstd else 0
-    kernel, grid, tile_m, tile_n = forward_plan(mode, m, n, x.get_device())
+    kernel, grid, tiles = forward_plan(mode, m, n, x.get_device())
     w = 0 if weight is None else weight
     b = 0 if bias is None else bias
     flags = (weight is not None, bias is not None, rounded, with_rstd)
-    launch(x, grid, kernel, (rows, w, b, y, rstd, eps, offset, n, tile_m, tile_n, *flags))
+    launch(x, grid, kernel, (rows, w, b, y, rstd, eps, offset, n, *tiles, *flags))
     return (y if rows is x else y.view(x.shape)), rstd
 
 
