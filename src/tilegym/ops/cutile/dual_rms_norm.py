@@ -19,6 +19,7 @@ from tilegym.ops.cutile.row_norms import add_pairs
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
+from tilegym.ops.cutile.row_norms import put
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scale_of
 from tilegym.ops.cutile.row_norms import scaled
@@ -65,17 +66,21 @@ def _backward(
     DWEIGHT: Bool,
 ):  # fmt: skip
     cols = span(0, TILE_N)
-    scale = scale_of(load_vector(weight, cols, WEIGHT), OFFSET)
+    # As a tile of the rows' shape, since each thread loads what it multiplies.
+    w = ct.gather(weight, ct.broadcast_to(cols[None, :], (TILE_M, TILE_N))) if WEIGHT else None
+    scale = scale_of(w, OFFSET)
     dw = ct.zeros((TILE_M, TILE_N), ct.float32)
+    next_up, next_row = load(dy, span(first, TILE_M), cols), load(x, span(first, TILE_M), cols)
     for tile in range(first, ct.cdiv(row_count(x), TILE_M), blocks):
-        rows = span(tile, TILE_M)
-        up, row = load(dy, rows, cols).astype(ct.float32), load(x, rows, cols).astype(ct.float32)
+        up, row = next_up.astype(ct.float32), next_row.astype(ct.float32)
+        later = span(tile + blocks, TILE_M)  # out of bounds in the end: nothing is read then
+        next_up, next_row = load(dy, later, cols), load(x, later, cols)
         g = up * scale
         # Both sums at once: neither needs the other.
         squares, products = ct.reduce((row * row, g * row), 1, add_pairs, (0.0, 0.0), keepdims=True)
         r = ct.rsqrt(squares * (1.0 / N) + eps)
         xhat = row * r
-        store(dx, rows, cols, r * (xhat * (products * r * (-1.0 / N)) + g))
+        put(dx, tile, 0, r * (xhat * (products * r * (-1.0 / N)) + g))
         if DWEIGHT:
             dw = dw + up * xhat
     if DWEIGHT:
@@ -118,7 +123,10 @@ def plan(q_rows: int, k_rows: int, n: int, device: int) -> tuple[ct.kernel, tupl
 
 @functools.lru_cache(maxsize=1024)
 def backward_plan(q_rows: int, k_rows: int, n: int, device: int) -> tuple[ct.kernel, int, int, int, int]:
-    """(kernel, blocks for q, blocks for k, TILE_M, TILE_N): tiles of 1024 elements; 2048 would spill on sm_90."""
+    """(kernel, blocks for q, blocks for k, TILE_M, TILE_N): tiles of 1024 elements; 2048 would spill on sm_90.
+
+    8192x32x8x128 on an H200: 76.0 us without reading ahead, with it 71.3 (a copy 64.7).
+    """
     q_rows, k_rows = (q_rows, k_rows) if n else (0, 0)
     tile_n = next_power_of_2(n)
     warps, occupancy = (8, 2) if tile_n > 2048 else (4, 8)
@@ -195,7 +203,7 @@ def dual_rms_norm_backward(
     weights = (q if q_weight is None else q_weight, k if k_weight is None else k_weight)
     q_sums = sums_of_blocks(q, q_blocks, n, dq_weight, weights[0].dtype if q_weight is not None else torch.float32)
     k_sums = sums_of_blocks(k, k_blocks, n, dk_weight, weights[1].dtype if k_weight is not None else torch.float32)
-    arrays = (_heads(dq_out), _heads(dk_out), q, k, *weights, dq.view(q.shape), dk.view(k.shape))
+    arrays = (_heads(dq_out), _heads(dk_out), q, k, *weights, dq.view(_rows(q), n), dk.view(_rows(k), n))
     constants = (offset, n, tile_m, tile_n, q_weight is not None, k_weight is not None, dq_weight, dk_weight)
     launch(q, (q_blocks + k_blocks,), kernel, (*arrays, q_sums[0], k_sums[0], q_blocks, eps, *constants))
     add_blocks(max(q_blocks, k_blocks), q_sums, k_sums)

@@ -141,10 +141,13 @@ def plan(rows: int, groups: int, n: int, device: int) -> tuple[ct.kernel, tuple[
 
 @functools.lru_cache(maxsize=1024)
 def backward_plan(rows: int, groups: int, n: int, device: int) -> tuple[ct.kernel, tuple[int, int], int, int]:
-    """(kernel, grid, TILE_M, TILE_N) of the backward pass."""
+    """(kernel, grid, TILE_M, TILE_N) of the backward pass.
+
+    262144x128 on an H200: 108.3 us with 4 blocks to a multiprocessor, 95.1 with 6, 92.4 with 8 (a copy 84.2).
+    """
     rows = rows if n else 0
     tile_n = next_power_of_2(n)
-    warps, occupancy = (8, 2 if tile_n <= 4096 else 1) if tile_n > 2048 else (4, 4)
+    warps, occupancy = (8, 2 if tile_n <= 4096 else 1) if tile_n > 2048 else (4, 8 if tile_n <= 1024 else 4)
     blocks = max(1, occupancy * sm_count(device) // groups)
     tile_m = max(1, min(1024 // tile_n, next_power_of_2(rows // blocks)))
     kernel = hinted(rms_norm_gated_backward_kernel, num_worker_warps=warps, occupancy=occupancy)
