@@ -18,6 +18,7 @@ from tilegym.ops.cutile.activations import gelu_backward
 from tilegym.ops.cutile.activations import gelu_forward
 from tilegym.ops.cutile.activations import relu_backward
 from tilegym.ops.cutile.activations import relu_forward
+from tilegym.ops.cutile.activations import relu_forward_bits
 from tilegym.ops.pytorch.activations import gelu as gelu_reference
 from tilegym.ops.pytorch.activations import relu as relu_reference
 
@@ -92,6 +93,10 @@ class Test_Activations(PyTestCase):
         x.copy_(randn(3, 64, dtype=x.dtype))
         self.assertCorrectness(op, reference, {"x": x}, {"backend": "cutile"})
 
+    def test_relu_in_parts(self, monkeypatch):
+        monkeypatch.setattr("tilegym.ops.cutile.activations.PART", 8192)
+        self.assertCorrectness(relu, relu_reference, {"x": randn(3, 7001)}, {"backend": "cutile"}, gradient=True)
+
     def test_unsupported_dtype_falls_back(self):
         x = randn(2, 8, dtype=torch.float64)
         for op, reference in ((gelu, gelu_reference), (relu, relu_reference)):
@@ -114,14 +119,15 @@ class Test_Activations(PyTestCase):
         torch.library.opcheck(gelu_forward.operator, (x, True))
         torch.library.opcheck(gelu_backward.operator, (dy, x, False))
         torch.library.opcheck(relu_forward.operator, (x.movedim(0, -1),))
-        torch.library.opcheck(relu_backward.operator, (dy, x))
+        torch.library.opcheck(relu_forward_bits.operator, (x.movedim(0, -1),))
+        torch.library.opcheck(relu_backward.operator, (dy, relu_forward_bits(x)[1]))
 
     @dtypes(torch.float32, torch.bfloat16)
     def test_compiles_for_every_architecture(self, dtype):
         x, dy = (torch.empty(64, 4096, dtype=dtype) for _ in range(2))
         tanh = dtype == torch.bfloat16
         assert_launches_compile(lambda: (gelu_forward(x, tanh), gelu_backward(dy, x, tanh)))
-        assert_launches_compile(lambda: (relu_forward(x), relu_backward(dy, x)))
+        assert_launches_compile(lambda: (relu_forward(x), relu_backward(dy, relu_forward_bits(x)[1])))
 
     @gpu
     @each

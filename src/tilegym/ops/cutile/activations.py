@@ -1,7 +1,7 @@
 """``gelu`` and ``relu``: elementwise functions of one tensor, and their gradients.
 
-``gelu(x) = x * p(x)`` with p as in ``geglu.py``; backward ``dx = dy * (p + x * dp/dx)``. ``relu(x) = max(x, 0)``; its
-gradient is read off the output. NaN stays NaN.
+``gelu(x) = x * p(x)`` with p as in ``geglu.py``; backward ``dx = dy * (p + x * dp/dx)``. ``relu(x) = max(x, 0)``; for
+its gradient a bit of each element is kept, which says whether it passes. NaN stays NaN.
 """
 
 import cuda.tile as ct
@@ -49,11 +49,49 @@ def relu_kernel(x, y, TILE_M: Int, TILE_N: Int):
     ct.scatter(y, at, ct.where(value <= 0, ct.zeros((1, 1), value.dtype), value))
 
 
+# The bits of a byte stand for elements that lie so far apart: each thread makes and reads its bytes alone.
+LANES = 1024
+STRIPS = 8
+
+
+def _strips(LANES: Int):
+    """This block's bytes, and the first elements that they stand for."""
+    lanes = ct.arange(LANES, dtype=ct.int32)
+    return ct.bid(0) * LANES + lanes, ct.bid(0) * (STRIPS * LANES) + lanes
+
+
+def _gather_strips(x, start, LANES: Int):
+    values = ()
+    for strip in ct.static_iter(range(STRIPS)):
+        values = (*values, ct.gather(x, start + strip * LANES))
+    return values
+
+
 @ct.kernel
-def relu_backward_kernel(dy, y, dx, TILE_M: Int, TILE_N: Int):
-    at = indices(dx, TILE_M, TILE_N)
-    out, up = ct.gather(y, at), ct.gather(dy, at)
-    ct.scatter(dx, at, ct.where(out <= 0, ct.zeros((1, 1), up.dtype), up))
+def relu_bits_kernel(x, bits, y, LANES: Int):
+    """relu of x [n], and a bit for each element that passes; a block takes 8 strips of LANES elements."""
+    at, start = _strips(LANES)
+    values = _gather_strips(x, start, LANES)
+    passing = ct.zeros((LANES,), ct.int32)
+    for strip in ct.static_iter(range(STRIPS)):
+        closed = values[strip] <= 0  # false for NaN; ct.maximum would turn NaN into 0
+        ct.scatter(y, start + strip * LANES, ct.where(closed, ct.zeros((1,), x.dtype), values[strip]))
+        passing = passing + ct.where(closed, ct.zeros((1,), ct.int32), ct.full((1,), 1 << strip, ct.int32))
+    ct.scatter(bits, at, passing.astype(ct.uint8))
+
+
+@ct.kernel
+def relu_backward_kernel(dy, bits, dx, LANES: Int):
+    at, start = _strips(LANES)
+    passing = ct.gather(bits, at).astype(ct.int32)
+    values = _gather_strips(dy, start, LANES)
+    for strip in ct.static_iter(range(STRIPS)):
+        open_ = (passing & ct.full((1,), 1 << strip, ct.int32)) != 0
+        ct.scatter(dx, start + strip * LANES, ct.where(open_, values[strip], ct.zeros((1,), dy.dtype)))
+
+
+# Elements of one launch: their indices have to stay within 31 bits.
+PART = 2**30
 
 
 def _like(t: torch.Tensor) -> torch.Tensor:
@@ -84,9 +122,32 @@ def relu_forward(x: torch.Tensor) -> torch.Tensor:
     return _launch(relu_kernel, (x,))
 
 
-@compilable(fake=lambda dy, y: _like(dy))
-def relu_backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return _launch(relu_backward_kernel, (dy, y))
+def _relu_outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like(x), x.new_empty(-(-x.numel() // (STRIPS * LANES)) * LANES, dtype=torch.uint8)
+
+
+def _launch_strips(kernel: ct.kernel, bits: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
+    """``out`` from ``source``, of one shape; ``bits`` is written with it, or read."""
+    source, out = source.reshape(-1), out.view(-1)
+    for start in range(0, out.numel(), PART):
+        part, part_out = source[start : start + PART], out[start : start + PART]
+        grid = (ct.cdiv(part.numel(), STRIPS * LANES),)
+        launch(out, grid, kernel, (part, bits[start // STRIPS :], part_out, LANES))
+
+
+@compilable(fake=_relu_outputs)
+def relu_forward_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward pass of a training step: y, and the bits."""
+    y, bits = _relu_outputs(x)
+    _launch_strips(relu_bits_kernel, bits, x, y)
+    return y, bits
+
+
+@compilable(fake=lambda dy, bits: _like(dy))
+def relu_backward(dy: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    dx = _like(dy)
+    _launch_strips(relu_backward_kernel, bits, dy, dx)
+    return dx
 
 
 class GELU(torch.autograd.Function):
@@ -105,8 +166,8 @@ class GELU(torch.autograd.Function):
 class ReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        y = relu_forward(x)
-        ctx.save_for_backward(y)
+        y, bits = relu_forward_bits(x)
+        ctx.save_for_backward(bits)
         return y
 
     @staticmethod
