@@ -1,6 +1,7 @@
 import contextlib
 from unittest import mock
 
+import cuda.tile as ct
 import pytest
 import torch
 from common import ARCHITECTURES
@@ -19,6 +20,8 @@ from tilegym.ops import fused_moe
 from tilegym.ops import moe_align_block_size
 from tilegym.ops.cutile import moe_backward
 from tilegym.ops.cutile import moe_experts
+from tilegym.ops.cutile.moe_gemm import product
+from tilegym.ops.cutile.moe_gemm import store_rows
 from tilegym.ops.pytorch.moe_align import moe_align_block_size as reference_align
 from tilegym.ops.pytorch.moe_experts import ACTIVATIONS
 from tilegym.ops.pytorch.moe_experts import fused_moe as reference
@@ -37,6 +40,15 @@ LAYOUTS = {
     "separate transposed": {"separate": True, "transposed": True},
     "no gate": {"gated": False, "activation": "relu2"},
 }
+
+
+@ct.kernel(occupancy=2)
+def waiting_kernel(x, w, ids, out):
+    """Whether to multiply at all depends on a reduction."""
+    some = ct.gather(ids, ct.arange(128, dtype=ct.int32))
+    if ct.max(ct.where(some == ct.bid(0), 1, 0)) > 0:
+        acc = product(x, w, ct.bid(0), 0, ct.bid(1), 16, 64, 128, False, True, False)
+        store_rows(out, ct.bid(0), ct.bid(1), acc, True)
 
 
 def choice(tokens, top_k, experts, seed=0):
@@ -219,6 +231,12 @@ class Test_FusedMoE(PyTestCase):
         architectures = ("sm_90",) if tokens > 1000 and not oss else ARCHITECTURES
         with gpu_plans(hopper=len(architectures) == 1):
             assert_launches_compile(lambda: moe_experts.moe_forward(*real_arguments(tokens, oss), None), architectures)
+
+    def test_kernels_that_would_wait_for_registers_do_not_pass(self):
+        x, w = torch.empty(16, 2048, dtype=torch.bfloat16), torch.empty(8, 768, 2048, dtype=torch.bfloat16)
+        args = (x, w, torch.zeros(128, dtype=torch.int64), x.new_empty(128, 768))
+        with pytest.raises(AssertionError, match="wait for registers"):
+            assert_compiles(waiting_kernel, args, ("sm_90",))
 
     def test_gradients_compile_for_every_architecture(self):
         hidden, *others = real_arguments(16, True)
