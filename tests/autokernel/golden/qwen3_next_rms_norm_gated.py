@@ -133,7 +133,7 @@ def backward_plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], i
     """(kernel, grid, TILE_M, TILE_N) for [m, n] on CUDA device ``device`` (-1: CPU)."""
     m = m if n else 0  # without columns there is nothing to launch
     tile_n = next_power_of_2(n)
-    warps, occupancy = (8 if tile_n >= 4096 else 4), max(1, min(4, 12288 // tile_n))
+    warps, occupancy = (8 if tile_n >= 4096 else 4), max(1, min(4, 8192 // tile_n))
     blocks = occupancy * sm_count(device)
     tile_m = max(1, min(1024 // tile_n, next_power_of_2(m // blocks)))
     kernel = hinted(qwen3_next_rms_norm_gated_backward_kernel, num_worker_warps=warps, occupancy=occupancy)
