@@ -26,6 +26,7 @@ from tilegym.ops.cutile.row_norms import sums_dtype
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
@@ -119,7 +120,8 @@ def group_norm_backward_kernel(
     WEIGHT: Bool,
 ):  # fmt: skip
     across = ct.cdiv(S, TILE_N)
-    rows, cols = span(ct.bid(0) // across, TILE_M), span(ct.bid(0) % across, TILE_N)
+    block = ct.num_blocks(0) - 1 - ct.bid(0)  # what the sums were read from last is in the cache still
+    rows, cols = span(block // across, TILE_M), span(block % across, TILE_N)
     g, row = load(dy, rows, cols).astype(ct.float32), load(x, rows, cols).astype(ct.float32)
     mean, off, rstd = _statistics(means, squares, rows, eps, S, CHANNELS)
     of_g, of_product = _of_group(sums, rows, CHANNELS)[0], _of_group(products, rows, CHANNELS)[0]
@@ -142,10 +144,10 @@ def reduction_plan(rows: int, s: int, channels: int) -> tuple[tuple[int], int, i
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_plan(rows: int, s: int, channels: int) -> tuple[tuple[int], int, int]:
+def tile_plan(rows: int, s: int, channels: int, elements: int) -> tuple[tuple[int], int, int]:
     """(grid, TILE_M, TILE_N) of the kernels whose blocks take a tile each; statistics count as elements."""
-    tile_n = min(2048, next_power_of_2(s))
-    tile_m = max(1, min(2048 // tile_n, 8192 // next_power_of_2(channels)))
+    tile_n = min(elements, next_power_of_2(s))
+    tile_m = max(1, min(elements // tile_n, 8192 // next_power_of_2(channels)))
     return (ct.cdiv(rows, tile_m) * ct.cdiv(s, tile_n),), tile_m, tile_n
 
 
@@ -172,7 +174,7 @@ def group_norm_forward(
     means, squares = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
     grid, tile_m, tile_n = reduction_plan(m, s, in_group)
     launch(x, grid, channel_statistics_kernel, (rows, means, squares, s, tile_m, tile_n))
-    grid, *tiles = tile_plan(m, s, in_group)
+    grid, *tiles = tile_plan(m, s, in_group, 2048)
     vectors = (0 if weight is None else weight, 0 if bias is None else bias)
     constants = (s, c, in_group, *tiles, weight is not None, bias is not None)
     launch(x, grid, group_norm_kernel, (rows, means, squares, *vectors, y.view(m, s), eps, *constants))
@@ -203,8 +205,10 @@ def group_norm_backward(
     in_group = c // num_groups
     sums, products = (torch.empty_like(means) if s else torch.zeros_like(means) for _ in range(2))
     grid, *tiles = reduction_plan(m, s, in_group)
-    launch(x, grid, channel_sums_kernel, (dy, rows, means, squares, sums, products, eps, s, in_group, *tiles))
-    grid, *tiles = tile_plan(m, s, in_group)
+    # Left to itself the compiler takes registers for two blocks: 16x320x128x128 on an H200 252 us instead of 210.
+    kernel = hinted(channel_sums_kernel, occupancy=4)
+    launch(x, grid, kernel, (dy, rows, means, squares, sums, products, eps, s, in_group, *tiles))
+    grid, *tiles = tile_plan(m, s, in_group, 4096)
     arrays = (dy, rows, means, squares, sums, products, rows if weight is None else weight, dx.view(m, s))
     launch(x, grid, group_norm_backward_kernel, (*arrays, eps, s, c, in_group, *tiles, weight is not None))
     results = tuple(x.new_empty(c if wanted else 0, dtype=dtype) for wanted in (dweight, dbias))
