@@ -38,11 +38,17 @@ def forward(itemsize, tokens, intermediate):
 
 
 def backward(itemsize, tokens, intermediate):
-    """Reads x (relu: y) and dy, writes dx."""
+    """Reads x and dy, writes dx."""
     return Work(read=2 * itemsize * tokens * intermediate, written=itemsize * tokens * intermediate)
 
 
-def benchmark(op, ours, formula):
+def backward_relu(itemsize, tokens, intermediate):
+    """Reads dy and a bit for each element, writes dx."""
+    elements = tokens * intermediate
+    return Work(read=itemsize * elements + elements // 8, written=itemsize * elements)
+
+
+def benchmark(op, ours, formula, backward):
     return Benchmark(
         op=op,
         inputs=inputs,
@@ -60,7 +66,10 @@ def benchmark(op, ours, formula):
     )
 
 
-BENCHMARKS = [benchmark("gelu", ours_gelu, formula_gelu), benchmark("relu", ours_relu, formula_relu)]
+BENCHMARKS = [
+    benchmark("gelu", ours_gelu, formula_gelu, backward),
+    benchmark("relu", ours_relu, formula_relu, backward_relu),
+]
 
 if __name__ == "__main__":
     main(BENCHMARKS)
