@@ -188,7 +188,9 @@ def test_page(run, tmp_path):
         "Largest difference of a logit 0.125, where they reach 6.5. Passed: as exact.",
     ):
         assert expected in text, expected
-    assert "absent" not in text and "A run ended" not in text and "Run A" not in text
+    assert "absent" not in text and "A run ended" not in text and "Run A" not in text and "\n\n\n" not in text
+    noted = docs.write([tmp_path], tmp_path / "page.md", "Kernels have changed since.").read_text()
+    assert noted.replace("Kernels have changed since.\n\n", "") == text
 
 
 def test_models_stay_until_they_are_measured_again(run, tmp_path):

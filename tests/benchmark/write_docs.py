@@ -12,10 +12,11 @@ from tilegym.errors import TileGymError
 def write_docs(
     results: list[Path] = typer.Argument(..., help="Folders that tilegym bench --output named; the latest run counts."),
     target: Path = typer.Option(None, help="The page to write. Default: docs/benchmarks.md of this checkout."),
+    note: str = typer.Option("", help="A paragraph for the page: what the figures do not tell."),
 ) -> None:
     """Write docs/benchmarks.md from measured results."""
     try:
-        print(f"written: {write(results, target)}")
+        print(f"written: {write(results, target, note)}")
     except TileGymError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error

@@ -110,11 +110,11 @@ def default_target() -> Path:
     return folder / "benchmarks.md"
 
 
-def write(results: list[Path], target: Path | None = None) -> Path:
+def write(results: list[Path], target: Path | None = None, note: str = "") -> Path:
     """Writes ``target``, by default the checkout's page, from the ``results.json`` and ``infer*.json`` in ``results``.
 
     Of a case that several runs have measured, the latest run counts that compared TileGym with anything. Models that
-    the page has and the folders do not stay on it.
+    the page has and the folders do not stay on it. ``note`` stands below the machines: what the figures do not tell.
 
     Raises:
         BenchmarkError: a file is missing or cannot be read; the runs are of different GPUs or dtypes; or they had no
@@ -131,7 +131,7 @@ def write(results: list[Path], target: Path | None = None) -> Path:
     models = _models_of(target.read_text(encoding="utf-8") if target.is_file() else "")
     for summary in inferences.values():
         models[_name_of(summary)] = _inference(summary)
-    target.write_text(page(merge(list(runs.values())), models), encoding="utf-8")
+    target.write_text(page(merge(list(runs.values())), models, note), encoding="utf-8")
     return target
 
 
@@ -153,9 +153,9 @@ def _models_of(page: str) -> dict[str, str]:
     return found
 
 
-def page(merged: Merged, models: dict[str, str]) -> str:
+def page(merged: Merged, models: dict[str, str], note: str = "") -> str:
     """The whole page; ``models``: sections about whole models, by name."""
-    parts = [PREAMBLE, _machines(merged), METHOD]
+    parts = [PREAMBLE, _machines(merged), *([f"{note}\n"] if note else []), METHOD]
     if not all(run.complete for run in merged.runs):
         parts.append("**A run ended before it had measured everything: what none has reached is missing below.**\n")
     parts += [section for section in (_training(merged), _to_pytorch(merged)) if section]
