@@ -205,6 +205,12 @@ def test_predicate_by_names(cache):
     assert make_add(cache, bench, space)(*inputs(128)).TILE == 64
 
 
+@pytest.mark.parametrize("space", [[], lambda arch: []])
+def test_no_configuration_at_all(cache, space):
+    with pytest.raises(ValueError, match="no configuration for sm_90: give it one at least"):
+        make_add(cache, FakeBench(), SearchSpace(space))(*inputs(100))
+
+
 def test_no_configuration_that_suits(cache):
     with pytest.raises(ValueError, match="add_kernel: no configuration of its search space suits.*sm_90"):
         make_add(cache, FakeBench(), SearchSpace(SPACE, predicate=lambda cfg: False))(*inputs())

@@ -57,7 +57,7 @@ def _cutile_gpu_missing() -> str | None:
 
 def _probe_cutile() -> str | None:
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.tile") is None:
-        return "the package cuda-tile is not installed: pip install 'cuda-tile[tileiras]>=1.7,<1.8'"
+        return "the package cuda-tile is not installed: pip install 'cuda-tile>=1.7,<1.8'"
     return None
 
 

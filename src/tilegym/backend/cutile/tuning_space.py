@@ -65,9 +65,15 @@ class SearchSpace:
         self._wanted = () if predicate is None else tuple(inspect.signature(predicate).parameters)
 
     def configs(self, arch: str) -> list[Config]:
-        """The configurations for an architecture, whatever the arguments, each once."""
-        chosen = self._configs(arch) if callable(self._configs) else self._configs
-        return list(dict.fromkeys(chosen))
+        """The configurations for an architecture, whatever the arguments, each once.
+
+        Raises:
+            ValueError: there are none.
+        """
+        chosen = list(dict.fromkeys(self._configs(arch) if callable(self._configs) else self._configs))
+        if not chosen:
+            raise ValueError(f"the search space has no configuration for {arch}: give it one at least")
+        return chosen
 
     def suits(self, cfg: Config, arch: str, arguments: Callable[[], "NamedArgs"]) -> bool:
         """Whether the predicate holds for a configuration and the arguments that ``arguments()`` returns."""
