@@ -142,9 +142,9 @@ def gemm(model: str, tokens: int, up: bool, rows: int, n: int, k: int, h: dict, 
         arrays, tiles = (t["padded_x"], t["expert_of"], t["padded_out"]), (rows, n, k, together)
         if up:
             w, options = weights_of(t, model)
-            args = (arrays[0], *w, *arrays[1:], ALPHA, LIMIT, *tiles, *options, left, False)
+            args = (arrays[0], *w, *arrays[1:], ALPHA, LIMIT, *tiles, *options, left, False, False, False)
             return [(grid, moe_up_kernel, args)]
-        args = (arrays[0], t["w"], 0, *arrays[1:], *tiles, oss, False, left, False)
+        args = (arrays[0], t["w"], 0, *arrays[1:], *tiles, oss, False, left, False, False)
         return [(grid, grouped_gemm_kernel, args)]
 
     label = f"rows{rows} {n}x{k}{' weight left' * left}{f' group{together}' * (together != 8)}"
@@ -157,14 +157,14 @@ def gemv(model: str, tokens: int, up: bool, n: int, k: int, h: dict, pairwise: b
     def launches(t: dict) -> list[tuple]:
         if up:
             w, options = weights_of(t, model)
-            args = (t["x"], *w, t["ids"], t["out"], ALPHA, LIMIT, top_k, n, k, *options)
+            args = (t["x"], *w, t["ids"], t["out"], ALPHA, LIMIT, top_k, n, k, *options, False)
             return [((tokens * top_k * -(-inner // n),), moe_gemv_up_kernel, args)]
         out = t["products"] if pairwise else t["sum"]
-        args = (t["x"], t["w"], 0, t["ids"], t["weights"], 0, out, top_k, n, k, oss, False, False, pairwise)
+        args = (t["x"], t["w"], 0, t["ids"], t["weights"], 0, out, top_k, n, k, oss, False, False, pairwise, False)
         first = ((len(out) * -(-hidden // n),), moe_gemv_down_kernel, args)
         if not pairwise:
             return [first]
-        args = (out, 0, 0, 0, t["sum"], top_k, 1024, False, False, False)
+        args = (out, 0, 0, 0, t["sum"], top_k, 1024, False, False, False, False)
         return [first, ((tokens * -(-hidden // 1024),), moe_combine_kernel, args)]
 
     VARIANTS.append(Variant(group(model, tokens, up, True), f"{n}x{k}{' pairwise' * pairwise}", h, launches))

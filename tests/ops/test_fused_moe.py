@@ -26,7 +26,7 @@ from tilegym.ops.pytorch.moe_align import moe_align_block_size as reference_alig
 from tilegym.ops.pytorch.moe_experts import ACTIVATIONS
 from tilegym.ops.pytorch.moe_experts import fused_moe as reference
 
-# Tokens, experts a token, experts, H, I. The first two take the kernels without sorting.
+# Tokens, experts a token, experts, H, I. The first two take products of matrix and vector, the third all tokens.
 SIZES = [(1, 2, 6, 48, 24), (2, 2, 17, 40, 33), (7, 3, 5, 33, 20), (40, 2, 3, 48, 24)]
 # Qwen3-30B-A3B, Mixtral-8x7B (a quarter of its width), gpt-oss-20b.
 GPU_SIZES = [(t, 8, 128, 2048, 768) for t in (1, 2, 16, 300, 2048)] + [(5, 2, 8, 1024, 3584), (64, 4, 32, 2880, 2880)]
@@ -106,6 +106,9 @@ def real_arguments(tokens, oss):
     return empty(tokens, 2048), w1, w2, *routed, 5, None, *biases, True, True, 1.7, 7.0
 
 
+paths = pytest.mark.parametrize("size", [SIZES[0], *SIZES[2:]], ids=["vectors", "few", "sorted"])
+
+
 class Test_FusedMoE(PyTestCase):
     @backends("fused_moe")
     @dtypes()
@@ -113,7 +116,7 @@ class Test_FusedMoE(PyTestCase):
     def test_op(self, backend, dtype, size):
         self.assertCorrectness(fused_moe, reference, arguments(size, dtype), {"backend": backend})
 
-    @pytest.mark.parametrize("size", [SIZES[0], SIZES[2]], ids=["not sorted", "sorted"])
+    @paths
     @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
     def test_layouts(self, layout, size):
         kwargs = arguments(size, torch.bfloat16, **LAYOUTS[layout])
@@ -146,7 +149,7 @@ class Test_FusedMoE(PyTestCase):
         wanted = tuple({"hidden_states", "w1", "w2", "topk_weights", "b1", "b2"} - {frozen})
         self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"}, gradient=wanted)
 
-    @pytest.mark.parametrize("size", [SIZES[0], SIZES[2]], ids=["not sorted", "sorted"])
+    @paths
     @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
     def test_left_out_and_shared(self, size, transposed):
         kwargs = arguments(size, torch.bfloat16, transposed=transposed)
@@ -156,7 +159,7 @@ class Test_FusedMoE(PyTestCase):
         kwargs["topk_ids"][:] = size[2]
         assert torch.equal(fused_moe(**kwargs, backend="cutile"), kwargs["shared_output"])
 
-    @pytest.mark.parametrize("size", [SIZES[0], SIZES[2]], ids=["not sorted", "sorted"])
+    @paths
     @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
     def test_not_contiguous(self, size, transposed):
         kwargs = arguments(size, torch.float32, transposed=transposed)
@@ -164,11 +167,18 @@ class Test_FusedMoE(PyTestCase):
         kwargs["hidden_states"] = kwargs["hidden_states"].repeat(1, 2)[:, ::2]
         self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
 
-    @pytest.mark.parametrize("size", [(1, 2, 3, 24, 16), (9, 2, 3, 24, 16)], ids=["not sorted", "sorted"])
+    @pytest.mark.parametrize("size", [(t, 2, 3, 24, 16) for t in (1, 9, 20)], ids=["vectors", "few", "sorted"])
     def test_nan_stays_with_its_expert(self, size):
         kwargs = arguments(size, torch.float32)
         kwargs["w1"][kwargs["topk_ids"][0, 0], 3, 1] = float("nan")
         kwargs["hidden_states"][-1, 2] = float("inf")
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
+
+    def test_many_experts_of_few_tokens(self):
+        """Their pairs are more than a block of the alignment takes."""
+        kwargs = arguments((16, 10, 12, 24, 16), torch.bfloat16)
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
+        kwargs["topk_ids"][3], kwargs["topk_ids"][:, 1] = 5, 2  # as often as it is named
         self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
 
     def test_weights_are_read_for_few_rows_only(self):
@@ -206,7 +216,7 @@ class Test_FusedMoE(PyTestCase):
         with pytest.warns(match="not fp32, fp16 or bf16"):
             assert torch.equal(fused_moe(**kwargs, backend="cutile"), reference(**kwargs))
 
-    @pytest.mark.parametrize("size", [SIZES[0], SIZES[2]], ids=["not sorted", "sorted"])
+    @paths
     def test_operator(self, size):
         kwargs = arguments(size, torch.float32, biased=True)
         tensors = [kwargs[name] for name in ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")]
@@ -223,7 +233,7 @@ class Test_FusedMoE(PyTestCase):
         self.assertCompiledEqualsEager(call, *(kwargs[n] for n in ("hidden_states", "w1", "w2", "topk_weights")))
 
     @pytest.mark.parametrize("layout", ["concatenated", "gpt-oss"])
-    @pytest.mark.parametrize("tokens", [1, 32, 4096])
+    @pytest.mark.parametrize("tokens", [1, 16, 32, 4096])
     def test_compiles_for_every_architecture(self, tokens, layout):
         """The kernels for Qwen3-30B-A3B's sizes."""
         oss = layout == "gpt-oss"
@@ -237,6 +247,16 @@ class Test_FusedMoE(PyTestCase):
         args = (x, w, torch.zeros(128, dtype=torch.int64), x.new_empty(128, 768))
         with pytest.raises(AssertionError, match="wait for registers"):
             assert_compiles(waiting_kernel, args, ("sm_90",))
+
+    @pytest.mark.parametrize("tokens", [1, 16, 512])
+    def test_overlapping_launches_compile(self, tokens):
+        """OVERLAP, every kernel's last argument, needs compute capability 9.0."""
+        with gpu_plans(hopper=True), recorded_launches() as launches:
+            moe_experts.moe_forward(*real_arguments(tokens, False), None)
+        assert len(launches) == {1: 2, 16: 4, 512: 6}[tokens]
+        for kernel, args in launches:
+            assert args[-1] is False
+            assert_compiles(kernel, (*args[:-1], True), ("sm_90",))
 
     def test_gradients_compile_for_every_architecture(self):
         hidden, *others = real_arguments(16, True)

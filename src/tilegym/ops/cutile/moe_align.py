@@ -15,7 +15,9 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.moe_align import check_align
 from tilegym.ops.pytorch.moe_align import max_blocks
@@ -41,8 +43,9 @@ def count_chunk(ids, chunk, CHUNK: Int, EXPERTS: Int, STEP: Int):
 
 
 @ct.kernel
-def moe_count_kernel(ids, counts, CHUNK: Int, EXPERTS: Int, STEP: Int):
+def moe_count_kernel(ids, counts, CHUNK: Int, EXPERTS: Int, STEP: Int, OVERLAP: Bool):
     """ids [P]; counts [chunks, E]: one block a chunk."""
+    begin(OVERLAP)
     chunk = ct.bid(0)
     experts = ct.arange(EXPERTS, dtype=ct.int32)
     ct.scatter(counts, (chunk, experts), count_chunk(ids, chunk, CHUNK, EXPERTS, STEP))
@@ -63,7 +66,11 @@ def moe_align_kernel(
     STEP: Int,
     ONE_CHUNK: Bool,
     SORTED: Bool,
+    TOP_K: Int,
+    OVERLAP: Bool,
 ):
+    """TOP_K > 0: each expert that has a pair gets BLOCK rows, one for each token of so many pairs."""
+    begin(OVERLAP)
     chunk = ct.bid(0)
     experts = ct.arange(EXPERTS, dtype=ct.int32)
     if ONE_CHUNK:
@@ -79,7 +86,7 @@ def moe_align_kernel(
             before = before + ct.sum(ct.where(chunks[:, None] < chunk, some, 0), axis=0)
     # An expert beyond the last has no pairs: it ends where the last one does.
     total = ct.where(experts < num_experts, total, 0)
-    room = ct.cdiv(total, BLOCK) * BLOCK
+    room = ct.where(total > 0, BLOCK, 0) if TOP_K > 0 else ct.cdiv(total, BLOCK) * BLOCK
     ends = ct.cumsum(room, axis=0)
     begins = ends - room
     if chunk == 0:
@@ -88,12 +95,16 @@ def moe_align_kernel(
     for i in range(CHUNK // STEP):
         pairs = chunk * CHUNK + span(i, STEP)
         mine = ids_at(ids, pairs)
-        rank = ct.zeros((STEP,), dtype=ct.int32)
-        for j in range(i + 1):
-            others = chunk * CHUNK + span(j, STEP)
-            same = (mine[:, None] == ids_at(ids, others)[None, :]) & (others[None, :] < pairs[:, None])
-            rank = rank + ct.sum(same.astype(ct.int32), axis=1)
-        first = ct.where(mine[:, None] == experts[None, :], (begins + before)[None, :], 0)
+        first = begins + before
+        if TOP_K > 0:
+            first, rank = begins, pairs // TOP_K
+        else:
+            rank = ct.zeros((STEP,), dtype=ct.int32)
+            for j in range(i + 1):
+                others = chunk * CHUNK + span(j, STEP)
+                same = (mine[:, None] == ids_at(ids, others)[None, :]) & (others[None, :] < pairs[:, None])
+                rank = rank + ct.sum(same.astype(ct.int32), axis=1)
+        first = ct.where(mine[:, None] == experts[None, :], first[None, :], 0)
         row = ct.where((mine >= 0) & (mine < num_experts), ct.sum(first, axis=1) + rank, -1)
         ct.scatter(rows, pairs, row)
         if SORTED:
@@ -114,22 +125,27 @@ def _plan(pairs: int, block_size: int, num_experts: int) -> tuple[int, int, int,
 
 
 def launch_align(
-    topk_ids: torch.Tensor, block_size: int, num_experts: int, sorted_ids: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``rows`` [T * k], ``expert_of`` [blocks] and ``offsets`` [E + 1], int32, and fills ``sorted_ids`` if given."""
+    topk_ids: torch.Tensor, block_size: int, num_experts: int, sorted_ids: torch.Tensor | None = None,
+    by_token: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``rows`` [T * k], ``expert_of`` [blocks] and ``offsets`` [E + 1], int32, and fills ``sorted_ids`` if given.
+
+    ``by_token``: there are at most ``block_size`` tokens, and in each expert's block row t is token t's.
+    """
     ids = topk_ids.reshape(-1)
     pairs = ids.shape[0]
     blocks, chunks, chunk, experts, step = _plan(pairs, block_size, num_experts)
     rows, expert_of, offsets = _fake_align(topk_ids, block_size, num_experts)
     if pairs == 0:
         return rows, expert_of, offsets.zero_()
-    counts = 0
+    counts, overlap = 0, overlaps(ids.get_device())
     if chunks > 1:
         counts = rows.new_empty(chunks, num_experts)
-        launch(ids, (chunks,), moe_count_kernel, (ids, counts, chunk, experts, step))
+        launch(ids, (chunks,), moe_count_kernel, (ids, counts, chunk, experts, step, overlap), overlap)
     ordered = 0 if sorted_ids is None else sorted_ids
-    sizes = (num_experts, block_size, chunk, experts, step, chunks == 1, sorted_ids is not None)
-    launch(ids, (chunks,), moe_align_kernel, (ids, counts, rows, expert_of, offsets, ordered, *sizes))
+    sizes = (num_experts, block_size, chunk, experts, step, chunks == 1, sorted_ids is not None,
+             topk_ids.shape[1] if by_token else 0, overlap)  # fmt: skip
+    launch(ids, (chunks,), moe_align_kernel, (ids, counts, rows, expert_of, offsets, ordered, *sizes), overlap)
     return rows, expert_of, offsets
 
 

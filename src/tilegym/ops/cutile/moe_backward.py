@@ -23,6 +23,7 @@ from tilegym.ops.cutile.moe_experts import combine
 from tilegym.ops.cutile.moe_experts import grouped
 from tilegym.ops.cutile.moe_gemm import moe_gather_kernel
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
 
 
 def aligned(
@@ -41,7 +42,9 @@ def gathered(x: torch.Tensor, ids: torch.Tensor, sorted_ids: torch.Tensor) -> to
     """Rows of ``x`` [T, H] sorted by expert, 0 where a row has no pair."""
     width = x.shape[1]
     out, tile = x.new_empty(len(sorted_ids), width), min(2048, next_power_of_2(width))
-    launch(x, (out.shape[0] * -(-width // tile),), moe_gather_kernel, (x, sorted_ids, out, ids.shape[1], tile))
+    overlap = overlaps(x.get_device())
+    args = (x, sorted_ids, out, ids.shape[1], tile, overlap)
+    launch(x, (out.shape[0] * -(-width // tile),), moe_gather_kernel, args, overlap)
     return out
 
 

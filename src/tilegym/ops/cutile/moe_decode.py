@@ -17,6 +17,7 @@ from tilegym.ops.cutile.moe_gemm import load_bias
 from tilegym.ops.cutile.moe_gemm import scalar_at
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import span
 
 
@@ -48,7 +49,9 @@ def moe_gemv_up_kernel(
     BIAS: Bool,
     KIND: Int,
     LIMITED: Bool,
+    OVERLAP: Bool,
 ):
+    begin(OVERLAP)
     tiles = ct.cdiv(h.shape[1], TILE_N)
     pair, n = ct.bid(0) // tiles, ct.bid(0) % tiles
     expert = scalar_at(ids, pair).astype(ct.int32)
@@ -91,7 +94,9 @@ def moe_gemv_down_kernel(
     BIAS: Bool,
     SHARED: Bool,
     PAIRWISE: Bool,
+    OVERLAP: Bool,
 ):
+    begin(OVERLAP)
     tiles = ct.cdiv(out.shape[1], TILE_N)
     row_out, n = ct.bid(0) // tiles, ct.bid(0) % tiles
     pairs = 1 if PAIRWISE else TOP_K

@@ -1,9 +1,10 @@
 """The forward pass of ``fused_moe`` in cuTile, from one token to many.
 
 A few pairs of token and expert: ``moe_decode.py``, two launches. More: the pairs are sorted by expert into blocks of
-rows (``moe_align.py``) as tall as the experts' shares suggest, the tokens' rows are copied there, two grouped GEMMs
-follow (``moe_gemm.py``), the first with the activation behind it, and each token adds up its rows. For gradients the
-first GEMM's result is kept (``moe_backward.py``).
+rows (``moe_align.py``) as tall as the experts' shares suggest, the tokens' rows are copied there, unless they are so
+few that all tokens are a block of each expert, two grouped GEMMs follow (``moe_gemm.py``), the first with the
+activation behind it, and each token adds up its rows. For gradients the first GEMM's result is kept
+(``moe_backward.py``). Each launch begins while the one before it ends.
 """
 
 import functools
@@ -28,6 +29,7 @@ from tilegym.ops.cutile.moe_gemm import moe_spread_kernel
 from tilegym.ops.cutile.moe_gemm import moe_up_kernel
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
 
 
 class Tile(NamedTuple):
@@ -52,6 +54,7 @@ class Plan(NamedTuple):
 
 
 MAX_ROWS = 128  # of a block
+FEW_TOKENS = 16
 WARPS_8, PAIRED, TRIPLED = (("num_worker_warps", 8),), (("occupancy", 2),), (("occupancy", 3),)
 
 
@@ -83,8 +86,8 @@ def choose(
             return Plan(0, False, Tile(16, 256 // itemsize), Tile(32, 256 // itemsize), True)
         k = 512 // itemsize
         return Plan(0, False, Tile(8, k, TRIPLED), Tile(8, k))
-    if share <= 24:
-        rows = 16 if share <= 8 else 32
+    if share <= 24 or tokens <= FEW_TOKENS:
+        rows = 16 if share <= 8 or tokens <= FEW_TOKENS else 32
         return Plan(rows, True, Tile(64, 256 // itemsize, PAIRED), Tile(64, 256 // itemsize, TRIPLED))
     if itemsize == 4:
         # Without tensor cores large accumulators only spill.
@@ -142,7 +145,9 @@ def spread(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """Copies each row of ``x`` [T, H] to its k rows of ``out``."""
     tokens, width = x.shape
     tile = min(2048, next_power_of_2(width))
-    launch(x, (tokens * -(-width // tile),), moe_spread_kernel, (x, rows, out, rows.shape[0] // tokens, tile))
+    overlap = overlaps(x.get_device())
+    args = (x, rows, out, rows.shape[0] // tokens, tile, overlap)
+    launch(x, (tokens * -(-width // tile),), moe_spread_kernel, args, overlap)
 
 
 def combine(
@@ -154,11 +159,12 @@ def combine(
 ) -> None:
     """Writes the sum of each token's ``rows`` of ``y``, by default k one after the other, to ``out`` [T, H]."""
     tokens, width = out.shape
-    tile = min(1024, next_power_of_2(width))
-    pairs = y if rows is None else rows
-    options = (pairs.shape[0] // tokens, tile, rows is not None, weights is not None, shared is not None)
+    # A few tokens' columns are spread over more blocks.
+    tile = min(256 if tokens <= 64 else 1024, next_power_of_2(width))
+    pairs, overlap = y if rows is None else rows, overlaps(out.get_device())
+    options = (pairs.shape[0] // tokens, tile, rows is not None, weights is not None, shared is not None, overlap)
     arrays = (y, 0 if rows is None else rows, 0 if weights is None else weights, 0 if shared is None else shared, out)
-    launch(out, (tokens * -(-width // tile),), moe_combine_kernel, (*arrays, *options))
+    launch(out, (tokens * -(-width // tile),), moe_combine_kernel, (*arrays, *options), overlap)
 
 
 def grouped(
@@ -166,11 +172,11 @@ def grouped(
     c: torch.Tensor, transposed: bool,
 ) -> None:  # fmt: skip
     """Writes each block of rows of ``x`` times its expert's matrix to ``c``."""
-    tile = plan.down
+    tile, overlap = plan.down, overlaps(x.get_device())
     grid = (expert_of.shape[0] * -(-c.shape[1] // tile.n),)
     arrays = (x, w, 0 if bias is None else bias, expert_of, c)
-    sizes = (plan.rows, tile.n, tile.k, GROUP_M, transposed, bias is not None, plan.weight_left, uses_tf32(x.dtype))
-    launch(x, grid, tile.of(grouped_gemm_kernel), (*arrays, *sizes))
+    flags = (transposed, bias is not None, plan.weight_left, uses_tf32(x.dtype), overlap)
+    launch(x, grid, tile.of(grouped_gemm_kernel), (*arrays, plan.rows, tile.n, tile.k, GROUP_M, *flags), overlap)
 
 
 @compilable(fake=lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format))
@@ -201,7 +207,7 @@ def moe_forward(
     w2, w2_transposed = as_stored(w2, transposed)
     weights = weights.reshape(-1)
     plan = choose(tokens, top_k, experts, itemsize, up.transposed, device)
-    bound = 0.0 if limit is None else limit
+    bound, overlap = 0.0 if limit is None else limit, overlaps(device)
     options = (up.transposed, up.gate, up.biased, kind, limit is not None)
     if plan.rows == 0:
         ids = ids.reshape(-1)
@@ -209,24 +215,29 @@ def moe_forward(
         tile = plan.up
         grid = (tokens * top_k * -(-inner // tile.n),)
         arrays = (hidden, *up.arrays, ids, h)
-        launch(out, grid, tile.of(moe_gemv_up_kernel), (*arrays, alpha, bound, top_k, tile.n, tile.k, *options))
+        args = (*arrays, alpha, bound, top_k, tile.n, tile.k, *options, overlap)
+        launch(out, grid, tile.of(moe_gemv_up_kernel), args, overlap)
         tile, pairwise = plan.down, plan.pairwise
         y = hidden.new_empty(tokens * top_k, width, dtype=torch.float32) if pairwise else out
         with_shared = shared is not None and not pairwise
         arrays = (h, w2, 0 if b2 is None else b2, ids, weights, shared if with_shared else 0, y)
-        options = (top_k, tile.n, tile.k, w2_transposed, b2 is not None, with_shared, pairwise)
-        launch(out, (y.shape[0] * -(-width // tile.n),), moe_gemv_down_kernel, (*arrays, *options))
+        options = (top_k, tile.n, tile.k, w2_transposed, b2 is not None, with_shared, pairwise, overlap)
+        launch(out, (y.shape[0] * -(-width // tile.n),), moe_gemv_down_kernel, (*arrays, *options), overlap)
         if pairwise:
             combine(y, None, None, shared, out)
         return out
-    rows, expert_of, _ = launch_align(ids, plan.rows, experts)
+    # Tensor cores multiply 16 rows whether they are needed or not: a few tokens are all there in every block.
+    few = tokens <= FEW_TOKENS
+    rows, expert_of, _ = launch_align(ids, plan.rows, experts, None, few)
     total = expert_of.shape[0] * plan.rows
-    x, h, y = hidden.new_empty(total, width), hidden.new_empty(total, inner), hidden.new_empty(total, width)
-    spread(hidden, rows, x)
+    x, h, y = hidden, hidden.new_empty(total, inner), hidden.new_empty(total, width)
+    if not few:
+        x = hidden.new_empty(total, width)
+        spread(hidden, rows, x)
     tile = plan.up
     grid = (expert_of.shape[0] * -(-inner // tile.n),)
-    sizes = (plan.rows, tile.n, tile.k, GROUP_M, *options, plan.weight_left, uses_tf32(hidden.dtype))
-    launch(out, grid, tile.of(moe_up_kernel), (x, *up.arrays, expert_of, h, alpha, bound, *sizes))
+    sizes = (plan.rows, tile.n, tile.k, GROUP_M, *options, plan.weight_left, uses_tf32(hidden.dtype), few, overlap)
+    launch(out, grid, tile.of(moe_up_kernel), (x, *up.arrays, expert_of, h, alpha, bound, *sizes), overlap)
     grouped(plan, h, w2, b2, expert_of, y, w2_transposed)
     combine(y, rows, weights, shared, out)
     return out

@@ -13,6 +13,7 @@ from tilegym.ops.cutile.matmul import tile_of_block
 from tilegym.ops.cutile.moe_activation import activated
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import span
 
 NO_GATE, SPLIT, INTERLEAVED = range(3)  # what an expert's first matrix holds
@@ -94,9 +95,38 @@ def every_other(both, which: Int, TILE_M: Int, TILE_N: Int, WEIGHT_LEFT: Bool):
     return chosen
 
 
+def activated_rows(
+    x, w_gate, w_up, b_gate, b_up, expert, m, n, alpha, limit, dtype, TILE_M: Int, TILE_N: Int, TILE_K: Int,
+    TRANSPOSED: Bool, GATE: Int, BIAS: Bool, KIND: Int, LIMITED: Bool, WEIGHT_LEFT: Bool, TF32: Bool,
+):  # fmt: skip
+    """In a kernel: act(x W_gate + b_gate, x W_up + b_up) of tile (m, n), in fp32; transposed if WEIGHT_LEFT."""
+    if GATE == INTERLEAVED:
+        both = product(x, w_gate, expert, m, n, TILE_M, 2 * TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT, TF32)
+        gate = every_other(both, 0, TILE_M, TILE_N, WEIGHT_LEFT)
+        up = every_other(both, 1, TILE_M, TILE_N, WEIGHT_LEFT)
+    elif GATE == SPLIT:
+        gate = zeros_for(TILE_M, TILE_N, WEIGHT_LEFT)
+        up = zeros_for(TILE_M, TILE_N, WEIGHT_LEFT)
+        step = depth(x.dtype, TILE_K, TF32)
+        for k in range(ct.cdiv(x.shape[1], step)):
+            rows = load_rows(x, m, k, TILE_M, step, WEIGHT_LEFT)
+            weight = load_weight(w_gate, expert, n, k, TILE_N, step, TRANSPOSED, WEIGHT_LEFT)
+            gate = multiply(rows, weight, gate, WEIGHT_LEFT, TF32)
+            weight = load_weight(w_up, expert, n, k, TILE_N, step, TRANSPOSED, WEIGHT_LEFT)
+            up = multiply(rows, weight, up, WEIGHT_LEFT, TF32)
+    else:
+        gate = product(x, w_gate, expert, m, n, TILE_M, TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT, TF32)
+        up = gate
+    if BIAS:
+        gate = gate + load_bias(b_gate, expert, n, TILE_N, WEIGHT_LEFT)
+        if GATE != NO_GATE:
+            up = up + load_bias(b_up, expert, n, TILE_N, WEIGHT_LEFT)
+    return activated(gate, up, alpha, limit, dtype, KIND, GATE != NO_GATE, LIMITED)
+
+
 @ct.kernel
 def moe_up_kernel(
-    x,  # [R, H]: rows sorted by expert
+    x,  # [R, H]: rows sorted by expert; [T, H] if ALL
     w_gate,  # [E, I, H], or [E, H, I] if TRANSPOSED; [E, H, 2I] if GATE == INTERLEAVED
     w_up,  # as w_gate if GATE == SPLIT, else 0
     b_gate,  # [E, I] if BIAS, else 0
@@ -116,33 +146,17 @@ def moe_up_kernel(
     LIMITED: Bool,
     WEIGHT_LEFT: Bool,
     TF32: Bool,
+    ALL: Bool,
+    OVERLAP: Bool,
 ):
-    """h = act(x W_gate + b_gate, x W_up + b_up)."""
+    """h = act(x W_gate + b_gate, x W_up + b_up). ALL: each block of rows is that of all tokens."""
+    begin(OVERLAP)
     m, n = tile_of_block(ct.bid(0), expert_of.shape[0], ct.cdiv(h.shape[1], TILE_N), GROUP_M)
     expert = scalar_at(expert_of, m)
     if expert >= 0:
-        if GATE == INTERLEAVED:
-            both = product(x, w_gate, expert, m, n, TILE_M, 2 * TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT, TF32)
-            gate = every_other(both, 0, TILE_M, TILE_N, WEIGHT_LEFT)
-            up = every_other(both, 1, TILE_M, TILE_N, WEIGHT_LEFT)
-        elif GATE == SPLIT:
-            gate = zeros_for(TILE_M, TILE_N, WEIGHT_LEFT)
-            up = zeros_for(TILE_M, TILE_N, WEIGHT_LEFT)
-            step = depth(x.dtype, TILE_K, TF32)
-            for k in range(ct.cdiv(x.shape[1], step)):
-                rows = load_rows(x, m, k, TILE_M, step, WEIGHT_LEFT)
-                weight = load_weight(w_gate, expert, n, k, TILE_N, step, TRANSPOSED, WEIGHT_LEFT)
-                gate = multiply(rows, weight, gate, WEIGHT_LEFT, TF32)
-                weight = load_weight(w_up, expert, n, k, TILE_N, step, TRANSPOSED, WEIGHT_LEFT)
-                up = multiply(rows, weight, up, WEIGHT_LEFT, TF32)
-        else:
-            gate = product(x, w_gate, expert, m, n, TILE_M, TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT, TF32)
-            up = gate
-        if BIAS:
-            gate = gate + load_bias(b_gate, expert, n, TILE_N, WEIGHT_LEFT)
-            if GATE != NO_GATE:
-                up = up + load_bias(b_up, expert, n, TILE_N, WEIGHT_LEFT)
-        value = activated(gate, up, alpha, limit, h.dtype, KIND, GATE != NO_GATE, LIMITED)
+        weights, sizes = (w_gate, w_up, b_gate, b_up), (TILE_M, TILE_N, TILE_K)
+        options = (TRANSPOSED, GATE, BIAS, KIND, LIMITED, WEIGHT_LEFT, TF32)
+        value = activated_rows(x, *weights, expert, 0 if ALL else m, n, alpha, limit, h.dtype, *sizes, *options)
         store_rows(h, m, n, value, WEIGHT_LEFT)
 
 
@@ -161,8 +175,10 @@ def grouped_gemm_kernel(
     BIAS: Bool,
     WEIGHT_LEFT: Bool,
     TF32: Bool,
+    OVERLAP: Bool,
 ):
     """Each block of rows times its expert's matrix."""
+    begin(OVERLAP)
     m, n = tile_of_block(ct.bid(0), expert_of.shape[0], ct.cdiv(c.shape[1], TILE_N), GROUP_M)
     expert = scalar_at(expert_of, m)
     if expert >= 0:
@@ -173,8 +189,9 @@ def grouped_gemm_kernel(
 
 
 @ct.kernel
-def moe_spread_kernel(x, rows, out, TOP_K: Int, TILE_N: Int):
+def moe_spread_kernel(x, rows, out, TOP_K: Int, TILE_N: Int, OVERLAP: Bool):
     """Copies row t of x [T, H] to the rows ``rows[t * TOP_K + j]`` of out [R, H], where they are not -1."""
+    begin(OVERLAP)
     tiles = ct.cdiv(x.shape[1], TILE_N)
     token, columns = ct.bid(0) // tiles, span(ct.bid(0) % tiles, TILE_N)
     tile = ct.gather(x, (token, columns))
@@ -183,8 +200,9 @@ def moe_spread_kernel(x, rows, out, TOP_K: Int, TILE_N: Int):
 
 
 @ct.kernel
-def moe_gather_kernel(x, sorted_ids, out, TOP_K: Int, TILE_N: Int):
+def moe_gather_kernel(x, sorted_ids, out, TOP_K: Int, TILE_N: Int, OVERLAP: Bool):
     """The same, a block a row of out, which is 0 where no pair has the row."""
+    begin(OVERLAP)
     tiles = ct.cdiv(x.shape[1], TILE_N)
     row, columns = ct.bid(0) // tiles, span(ct.bid(0) % tiles, TILE_N)
     # The pair that fills is the first one out of bounds.
@@ -204,8 +222,10 @@ def moe_combine_kernel(
     SORTED: Bool,
     WEIGHTED: Bool,
     SHARED: Bool,
+    OVERLAP: Bool,
 ):
     """out[t] = sum over j of weights[t, j] * y[rows[t, j]] (+ shared[t]), in the order of j."""
+    begin(OVERLAP)
     tiles = ct.cdiv(out.shape[1], TILE_N)
     token, columns = ct.bid(0) // tiles, span(ct.bid(0) % tiles, TILE_N)
     total = ct.zeros((TILE_N,), dtype=ct.float32)
