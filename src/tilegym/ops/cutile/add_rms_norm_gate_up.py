@@ -75,6 +75,8 @@ def prologue_plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], i
     tile_m, tile_n = whole_rows(m, n, device)
     elements = tile_m * tile_n
     tiles, occupancy = ct.cdiv(m, tile_m), max(1, min(8, 16384 // elements))
+    # Blocks that run at once anyway may as well have more registers.
+    occupancy = max(1, occupancy // 2) if tiles <= occupancy * sm_count(device) else occupancy
     # With fewer blocks than multiprocessors what counts is how long one takes.
     warps = 8 if elements >= 8192 or (elements >= 2048 and tiles < sm_count(device)) else 4
     kernel = hinted(add_rms_norm_gate_up_prologue_kernel, num_worker_warps=warps, occupancy=occupancy)
