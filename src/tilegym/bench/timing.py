@@ -20,6 +20,9 @@ MIN_SAMPLES = 5
 MAX_SAMPLES = 100
 LONG = 0.02  # seconds; calls that take longer vary little, and are warmed up and repeated less often
 LONG_SAMPLES = 3
+# Seconds ahead of the GPU, beside three times what the call takes the host, that the host is when a timed call begins:
+# where other programs keep it busy it stops for as long now and then.
+LEAD = 2e-4
 HOST_BATCHES = 30
 HOST_CALLS = 20  # a batch; even of calls with tens of launches far fewer than the driver queues before the host waits
 HOST_SECONDS = 0.2  # for all batches
@@ -119,7 +122,7 @@ class CudaTimer:
         trial = Trial(call, setup, written, repetitions=probes)
         self.round(trial)
         # The GPU must not wait for the host between the two events: it idles this long before the first one.
-        trial.lead = 1.5 * enqueue
+        trial.lead = LEAD + 3 * enqueue
         overhead = self._buffer.nbytes / 3e12 + trial.lead
         trial.repetitions = _repetitions(self.budget, self.rounds, statistics.median(trial.samples) + overhead)
         trial.samples.clear()
