@@ -57,7 +57,12 @@ def infer(
     ),
     precision: str = typer.Option("bfloat16", "--precision", help=", ".join(models.PRECISIONS)),
     num_runs: int = typer.Option(3, "--num_runs", min=1, help="Timed runs."),
-    warmup_runs: int = typer.Option(1, "--warmup_runs", min=0, help="Runs before them that do not count."),
+    warmup_runs: int = typer.Option(
+        2,
+        "--warmup_runs",
+        min=0,
+        help="Runs before them that do not count: the first compiles, the second is recorded.",
+    ),
     show_outputs: bool = typer.Option(False, "--show_outputs", help="Print the generated text."),
     profile: bool = typer.Option(
         False, "--profile", help=f"Profile one run: a table, and a Chrome trace in {job.PROFILE_DIR}/."

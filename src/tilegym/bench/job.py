@@ -52,7 +52,7 @@ class Options:
     batch_size: int | None = None
     precision: str = "bfloat16"
     num_runs: int = 3
-    warmup_runs: int = 1
+    warmup_runs: int = 2
     profile: bool = False
     report_kernel_coverage: bool = False
     trust_remote_code: bool = False
