@@ -15,6 +15,7 @@ from common import gpu
 from common import randn
 from common import recorded_launches
 from common import sanitized
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym.ops import fused_moe
 from tilegym.ops import moe_align_block_size
@@ -22,6 +23,7 @@ from tilegym.ops.cutile import moe_backward
 from tilegym.ops.cutile import moe_experts
 from tilegym.ops.cutile.moe_gemm import product
 from tilegym.ops.cutile.moe_gemm import store_rows
+from tilegym.ops.pytorch import moe_experts as pytorch_experts
 from tilegym.ops.pytorch.moe_align import moe_align_block_size as reference_align
 from tilegym.ops.pytorch.moe_experts import ACTIVATIONS
 from tilegym.ops.pytorch.moe_experts import fused_moe as reference
@@ -106,6 +108,15 @@ def real_arguments(tokens, oss):
     return empty(tokens, 2048), w1, w2, *routed, 5, None, *biases, True, True, 1.7, 7.0
 
 
+class Unread(TorchDispatchMode):
+    """Refuses what brings a value of a GPU to the host, or a shape that depends on one."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert not any(part in name for part in ("local_scalar", "nonzero", "unique")), f"the host looks at {name}"
+        return function(*args, **(kwargs or {}))
+
+
 paths = pytest.mark.parametrize("size", [SIZES[0], *SIZES[2:]], ids=["vectors", "few", "sorted"])
 
 
@@ -148,6 +159,37 @@ class Test_FusedMoE(PyTestCase):
         kwargs = arguments((9, 2, 3, 24, 16), torch.float32, biased=True)
         wanted = tuple({"hidden_states", "w1", "w2", "topk_weights", "b1", "b2"} - {frozen})
         self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"}, gradient=wanted)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_pytorch_while_a_graph_is_captured(self, layout, monkeypatch):
+        """The host looks at no value, since replays have others, and finds what it finds by looking."""
+
+        def unread(**kwargs):
+            with monkeypatch.context() as patch, Unread():
+                patch.setattr(pytorch_experts, "can_be_read", lambda ids: False)
+                return reference(**kwargs)
+
+        for dtype in (torch.float32, torch.bfloat16):
+            kwargs = arguments((3, 2, 5, 48, 24), dtype, **LAYOUTS[layout])
+            kwargs["topk_ids"][1] = torch.tensor([5, -1])
+            kwargs["shared_output"] = randn(3, 48, dtype=dtype, seed=9)
+            self.assertCorrectness(unread, reference, kwargs, gradient=True)
+        with pytest.raises(AssertionError, match="the host looks at"), Unread():
+            reference(**kwargs)
+
+    @gpu
+    @pytest.mark.parametrize("backend", ["pytorch", "cutile"])
+    @dtypes()
+    def test_captured(self, backend, dtype):
+        kwargs = arguments((3, 2, 5, 48, 24), dtype)
+        hidden = kwargs.pop("hidden_states")
+        del kwargs["topk_ids"], kwargs["topk_weights"]
+
+        def call(hidden, scores):
+            chosen = scores.topk(2, dim=-1)  # replays choose other experts
+            return fused_moe(hidden, topk_ids=chosen.indices, topk_weights=chosen.values, **kwargs, backend=backend)
+
+        self.assertCaptures(call, hidden, randn(3, 5, dtype=dtype, seed=10))
 
     @paths
     @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])

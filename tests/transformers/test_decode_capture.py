@@ -9,7 +9,6 @@ from tiny_models import tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import import_utils
 
-from tilegym.backend import dispatcher
 from tilegym.transformers import attention
 from tilegym.transformers import decode_graph
 from tilegym.transformers import monkey_patch
@@ -57,16 +56,9 @@ def capturing(monkeypatch):
     return begin
 
 
-@pytest.fixture
-def experts_of_any_number(monkeypatch):
-    """PyTorch's experts look at which ones were chosen; here they give zeros."""
-    impls = dispatcher._ops["fused_moe"].impls
-    monkeypatch.setitem(impls, "pytorch", lambda hidden, *args, **kwargs: torch.zeros_like(hidden))
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
 @families
-def test_a_captured_step_is_the_step_before_it(family, batch_size, capturing, experts_of_any_number):
+def test_a_captured_step_is_the_step_before_it(family, batch_size, capturing):
     """And it stays on the device: what a graph of CUDA takes in."""
     model = make_model(family)
     with monkey_patch.apply(model, use_cutile=False), torch.no_grad():
@@ -97,3 +89,10 @@ def test_layers_count_by_themselves_where_the_first_is_fused():
     with monkey_patch.apply(model, use_cutile=False), decode_graph.eager_steps("cpu"):
         model.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, out: out)
         assert torch.equal(model.generate(ids, **options), expected)
+
+
+def test_experts_left_to_transformers_do_not_wait_for_the_device():
+    model = make_model("mixtral", hidden_act="sigmoid")
+    with monkey_patch.apply(model, use_cutile=False), torch.no_grad(), OnDevice() as mode:
+        session_of(model, 3)._run(model, False)
+    assert mode.ran and not any("grouped_mm" in name for name, _ in mode.ran)

@@ -21,9 +21,11 @@ from tilegym.ops.moe_interface import experts_forward
 from tilegym.ops.moe_interface import find_routing
 from tilegym.ops.moe_interface import prepare_experts
 from tilegym.ops.moe_interface import router_forward
+from tilegym.ops.pytorch.checks import can_be_read
 from tilegym.transformers.forwards import reproducible
 
-OTHERS = "grouped_mm"  # transformers' default
+OTHERS = "grouped_mm"  # transformers' default, which in fp32 waits for the device
+OTHERS_IN_A_GRAPH = "batched_mm"  # what transformers decodes with
 _REFUSED = "_tilegym_refused"
 
 
@@ -39,7 +41,8 @@ def _experts_forward(backend: str | None) -> Callable:
         # The formula in PyTorch looks at the choice of experts on the host, which cannot be compiled.
         uncompilable = torch.compiler.is_compiling() and (backend or get_current_backend()) == "pytorch"
         if _REFUSED in own or uncompilable:
-            return ALL_EXPERTS_FUNCTIONS[OTHERS](self, hidden_states, top_k_index, top_k_weights)
+            others = OTHERS if can_be_read(top_k_index) else OTHERS_IN_A_GRAPH
+            return ALL_EXPERTS_FUNCTIONS[others](self, hidden_states, top_k_index, top_k_weights)
         return experts_forward(self, hidden_states, top_k_index, top_k_weights, backend=backend)
 
     return forward

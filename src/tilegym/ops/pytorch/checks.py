@@ -34,3 +34,11 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
         if t is not None and t.requires_grad:
             return True
     return False
+
+
+def can_be_read(t: torch.Tensor) -> bool:
+    """Whether the host may look at the values of ``t``: it has some, and no CUDA graph is being captured, which would
+    replay what they were."""
+    if t.is_meta:
+        return False
+    return torch.compiler.is_compiling() or not (t.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,9 +1,13 @@
-"""``fused_moe`` in plain PyTorch: expert after expert, with the casts of Hugging Face's experts."""
+"""``fused_moe`` in plain PyTorch: expert after expert, with the casts of Hugging Face's experts.
+
+While a CUDA graph is captured, pair after pair of token and expert, without a look at the choice on the host.
+"""
 
 import torch
 import torch.nn.functional as F
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import can_be_read
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
 
@@ -109,6 +113,12 @@ def fused_moe(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_up, b1, b2, interleaved, transposed, shared_output
     )
 
+    if not can_be_read(topk_ids):
+        return _of_gathered(
+            hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_up, b1, b2, interleaved, transposed, alpha,
+            limit, shared_output, gated,
+        )  # fmt: skip
+
     def projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
         w, b = weight[expert], None if bias is None else bias[expert]
         if not transposed:
@@ -121,13 +131,46 @@ def fused_moe(
     for expert in topk_ids[valid].unique().tolist() or [0]:
         token, slot = torch.where(topk_ids == expert)
         x = hidden_states[token]
-        gate, up = projected(x, w1, b1, expert), None
-        if w1_up is not None:
-            up = projected(x, w1_up, None, expert)
-        elif interleaved:
-            gate, up = gate[:, ::2], gate[:, 1::2]
-        elif gated:
-            gate, up = gate.chunk(2, dim=-1)
+        gate = projected(x, w1, b1, expert)
+        gate, up = _halves(gate, None if w1_up is None else projected(x, w1_up, None, expert), interleaved, gated)
         y = projected(activate(gate, up, activation, alpha, limit), w2, b2, expert)
         out = out.index_add(0, token, (y * topk_weights[token, slot, None]).to(out.dtype))
     return out if shared_output is None else out + shared_output
+
+
+def _halves(
+    gate: torch.Tensor, up: torch.Tensor | None, interleaved: bool, gated: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gate and up, of which the first product may hold both."""
+    if up is not None or not gated:
+        return gate, up
+    return (gate[..., ::2], gate[..., 1::2]) if interleaved else gate.chunk(2, dim=-1)
+
+
+def _of_gathered(hidden, w1, w2, weights, ids, activation, w1_up, b1, b2, interleaved, transposed, alpha, limit,
+                 shared, gated):  # fmt: skip
+    """The same where the host cannot know who chose which expert: each pair has a copy of its expert's matrices.
+
+    Meant for the few tokens of a decoding step. Rounds and adds up as the loop over the experts does.
+    """
+    (tokens, top_k), experts = ids.shape, len(w2)
+    ids, order = ids.sort(dim=1)
+    weights = weights.gather(1, order)[..., None]
+    valid = ((ids >= 0) & (ids < experts))[..., None]
+    pairs = ids.clamp(0, experts - 1).reshape(-1)
+
+    def projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        w, b = weight[pairs], None if bias is None else bias[pairs][:, None]
+        if transposed or b is None:
+            y = torch.bmm(x, w if transposed else w.mT)
+            return y if b is None else y + b
+        return torch.baddbmm(b, x, w.mT)
+
+    x = hidden[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, 1, hidden.shape[1])
+    gate, up = _halves(projected(x, w1, b1), None if w1_up is None else projected(x, w1_up, None), interleaved, gated)
+    y = projected(activate(gate, up, activation, alpha, limit), w2, b2).view(tokens, top_k, hidden.shape[1])
+    y = (y * weights).masked_fill(~valid, 0).to(hidden.dtype)
+    out = torch.zeros_like(hidden)
+    for slot in range(top_k):
+        out = out + y[:, slot]
+    return out if shared is None else out + shared
