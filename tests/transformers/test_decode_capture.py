@@ -92,7 +92,9 @@ def test_layers_count_by_themselves_where_the_first_is_fused():
 
 
 def test_experts_left_to_transformers_do_not_wait_for_the_device():
-    model = make_model("mixtral", hidden_act="sigmoid")
-    with monkey_patch.apply(model, use_cutile=False), torch.no_grad(), OnDevice() as mode:
-        session_of(model, 3)._run(model, False)
+    with monkey_patch.apply_tilegym_kernel_to_mixtral(use_cutile=False), torch.no_grad():
+        model = make_model("mixtral", hidden_act="sigmoid")
+        session = session_of(model, 3)
+        with OnDevice() as mode:
+            session._run(model, False)
     assert mode.ran and not any("grouped_mm" in name for name, _ in mode.ran)
