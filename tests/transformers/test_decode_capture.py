@@ -94,6 +94,7 @@ def test_layers_count_by_themselves_where_the_first_is_fused():
 def test_experts_left_to_transformers_do_not_wait_for_the_device():
     with monkey_patch.apply_tilegym_kernel_to_mixtral(use_cutile=False), torch.no_grad():
         model = make_model("mixtral", hidden_act="sigmoid")
+        model(tokens(1, 5))  # finds out what they compute
         session = session_of(model, 3)
         with OnDevice() as mode:
             session._run(model, False)
