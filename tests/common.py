@@ -105,7 +105,7 @@ def assert_launches_compile(call: Callable[[], Any], architectures: tuple[str, .
     """Compiles every kernel that ``call`` launches on CPU tensors, without running any."""
     with recorded_launches() as launches:
         call()
-    assert launches, "nothing was launched"
+    assert launches, "nothing was launched on CPU tensors"
     for kernel, args in launches:
         assert_compiles(kernel, args, architectures)
 
