@@ -86,8 +86,11 @@ def choose(
             return Plan(0, False, Tile(16, 256 // itemsize), Tile(32, 256 // itemsize), True)
         k = 512 // itemsize
         return Plan(0, False, Tile(8, k, TRIPLED), Tile(8, k))
-    if share <= 24 or tokens <= FEW_TOKENS:
-        rows = 16 if share <= 8 or tokens <= FEW_TOKENS else 32
+    if tokens <= FEW_TOKENS:
+        up = Tile(64, 128 // itemsize, TRIPLED) if transposed else Tile(64, 256 // itemsize, PAIRED)
+        return Plan(16, True, up, Tile(128, 256 // itemsize, PAIRED))
+    if share <= 24:
+        rows = 16 if share <= 8 else 32
         return Plan(rows, True, Tile(64, 256 // itemsize, PAIRED), Tile(64, 256 // itemsize, TRIPLED))
     if itemsize == 4:
         # Without tensor cores large accumulators only spill.
