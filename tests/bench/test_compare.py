@@ -9,6 +9,7 @@ from bench.tiny import tiny_model
 from tilegym.bench import compare
 from tilegym.bench import generate
 from tilegym.bench.prompts import Batch
+from tilegym.errors import ModelError
 
 LENGTH = 8
 
@@ -186,3 +187,73 @@ def test_the_weights_come_back_if_the_oracle_fails():
     with pytest.raises(RuntimeError), compare.widened(model):
         model.model.norm(torch.zeros(2, 7))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def mixture(kind):
+    """A small model with experts, and a batch of two sequences with tokens to follow."""
+    from transformers import AutoModelForCausalLM
+    from transformers import DeepseekV2Config
+    from transformers import GptOssConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "gpt_oss":
+        config = GptOssConfig(**sizes, intermediate_size=32, num_local_experts=8, num_key_value_heads=2, head_dim=16)
+    else:
+        config = DeepseekV2Config(
+            **sizes, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=1,
+            num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=16,
+            qk_rope_head_dim=8, v_head_dim=16, n_group=1, topk_group=1, num_key_value_heads=2,
+        )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    ids = torch.randint(1, 64, (2, 6))
+    return model, Batch(ids, torch.ones_like(ids)), ids[:, :4]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "gpt_oss"])
+def test_the_oracle_of_experts_in_float64_widens_a_module_at_a_time(kind, monkeypatch):
+    model, batch, tokens = mixture(kind)
+    before = model.config._experts_implementation
+    most, all_weights = [0], sum(p.numel() for p in model.parameters())
+    of_a_module = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
+    forward = torch.nn.functional.linear
+
+    def linear(*args, **kwargs):
+        most.append(sum(p.numel() for p in model.parameters() if p.dtype == torch.float64))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    wide, (logits,) = compare._oracle(model, [batch], [tokens])
+    monkeypatch.undo()
+    assert wide == torch.float64 and 0 < max(most) <= of_a_module < all_weights / 2
+    assert model.config._experts_implementation == before and {p.dtype for p in model.parameters()} == {torch.float32}
+    with compare.experts_in_turn(model):
+        assert torch.equal(logits, generate.forward_logits(copy.deepcopy(model).double(), batch, tokens))
+
+
+def test_the_oracle_takes_a_sequence_at_a_time_where_memory_is_short(monkeypatch):
+    model, (batch, _) = tiny_model(), tiny_batches()
+    tokens = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    _, (expected,) = compare._oracle(model, [batch], [tokens])
+    forward_logits, sizes = generate.forward_logits, []
+
+    def with_little_memory(model, batch, tokens):
+        sizes.append(batch.size)
+        if batch.size > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward_logits(model, batch, tokens)
+
+    monkeypatch.setattr(generate, "forward_logits", with_little_memory)
+    _, (logits,) = compare._oracle(model, [batch], [tokens])
+    assert sizes == [2, 1, 1]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+
+
+def test_an_oracle_without_enough_memory_says_so_in_a_sentence(monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(generate, "forward_logits", fail)
+    model, (batch, _) = tiny_model(), tiny_batches()
+    with pytest.raises(ModelError, match="float64 .* leave out --compare$"):
+        compare._oracle(model, [batch], [torch.tensor([[5, 6], [8, 9]])])

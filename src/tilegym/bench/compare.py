@@ -7,6 +7,7 @@ precision.
 """
 
 import contextlib
+import gc
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,6 +19,7 @@ import torch
 from tilegym.bench import generate
 from tilegym.bench.models import is_out_of_memory
 from tilegym.bench.prompts import Batch
+from tilegym.errors import ModelError
 
 CRITERION = (
     "the patched logits may be at most twice as far from the oracle as the unpatched ones, give or take one rounding "
@@ -121,6 +123,24 @@ def widened(model: Any, at_once: bool = False) -> Iterator[torch.dtype]:
             parameter.data = data
 
 
+@contextlib.contextmanager
+def experts_in_turn(model: Any) -> Iterator[None]:
+    """Lets the experts of ``model`` run within the block as their class is written, one after the other.
+
+    Of transformers' faster ways ``grouped_mm`` takes no float64, and ``batched_mm`` copies the weights of the experts
+    of every token.
+    """
+    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
+    before = [(c, c._experts_implementation) for c in configs.values() if getattr(c, "_experts_implementation", None)]
+    for config, _ in before:
+        config._experts_implementation_internal = "eager"
+    try:
+        yield
+    finally:
+        for config, name in before:
+            config._experts_implementation_internal = name
+
+
 def compared_steps(batches: list[Batch], output_length: int, vocab_size: int, dtype: torch.dtype) -> int:
     """How many steps' logits of all batches fit the budget; at least one."""
     a_step = sum(batch.size for batch in batches) * vocab_size * dtype.itemsize
@@ -192,19 +212,47 @@ def compare(
 
 
 def _oracle(model: Any, batches: list[Batch], tokens: list[torch.Tensor]) -> tuple[torch.dtype, list[torch.Tensor]]:
-    """The wider precision, and the logits along ``tokens`` in it, [B, T, V] for each batch."""
+    """The wider precision, and the logits along ``tokens`` in it, [B, T, V] for each batch.
 
-    def logits(at_once: bool) -> tuple[torch.dtype, list[torch.Tensor]]:
-        with widened(model, at_once) as wide:
-            return wide, [generate.forward_logits(model, *pair) for pair in zip(batches, tokens, strict=True)]
+    Raises:
+        ModelError: the device has too little memory, even for a sequence at a time.
+    """
+    at_once = alone = False
+    while True:
+        _release(model.device)
+        try:
+            with experts_in_turn(model), widened(model, at_once) as wide:
+                return wide, [_wide_logits(model, *pair, alone) for pair in zip(batches, tokens, strict=True)]
+        except (RuntimeError, MemoryError) as error:
+            # A forward that reads weights of modules within it, as Mamba's does, finds both precisions.
+            if not is_out_of_memory(error):
+                if at_once:
+                    raise
+                at_once = True
+            elif alone or all(batch.size == 1 for batch in batches):
+                wide = str(_WIDER[model.dtype]).removeprefix("torch.")
+                raise ModelError(
+                    f"out of memory on {model.device} for the model in {wide} that logits are compared with, "
+                    f"{'all its weights' if at_once else 'the weights of a module'} and a sequence at a time: "
+                    "take shorter prompts or a smaller --output_length, or leave out --compare"
+                ) from error
+            else:
+                alone = True
 
-    try:
-        return logits(at_once=False)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        # A forward that reads weights of modules within it, as Mamba's does, finds both precisions.
-        return logits(at_once=True)
+
+def _wide_logits(model: Any, batch: Batch, tokens: torch.Tensor, alone: bool) -> torch.Tensor:
+    """``forward_logits``, of one sequence after the other if ``alone``."""
+    if not alone:
+        return generate.forward_logits(model, batch, tokens)
+    rows = (Batch(batch.input_ids[i : i + 1], batch.attention_mask[i : i + 1]) for i in range(batch.size))
+    return torch.cat([generate.forward_logits(model, row, tokens[i : i + 1]) for i, row in enumerate(rows)])
+
+
+def _release(device: torch.device) -> None:
+    """Returns the memory that nothing uses any more: in pieces, it has no room for the weights of a module."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def judge_logits(patched: Deviation, unpatched: Deviation, rounding: float) -> str | None:
