@@ -9,9 +9,12 @@ import pytest
 import torch
 from bench.benchmark_fakes import FakeTimer
 from bench.benchmark_fakes import session
+from common import recorded_launches
 
 from tilegym import ops
+from tilegym.backend import PREFER_CUTILE
 from tilegym.backend import observe_calls
+from tilegym.backend import recording
 from tilegym.backend import slower
 from tilegym.backend import use_backend
 from tilegym.bench import slower_table
@@ -100,6 +103,79 @@ def test_compiled_code_stays_one_for_all_sizes(table):
         for rows in (4, 7):
             compiled(torch.randn(rows, 16))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.fixture
+def rows_table(table, monkeypatch, request):
+    """From 8 rows on PyTorch serves linear without a bias in fp32, from 64 on with tf32."""
+    rows = {"linear": {"float32 float32": getattr(request, "param", 8), "tfloat32 tfloat32": 64}}
+    slower.file_of(GPU, slower.FOLDER).write_text(json.dumps({"gpu": GPU, "slower": {}, "from_rows": rows}))
+    slower._entries.cache_clear()
+    monkeypatch.setattr(ops.linear.op, "is_slower", slower.lookup_of("linear"))
+    recording.forget()
+    yield
+    recording.forget()
+
+
+def linear_of(*sizes, dtype=torch.float32, **options):
+    x, weight = torch.randn(*sizes, 16).to(dtype), torch.randn(24, 16).to(dtype)
+    return lambda: ops.linear(x, weight, **options)
+
+
+def test_calls_of_many_rows_go_to_pytorch_whatever_their_sizes(rows_table):
+    assert served(linear_of(8)) == served(linear_of(2, 5)) == served(linear_of(1, 333)) == ["pytorch"]
+    assert served(linear_of(7)) == served(linear_of(2, 1, 3)) == ["cutile"]
+    assert served(linear_of(8, dtype=torch.bfloat16)) == ["cutile"]
+    assert served(linear_of(8, bias=torch.randn(24))) == ["cutile"], "another kind of call"
+    assert served(linear_of(8, backend="cutile")) == ["cutile"]
+
+
+@pytest.fixture
+def precision():
+    """Sets the precision of products in fp32; monkeypatch cannot: it is no attribute of its module."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield lambda name: setattr(torch.backends.cuda.matmul, "fp32_precision", name)
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_tf32_has_rows_of_its_own(rows_table, precision):
+    few, many = linear_of(8), linear_of(64)
+    assert served(lambda: (few(), many())) == ["pytorch", "pytorch"]
+    precision("tf32")
+    assert served(lambda: (few(), many())) == ["cutile", "pytorch"]
+
+
+@pytest.mark.parametrize("rows_table", [1], indirect=True)
+def test_a_recorded_call_is_asked_again_where_tf32_decides(rows_table, precision):
+    row, launches = linear_of(1), []
+    with use_backend("cutile"), recorded_launches() as seen:
+        for name in ("tf32", "tf32", "tf32", "ieee"):
+            precision(name)
+            seen.clear()
+            row()
+            launches.append(len(seen))
+    assert launches == [1, 1, 1, 0]
+
+
+def test_a_preferred_backend_gives_way_and_is_recorded(rows_table):
+    few, many = (linear_of(n, backend=PREFER_CUTILE) for n in (4, 8))
+    assert served(few) == ["cutile"] and served(many) == ["pytorch"]
+    with use_backend("pytorch"), recorded_launches() as seen:
+        for _ in range(3):
+            few()
+    assert len(seen) == 3
+    (recordings,) = ops.linear.op.preferred_recordings.values()
+    assert any(isinstance(known, recording.Recording) for known in recordings.known.values())
+
+
+def test_rows_of_lists():
+    a = [torch.empty(3, 16), torch.empty(2, 5, 16)]
+    assert (
+        slower.rows_of((None, a), {}) == 13 and slower.rows_of((), {"x": a[0]}) == 3 and slower.rows_of((1,), {}) == 0
+    )
+    assert slower.kind_of("gradients [float32[8,16] float32[8,16]] [bfloat16[4]] mode=x") == (
+        "gradients [float32] [bfloat16] mode=x"
+    )
 
 
 def test_ops_without_an_entry_are_not_looked_up(table, monkeypatch):

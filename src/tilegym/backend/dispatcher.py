@@ -21,6 +21,7 @@ from tilegym import env
 from tilegym.backend import selector
 from tilegym.backend import slower
 from tilegym.backend.recording import Recordings
+from tilegym.backend.selector import PREFER_CUTILE
 from tilegym.backend.selector import eager_backend
 from tilegym.errors import BackendError
 from tilegym.errors import FallbackWarning
@@ -43,6 +44,7 @@ class Op:
         self.is_slower = slower.lookup_of(name)
         # By implementation. Calls that name their backend do not go to PyTorch for being slower there, others may.
         self.chosen_recordings: dict[Callable, Recordings] = {}
+        self.preferred_recordings: dict[Callable, Recordings] = {}
         self.named_recordings: dict[Callable, Recordings] = {}
 
     def register(self, backend: str, impl: Callable) -> None:
@@ -55,13 +57,18 @@ class Op:
             )
         self.impls[backend] = impl
         if backend == RECORDED_BACKEND:
-            self.chosen_recordings[impl] = Recordings(self.signature, functools.partial(self.serve, None), self.name)
-            self.named_recordings[impl] = Recordings(self.signature, functools.partial(self.serve, backend), self.name)
+            for kept, how in (
+                (self.chosen_recordings, None),
+                (self.preferred_recordings, selector.PREFER_CUTILE),
+                (self.named_recordings, backend),
+            ):
+                kept[impl] = Recordings(self.signature, functools.partial(self.serve, how), self.name)
 
     def serve(self, backend: str | None, /, *args, **kwargs) -> Any:
         """Calls the implementation of ``backend``, None for the one that is chosen now."""
-        chosen = backend or selector.get_current_backend()
-        if self.is_slower is not None and backend is None and chosen == "cutile" and self.is_slower(args, kwargs):
+        chosen = selector.name_of(backend)
+        named = backend is not None and backend != selector.PREFER_CUTILE
+        if self.is_slower is not None and not named and chosen == "cutile" and self.is_slower(args, kwargs):
             chosen = FALLBACK_BACKEND
         impl = self.impls.get(chosen)
         if impl is None:
@@ -135,6 +142,7 @@ def dispatch(name: str) -> Callable[[Callable], Callable]:
             raise RegistrationError(f"op {name!r} is declared already, by {_ops[name].declaration.__module__}")
         op = _ops[name] = Op(name, declaration)
         impls, chosen_recordings, named_recordings = op.impls, op.chosen_recordings, op.named_recordings
+        preferred_recordings = op.preferred_recordings
 
         @functools.wraps(declaration)
         def call(*args, backend: str | None = None, **kwargs):
@@ -143,6 +151,8 @@ def dispatch(name: str) -> Callable[[Callable], Callable]:
                 return op.serve(backend, *args, **kwargs)
             if backend is None:
                 recordings = chosen_recordings.get(impls.get(eager_backend()))
+            elif backend == PREFER_CUTILE:
+                recordings = preferred_recordings.get(impls.get(RECORDED_BACKEND))
             else:
                 recordings = named_recordings.get(impls.get(backend))
             if recordings is None:

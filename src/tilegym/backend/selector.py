@@ -18,6 +18,9 @@ from tilegym.errors import BackendError
 
 # Compute capabilities that tileiras of CUDA 13.4 compiles for start at Ampere.
 MIN_COMPUTE_CAPABILITY = (8, 0)
+# As backend= of a call: as within use_backend("cutile"). A model is patched with it: its calls go to PyTorch where that
+# was measured to be faster, as those do that name no backend.
+PREFER_CUTILE = "cutile unless slower"
 
 _probes: dict[str, Callable[[], str | None]] = {}
 _process_choice: str | None = None
@@ -94,6 +97,11 @@ def get_current_backend() -> str:
     if torch.compiler.is_compiling():
         return _backend_while_tracing(_process_choice, _latest_choice)
     return eager_backend()
+
+
+def name_of(backend: str | None) -> str:
+    """The backend that ``backend=`` of a call stands for: itself, the one of the moment if None, or preferred."""
+    return "cutile" if backend == PREFER_CUTILE else backend or get_current_backend()
 
 
 def eager_backend() -> str:

@@ -2,8 +2,10 @@
 
 ``cutile/slower/<gpu>.json`` lists them by op: whether gradients are wanted, the tensor arguments with their sizes
 rounded to powers of two, and the options given. ``tests/benchmark/write_slower.py`` writes it from the results of
-``tilegym bench``. Only calls that leave the choice of the backend to TileGym are looked up: not those with
-``backend=``, nor those that torch.compile traces, whose sizes may vary. Ops without an entry are not touched.
+``tilegym bench``. Besides it says from how many rows on PyTorch wins whatever the sizes are: without tensor cores, in
+fp32, matrix products do; ``tests/benchmark/sweep_float32.py`` measures where. Only calls that leave the choice of the
+backend to TileGym are looked up, those of patched models among them: not those with ``backend=``, nor those that
+torch.compile traces, whose sizes may vary. Ops without an entry are not touched.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -44,13 +47,21 @@ def ignored() -> Iterator[None]:
         recording.forget()
 
 
+class Entries(NamedTuple):
+    """Of one op: the calls that are listed, and by kind of call the number of rows from which on all of them are."""
+
+    calls: frozenset[str]
+    from_rows: dict[str, int]
+
+
 @functools.cache
-def _entries() -> dict[str, dict[str, frozenset[str]]]:
-    """By the names of GPU and op, the calls that are listed."""
+def _entries() -> dict[str, dict[str, Entries]]:
+    """By the names of GPU and op, what is listed."""
     found = {}
     for path in sorted(FOLDER.glob("*.json")):
         table = json.loads(path.read_text(encoding="utf-8"))
-        found[table["gpu"]] = {op: frozenset(calls) for op, calls in table["slower"].items()}
+        calls, rows = table["slower"], table.get("from_rows", {})
+        found[table["gpu"]] = {op: Entries(frozenset(calls.get(op, ())), rows.get(op, {})) for op in {*calls, *rows}}
     return found
 
 
@@ -75,13 +86,35 @@ def describe(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) 
     return " ".join(parts)
 
 
+def kind_of(described: str) -> str:
+    """A call that :func:`describe` named, without its sizes: ``float32 float32``; a list counts as a tensor of it."""
+    return re.sub(r"\[(\w+)(?: \1)*\]", r"[\1]", re.sub(r"(?<=\w)\[[\d,]*\]", "", described))
+
+
+def rows_of(args: tuple, kwargs: dict[str, Any]) -> int:
+    """How many rows a call's first tensor has, or all those of its first list of tensors."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.numel() // max(value.shape[-1], 1) if value.dim() else 1
+        if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
+            return sum(rows_of((v,), {}) for v in value)
+    return 0
+
+
 def _described(tensor: torch.Tensor) -> str:
     from tilegym.backend.cutile.tuning_key import bucket  # here: it imports cuda.tile
 
     sizes = list(tensor.shape)
     while len(sizes) > 1 and sizes[0] == 1:
         del sizes[0]
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(str(bucket(size)) for size in sizes)}]"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype is torch.float32 and _fp32_precision() == "tf32":
+        dtype = "tfloat32"  # other kernels, of either side
+    return f"{dtype}[{','.join(str(bucket(size)) for size in sizes)}]"
+
+
+def _fp32_precision() -> str:
+    return torch.backends.cuda.matmul.fp32_precision
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -108,6 +141,8 @@ class Lookup:
             return False
         gradients = torch.is_grad_enabled()
         key = (gradients, *[_key(v, gradients) for v in args], *[(k, _key(v, gradients)) for k, v in kwargs.items()])
+        if next((tensor.dtype for tensor in _tensors((*args, *kwargs.values()))), None) is torch.float32:
+            key = (recording.ask(_fp32_precision), *key)
         known = self._known.get(key)
         if known is None:
             # Sizes that vary from call to call must not fill the memory.
@@ -120,13 +155,15 @@ class Lookup:
         from tilegym.backend import dispatcher  # here: it imports this module
 
         gpu = _gpu_of((*args, *kwargs.values()))
-        calls = _entries().get(gpu, {}).get(self.op, ()) if gpu is not None else ()
-        if not calls:
+        entries = _entries().get(gpu, {}).get(self.op) if gpu is not None else None
+        if entries is None:
             return False
         try:
-            return describe(dispatcher._op(self.op).signature, args, kwargs) in calls
+            call = describe(dispatcher._op(self.op).signature, args, kwargs)
         except TypeError:  # arguments that the op does not take: the call itself says so
             return False
+        least = entries.from_rows.get(kind_of(call))
+        return call in entries.calls or (least is not None and rows_of(args, kwargs) >= least)
 
 
 def _gpu_of(values: tuple) -> str | None:

@@ -43,7 +43,8 @@ def apply(
 
     Args:
         model: a causal language model, of transformers or of one's own.
-        use_cutile: run what is patched on the ``cutile`` backend; else on the one that is chosen when it runs.
+        use_cutile: run what is patched on the ``cutile`` backend, but for calls that were measured to be faster in
+            PyTorch; else on the one that is chosen when it runs.
         verify: also run each kernel on tensors that are captured while the model generates, in prefill and decoding;
             what is further off than the model's dtype explains is left out, and the report says so. A family's own
             patch, in which kernels are fused with each other, is left aside then.

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tilegym.backend import dispatcher
+from tilegym.backend import slower
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.errors import UnsupportedError
@@ -102,7 +103,7 @@ def verify(
         given = _with_constants(place, call)
 
         def run(trains: bool, given: tuple = given) -> dict | str:
-            with recorded(launches), untuned(), _no_fallback(), use_backend(backend):
+            with recorded(launches), untuned(), _no_fallback(), use_backend(backend), slower.ignored():
                 return deviations(layer, original, replaced, given, trains, _FP32_ROUNDINGS)
 
         try:

@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
+from tilegym.backend import PREFER_CUTILE
 from tilegym.errors import UnsupportedError
 from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
@@ -244,7 +245,7 @@ def _torch_attention(module, query, key, value, attention_mask, *, softcap, s_au
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-NAMES = {None: "tilegym", "cutile": "tilegym_cutile"}  # by the backend that is fixed
+NAMES = {None: "tilegym", PREFER_CUTILE: "tilegym_cutile"}  # by the backend
 
 for _backend, _name in NAMES.items():
     AttentionInterface.register(_name, _attention_forward(_backend))

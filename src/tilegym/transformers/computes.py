@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tilegym.backend import get_current_backend
+from tilegym.backend import name_of
 from tilegym.errors import PatchError
 from tilegym.errors import UnsupportedError
 from tilegym.transformers import choices
@@ -27,7 +27,7 @@ CHANGED = "in this transformers it computes something else"
 
 
 def entry(where: str, compute: str, backend: str | None) -> Entry:
-    return Entry(where, compute, backend or get_current_backend())
+    return Entry(where, compute, name_of(backend))
 
 
 def replace_forwards(

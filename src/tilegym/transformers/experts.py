@@ -13,7 +13,8 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ExpertsInterface
 
-from tilegym.backend import get_current_backend
+from tilegym.backend import PREFER_CUTILE
+from tilegym.backend import name_of
 from tilegym.errors import UnsupportedError
 from tilegym.ops.moe_interface import FORMULA
 from tilegym.ops.moe_interface import RouterFormula
@@ -39,7 +40,7 @@ def _experts_forward(backend: str | None) -> Callable:
             except UnsupportedError:
                 setattr(self, _REFUSED, True)
         # The formula in PyTorch looks at the choice of experts on the host, which cannot be compiled.
-        uncompilable = torch.compiler.is_compiling() and (backend or get_current_backend()) == "pytorch"
+        uncompilable = torch.compiler.is_compiling() and name_of(backend) == "pytorch"
         if _REFUSED in own or uncompilable:
             others = OTHERS if can_be_read(top_k_index) else OTHERS_IN_A_GRAPH
             return ALL_EXPERTS_FUNCTIONS[others](self, hidden_states, top_k_index, top_k_weights)
@@ -89,7 +90,7 @@ def routing_forward_of_class(original: Callable, backend: str | None) -> Callabl
 
 _ROUTING = "_tilegym_routing"
 
-NAMES = {None: "tilegym", "cutile": "tilegym_cutile"}  # by the backend that is fixed
+NAMES = {None: "tilegym", PREFER_CUTILE: "tilegym_cutile"}  # by the backend
 
 for _backend, _name in NAMES.items():
     ExpertsInterface.register(_name, _experts_forward(_backend))

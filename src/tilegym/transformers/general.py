@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilegym.backend import PREFER_CUTILE
 from tilegym.backend import assert_backend_available
-from tilegym.backend import get_current_backend
+from tilegym.backend import name_of
 from tilegym.errors import PatchError
 from tilegym.transformers import general_kernels
 from tilegym.transformers.forwards import BoundForward
@@ -77,7 +78,8 @@ def put(
 
     Args:
         compute: its name in the report.
-        use_cutile: on the ``cutile`` backend; else on the one that is chosen when it runs.
+        use_cutile: on the ``cutile`` backend, but for calls that were measured to be faster in PyTorch; else on the
+            one that is chosen when it runs.
         patches: the set to add to; None makes one.
 
     Returns:
@@ -89,11 +91,11 @@ def put(
     """
     if use_cutile:
         assert_backend_available("cutile")
-    backend = "cutile" if use_cutile else None
+    backend = PREFER_CUTILE if use_cutile else None
     mine = PatchSet(model, maker=__name__) if patches is None else patches
     with mine.all_or_nothing():
         for place in places:
-            _PUT[place.put](mine, model, place, backend, Entry("", compute, backend or get_current_backend()))
+            _PUT[place.put](mine, model, place, backend, Entry("", compute, name_of(backend)))
         # Of several places of one class each module needs one.
         done = {entry.module for entry in mine.patched if entry.compute == compute}
         mine.skipped = [e for e in mine.skipped if e.compute != compute or e.module not in done]

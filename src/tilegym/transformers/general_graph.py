@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from tilegym.backend import PREFER_CUTILE
 from tilegym.transformers import computes
 from tilegym.transformers.family import Family
 from tilegym.transformers.patching import PatchSet
@@ -24,7 +25,7 @@ def put_graph(model: nn.Module, use_cutile: bool = False, patches: PatchSet | No
     """
     mine = PatchSet(model, maker=__name__) if patches is None else patches
     with mine.all_or_nothing():
-        computes.GRAPH.in_model(mine, _ANY, "cutile" if use_cutile else None, model)
+        computes.GRAPH.in_model(mine, _ANY, PREFER_CUTILE if use_cutile else None, model)
         if patches is None:
             mine.require_match(type(model).__name__)
     return mine

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from tilegym.backend import PREFER_CUTILE
 from tilegym.backend import assert_backend_available
 from tilegym.errors import ModelError
 from tilegym.transformers import generated
@@ -67,7 +68,8 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
     Args:
         model: a model of transformers whose ``config.model_type`` is one of the supported families, or one that
             ``tilegym integrate`` has written a patch for.
-        use_cutile: run what is patched on the ``cutile`` backend; else on the one that is chosen when it runs.
+        use_cutile: run what is patched on the ``cutile`` backend, but for calls that were measured to be faster in
+            PyTorch; else on the one that is chosen when it runs.
         use_attn: whether to patch attention.
         flags: whether to patch the other computes, by name; True for those that are not given. ``rope``, ``rms_norm``,
             ``swiglu`` or ``geglu``, ``moe`` (routers and experts) and ``linear`` say themselves what they are; flags
@@ -178,7 +180,7 @@ def _model_type(model: nn.Module, supported: tuple[str, ...]) -> str:
 def _patch(family: Family, model: nn.Module | None, use_cutile: bool, **wanted: bool) -> PatchSet:
     if use_cutile:
         assert_backend_available("cutile")
-    backend = "cutile" if use_cutile else None
+    backend = PREFER_CUTILE if use_cutile else None
     patches = PatchSet(model, maker=__name__)
     with patches.all_or_nothing():
         for compute in family.computes:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from tilegym.backend import get_current_backend
+from tilegym.backend import name_of
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import describe
 from tilegym.transformers.forwards import reproducible
@@ -56,7 +56,7 @@ def put_in_model(
         if not isinstance(module, cls):
             continue
         found = True
-        entry = Entry(path, part, backend or get_current_backend())
+        entry = Entry(path, part, name_of(backend))
         why = refuse(module)
         if type(module).forward is not cls.forward:
             why = f"it is a {describe(type(module))}, not a {cls.__name__}"
@@ -68,7 +68,7 @@ def put_in_model(
         current = current.func if isinstance(current, BoundForward) else cls.forward
         patches.replace_forward(module, with_part(current, factory, part, backend), entry)
     if not found:
-        entry = Entry(type(model).__name__, part, backend or get_current_backend())
+        entry = Entry(type(model).__name__, part, name_of(backend))
         patches.skip(entry, f"there is no {cls.__name__} in it")
 
 
@@ -76,7 +76,7 @@ def put_in_class(
     patches: PatchSet, cls: type[nn.Module], factory: Factory, part: str, backend: str | None, why: str
 ) -> None:
     """Adds a part to the forward of ``cls``; skipped if there is a reason ``why`` not to."""
-    entry = Entry(describe(cls), part, backend or get_current_backend())
+    entry = Entry(describe(cls), part, name_of(backend))
     if why:
         patches.skip(entry, why)
     else:
