@@ -1,3 +1,5 @@
+from unittest import mock
+
 import pytest
 import torch
 from common import HAS_GPU
@@ -9,6 +11,8 @@ from common import gpu
 from common import randn
 
 from tilegym.ops import linear
+from tilegym.ops.cutile import linear as linear_module
+from tilegym.ops.cutile import wide_gemm
 from tilegym.ops.cutile.linear import few_rows_kernel
 from tilegym.ops.cutile.linear import gemv_kernel
 from tilegym.ops.cutile.linear import linear_forward
@@ -43,6 +47,25 @@ class Test_Linear(PyTestCase):
     def test_not_contiguous(self, rows, view):
         x, weight = view(randn(64, 64, dtype=torch.bfloat16))[:rows], view(randn(64, 64, dtype=torch.bfloat16, seed=1))
         self.assertCorrectness(linear, reference, dict(x=x, weight=weight), {"backend": "cutile"}, gradient=True)
+
+    @dtypes(torch.float16, torch.bfloat16)
+    @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+    def test_wide_tiles(self, dtype, bias):
+        kwargs = arguments((150, 72), 384, dtype, bias)
+        kwargs["x"], kwargs["weight"] = kwargs["x"][:, :66], kwargs["weight"][:, :66]
+        with mock.patch.object(linear_module, "fits_better", lambda *_: True):
+            self.assertCorrectness(linear, reference, kwargs, {"backend": "cutile"})
+
+    def test_where_wide_tiles_fit(self):
+        """132 multiprocessors: one wave of 128 blocks instead of two of 128 x 128."""
+        with (
+            mock.patch.object(wide_gemm, "sm_count", lambda device: 132),
+            mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        ):
+            fits = wide_gemm.fits_better.__wrapped__
+            assert fits(512, 6144, torch.bfloat16, 0)
+            assert not fits(512, 6144, torch.float32, 0)
+            assert not any(fits(m, n, torch.bfloat16, 0) for m, n in ((512, 4096), (8192, 6144), (512, 28672)))
 
     @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
     def test_gradients_of_some(self, frozen):
@@ -91,6 +114,9 @@ class Test_Linear(PyTestCase):
             gemv_kernel, (x, weight, 0, 0, y, False, False, 4096, 4, 512, True), ("sm_90", "sm_100", "sm_120")
         )
         assert_compiles(few_rows_kernel, (x, weight, y[0], y, 16, 64, 256, True, False))
+        rows, wide = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(4, 192, 4096, dtype=torch.bfloat16)
+        args = (rows, wide, wide[..., 0].contiguous(), rows.new_empty(512, 4, 192), 128, 128, 64, 64, 8, True)
+        assert_compiles(wide_gemm.wide_gemm_kernel, args, ("sm_90",))
         x, y = x[None], y[None]
         assert_compiles(gemv_kernel, (x, weight, 0, 0, y, False, False, 4096, 4, 512, True), ("sm_90",))
         assert_compiles(few_rows_kernel, (x, weight, 0, y, 16, 64, 128, False, False), ("sm_80", "sm_90"))

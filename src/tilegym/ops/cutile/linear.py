@@ -24,6 +24,8 @@ from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.cutile.wide_gemm import fits_better
+from tilegym.ops.cutile.wide_gemm import launch_wide
 from tilegym.ops.pytorch.linear import check_operands
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -159,6 +161,9 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     m = rows.shape[0]
     y = out if rows is x else out.view(m, n)
     if m > MAX_GEMV_ROWS:
+        if fits_better(m, n, x.dtype, x.get_device()) and rows.stride(1) == weight.stride(1) == 1:
+            launch_wide(rows, weight, bias if bias is None else bias.contiguous(), y)
+            return out
         gemm(rows, weight, bias, y, False, True)
         return out
     if rows.stride(-1) != 1:
