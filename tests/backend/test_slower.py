@@ -332,14 +332,29 @@ def test_runs_that_do_not_tell_are_refused():
         slower_table.slower_calls([_run()], BENCHMARKS)
 
 
+def test_rows_from_which_on_pytorch_wins_at_every_size():
+    def points(kind, *times):
+        return [slower_table.Point("linear", kind, *numbers) for numbers in times]
+
+    measured = (
+        points("a", (1, 1.0, 2.0), (16, 3.0, 1.0), (64, 9.0, 1.0), (16, 3.0, 2.9), (64, 9.0, 3.0))
+        + points("b", (1, 2.0, 1.0), (8, 2.0, 1.0))
+        + points("c", (1, 2.0, 1.0), (8, 2.0, 1.96))
+    )
+    assert slower_table.from_rows(measured) == {"linear": {"a": 64, "b": 1}}
+
+
 def test_the_file_is_written_and_read(tmp_path):
     spec = importlib.util.spec_from_file_location("write_slower", default_folder() / "write_slower.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     _run(_rows("rms_norm", ONE, "forward", 6.0, 5.0)).write(tmp_path / "run")
+    rows = {"linear": {"float32 float32": 8}}
+    slower.file_of(GPU, tmp_path).write_text(json.dumps({"gpu": GPU, "slower": {"relu": []}, "from_rows": rows}))
     script.write_slower([tmp_path / "run"], tmp_path)
     table = json.loads(slower.file_of(GPU, tmp_path).read_text())
     assert table["gpu"] == GPU and table["slower"] == {"rms_norm": ["bfloat16[4096] bfloat16[4096]"]}
+    assert table["from_rows"] == rows
 
 
 @pytest.mark.parametrize("op", BENCHMARKS)

@@ -1,12 +1,14 @@
 """Which calls PyTorch serves faster than the kernels do, from runs that measured both backends side by side.
 
-A call is listed only where PyTorch wins beyond the noise, costs the host no more time, and needs no more memory; and
-only if that holds at every measured shape that the table cannot tell from it.
+A kind of calls, of whatever sizes, goes to PyTorch from a number of rows on (:func:`from_rows`). A single call is
+listed only where PyTorch wins beyond the noise, costs the host no more time, and needs no more memory; and only if that
+holds at every measured shape that the table cannot tell from it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +41,30 @@ class Case:
     kernels: float
     pytorch: float
     goes_to_pytorch: bool
+
+
+class Point(NamedTuple):
+    """A kind of calls of an op, as ``slower.kind_of`` names it, with so many rows; medians in seconds."""
+
+    op: str
+    kind: str
+    rows: int
+    kernels: float
+    pytorch: float
+
+
+def from_rows(points: list[Point]) -> dict[str, dict[str, int]]:
+    """By op and kind, the least measured number of rows from which on PyTorch wins beyond the noise at every point."""
+    kinds: dict[tuple[str, str], list[Point]] = {}
+    for point in points:
+        kinds.setdefault((point.op, point.kind), []).append(point)
+    found: dict[str, dict[str, int]] = {}
+    for (op, kind), measured in sorted(kinds.items()):
+        lost = max((p.rows for p in measured if p.pytorch > MARGIN * p.kernels), default=0)
+        won = [p.rows for p in measured if p.rows > lost]
+        if won:
+            found.setdefault(op, {})[kind] = min(won)
+    return found
 
 
 class _Seen(Exception):
