@@ -65,6 +65,11 @@ def _entries() -> dict[str, dict[str, Entries]]:
     return found
 
 
+def rows_to_pytorch(gpu: str | None) -> dict[str, dict[str, int]]:
+    """By op and kind of call, see :func:`kind_of`, from how many rows on PyTorch serves it on a GPU of this name."""
+    return {op: entries.from_rows for op, entries in _entries().get(gpu, {}).items() if entries.from_rows}
+
+
 def describe(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> str:
     """A call of an op of this signature as the files name it: ``gradients bfloat16[8192,4096] approximate=tanh``.
 

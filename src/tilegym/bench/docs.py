@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tilegym.backend import slower
 from tilegym.bench import slower_table
 from tilegym.bench.merge import Merged
 from tilegym.bench.merge import merge
@@ -95,6 +96,11 @@ TO_PYTORCH = """\
 
 By at least 5%, noise included, with no more time of the host and no more memory. `write_slower.py` lists these calls,
 and dispatch sends those of the shipped table to PyTorch.
+"""
+
+FROM_ROWS = """\
+fp32 has no tensor cores, unless tf32 is allowed (`tfloat32` below). Whatever their sizes, these calls go to PyTorch
+from so many rows of the first argument on, as `sweep_float32.py` has measured.
 """
 
 
@@ -304,7 +310,18 @@ def _to_pytorch(merged: Merged) -> str:
             if case.goes_to_pytorch and merged.cases[case.op, mode, case.shape][0] == number:
                 passes = "forward and backward" if case.gradients else "forward"
                 lines.append((case.op, passes, case.shape, microseconds(case.kernels), microseconds(case.pytorch)))
-    return f"{TO_PYTORCH}\n{_table(('Op', 'Passes', 'Shape', 'Kernels, us', 'PyTorch, us'), lines)}" if lines else ""
+    table = _table(("Op", "Passes", "Shape", "Kernels, us", "PyTorch, us"), lines) if lines else ""
+    parts = [part for part in (table, _from_rows(merged)) if part]
+    return "\n".join((TO_PYTORCH, *parts)) if parts else ""
+
+
+def _from_rows(merged: Merged) -> str:
+    """What the shipped table sends to PyTorch from a number of rows on."""
+    rows = slower.rows_to_pytorch(merged.runs[0].machine.get("gpu"))
+    lines = [
+        (op, f"`{kind}`", str(least)) for op, kinds in sorted(rows.items()) for kind, least in sorted(kinds.items())
+    ]
+    return f"{FROM_ROWS}\n{_table(('Op', 'Arguments', 'From rows'), lines)}" if lines else ""
 
 
 def _host_table(merged: Merged) -> str:
