@@ -17,21 +17,23 @@ MODELS = (("Qwen3.5-0.8B", 6144), ("Qwen3-Next-80B", 8192))
 
 
 def inputs(make, batch, channels, tokens):
-    return {"x": make(batch, tokens, channels).mT, "weight": make(channels, TAPS), "bias": make(channels)}
+    return {"x": make(batch, tokens, channels), "weight": make(channels, TAPS), "bias": make(channels)}
 
 
+# Transposed before and after, as the models do: so the gradient that comes back has the channels of a token side by
+# side too.
 def ours(x, weight, bias):
-    return ops.causal_conv1d_fn(x, weight, bias, "silu")
+    return ops.causal_conv1d_fn(x.mT, weight, bias, "silu").mT
 
 
 def formula(x, weight, bias):
-    return pytorch.causal_conv1d_fn(x, weight, bias, "silu")
+    return pytorch.causal_conv1d_fn(x.mT, weight, bias, "silu").mT
 
 
 def dao(x, weight, bias):
     from causal_conv1d import causal_conv1d_fn
 
-    return causal_conv1d_fn(x, weight, bias, activation="silu")
+    return causal_conv1d_fn(x.mT, weight, bias, activation="silu").mT
 
 
 def forward(itemsize, batch, channels, tokens):
