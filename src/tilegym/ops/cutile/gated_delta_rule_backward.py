@@ -144,7 +144,8 @@ def backward_chunk_kernel(
     of_system = strictly_lower(-of_system * between) * rate
     products = of_scores * scores + of_system * system  # with dP * P + dA * A the decays' gradients
     wrote, held = rest * wrote, -rate * decay * held
-    dq_hat = scale * product_onto(of_scores, k_hat, decay * read, PRECISION)
+    # Where keys repeat, what is read of the chunk cancels what is read of the state: neither may be cut off.
+    dq_hat = scale * product(of_scores, k_hat, decay * read, PRECISION)
     zeros = ct.zeros((CHUNK, TILE_K), ct.float32)
     dk_hat = product_onto(ct.transpose(of_scores), scale * q_hat, zeros, PRECISION)
     dk_hat = product_onto(of_system + ct.transpose(of_system), k_hat, dk_hat, PRECISION) + (wrote + held)

@@ -35,8 +35,8 @@ MAX_KEY_DIM_OF_GRADIENTS = 128  # tileiras 13.4 fails on wider tiles in bf16, an
 def product_onto(a, b, acc, PRECISION: Int):
     """``a @ b + acc`` in fp32, for an ``acc`` that is no larger than the product.
 
-    Tensor cores cut off what they add to an accumulator, :func:`product` rounds it: in loops. In what follows a loop
-    tileiras 13.4 fails on that ("Invalid use-def chain in schedule").
+    Tensor cores cut off what they add to an accumulator, :func:`product` rounds it. Of that, in some of what follows a
+    loop, tileiras 13.4 makes nothing ("Invalid use-def chain in schedule").
     """
     if PRECISION == BF16_SPLIT:
         x, y = thirds(a), thirds(b)
