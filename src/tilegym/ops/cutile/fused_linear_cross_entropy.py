@@ -2,9 +2,10 @@
 
 For each chunk: the logits, one GEMM; their losses; their gradient, written over them; and with it the gradient of
 hidden states, a GEMM. The gradient of weight then takes one GEMM over all tokens for each slice of the vocabulary, so
-that it is summed in fp32 and rounded once. The GEMMs are torch's. With the reduction "mean" or "sum" all of this
-happens in the forward pass, for an upstream gradient of 1: the backward pass only scales. With "none" each row has an
-upstream gradient of its own, and the backward pass computes the logits again.
+that it is summed in fp32 and rounded once. The GEMMs are torch's; a bias is added where the logits are read, in fp32.
+With the reduction "mean" or "sum" all of this happens in the forward pass, for an upstream gradient of 1: the backward
+pass only scales. With "none" each row has an upstream gradient of its own, and the backward pass computes the logits
+again.
 
 Where weight has a gradient the logits take no memory of their own: they are where that will be. The gradient [V, H] has
 room for the logits of R <= H tokens, transposed: [V, R] from the start of its memory on. A chunk has so many tokens,
@@ -31,6 +32,7 @@ from tilegym.ops.cutile.cross_entropy import add_losses
 from tilegym.ops.cutile.pointwise import indices
 from tilegym.ops.cutile.softmax import _exp
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import sm_count
@@ -51,16 +53,22 @@ ALL_THERE_IS_ROOM_FOR = 4096
 ALIGNMENT = 16  # of rows of logits, in elements, so that kernels access 16 bytes at a time
 
 
+def _logits(x, bias, rows, tokens, classes, BIASED: Bool):
+    """The logits of ``classes`` from what is stored of them, at ``rows`` and ``tokens`` of ``x``."""
+    value = ct.gather(x, (rows, tokens)).astype(ct.float32)
+    return value + ct.gather(bias, classes).astype(ct.float32) if BIASED else value
+
+
 @ct.kernel
-def partial_sums_kernel(x, partials, tiles, TILE_V: Int, TILE_T: Int):
-    """x: [V, T], logits, tokens beside each other. partials: [2, P, T], the maximum and the sum of exp(x - maximum)
-    of each of P parts of the vocabulary, ``tiles`` * TILE_V classes."""
+def partial_sums_kernel(x, bias, partials, tiles, TILE_V: Int, TILE_T: Int, BIASED: Bool):
+    """x: [V, T], logits without ``bias`` [V], tokens beside each other. partials: [2, P, T], the maximum and the sum of
+    exp(logit - maximum) of each of P parts of the vocabulary, ``tiles`` * TILE_V classes."""
     part, tokens, classes = ct.bid(1), span(ct.bid(0), TILE_T)[None, :], x.shape[0]
     top = ct.full((1, TILE_T), -math.inf, ct.float32)
     sums = ct.zeros((TILE_V, TILE_T), ct.float32)
     for tile in range(part * tiles, ct.minimum((part + 1) * tiles, ct.cdiv(classes, TILE_V))):
         rows = span(tile, TILE_V)[:, None]
-        value = ct.where(rows < classes, ct.gather(x, (rows, tokens)).astype(ct.float32), -math.inf)
+        value = ct.where(rows < classes, _logits(x, bias, rows, tokens, rows, BIASED), -math.inf)
         new_top = ct.maximum(top, ct.max(value, axis=0, keepdims=True))
         # While all seen so far is -inf, differences to it would be NaN.
         base = ct.where(new_top == -math.inf, 0.0, new_top)
@@ -71,7 +79,7 @@ def partial_sums_kernel(x, partials, tiles, TILE_V: Int, TILE_T: Int):
 
 
 @ct.kernel
-def token_losses_kernel(x, partials, target, losses, lses, ignore_index, PARTS: Int, TILE_T: Int):
+def token_losses_kernel(x, bias, partials, target, losses, lses, ignore_index, PARTS: Int, TILE_T: Int, BIASED: Bool):
     """target, losses: [T]; lses: [2, T], the two terms of lse = max + log(sum(exp(x - max))), whose sum has fewer
     digits; PARTS: at least P."""
     tokens, parts, classes = span(ct.bid(0), TILE_T)[None, :], span(0, PARTS)[:, None], x.shape[0]
@@ -82,18 +90,19 @@ def token_losses_kernel(x, partials, target, losses, lses, ignore_index, PARTS: 
     is_class = (label == ignore_index) | ((label >= 0) & (label < classes))
     log_sum = ct.where(is_class, ct.log(total), math.nan)
     # Differences to the maximum first: lse - x[target] would cancel.
-    loss = log_sum - (ct.gather(x, (label, tokens)).astype(ct.float32) - top)
+    loss = log_sum - (_logits(x, bias, label, tokens, label, BIASED) - top)
     ct.scatter(losses, tokens, ct.where(label == ignore_index, 0.0, loss))
     ct.scatter(lses, (0, tokens), top)
     ct.scatter(lses, (1, tokens), log_sum)
 
 
 @ct.kernel
-def logits_gradient_kernel(x, target, lses, scale, first, ignore_index, TILE_V: Int, TILE_T: Int):
-    """Writes the gradient over x [V, T], the logits of classes from ``first`` on, for upstream gradients scale [T]."""
+def logits_gradient_kernel(x, bias, target, lses, scale, first, ignore_index, TILE_V: Int, TILE_T: Int, BIASED: Bool):
+    """Writes the gradient over x [V, T], the logits of classes from ``first`` on without the whole ``bias``, for
+    upstream gradients scale [T]."""
     rows, tokens = indices(x, TILE_V, TILE_T)
     label = ct.gather(target, tokens)
-    value = ct.gather(x, (rows, tokens)).astype(ct.float32)
+    value = _logits(x, bias, rows, tokens, rows + first, BIASED)
     power = _exp((value - ct.gather(lses, (0, tokens))) - ct.gather(lses, (1, tokens)), x.dtype)
     grad = ct.where(rows + first == label, power - 1.0, power) * ct.gather(scale, tokens)
     ct.scatter(x, (rows, tokens), ct.where(label == ignore_index, 0.0, grad).astype(x.dtype))
@@ -150,31 +159,32 @@ def tile_of(tokens: int) -> tuple[int, int]:
     return 4096 // tile_t, tile_t
 
 
-def _compute_losses(logits, target, losses, lses, ignore_index):
-    """Writes losses [T] and lses [2, T] of logits [V, >= T]."""
+def _compute_losses(logits, bias, target, losses, lses, ignore_index):
+    """Writes losses [T] and lses [2, T] of logits [V, >= T] without ``bias``."""
     device, width = logits.get_device(), logits.shape[1]
     grid, tiles, tile_v, tile_t = losses_plan(*logits.shape, device)
     partials = logits.new_empty((2, grid[1], width), dtype=torch.float32)
-    launch(logits, grid, partial_sums_kernel, (logits, partials, tiles, tile_v, tile_t))
-    arrays = (logits, partials, target, losses, lses)
+    biased, bias = bias is not None, 0 if bias is None else bias
+    launch(logits, grid, partial_sums_kernel, (logits, bias, partials, tiles, tile_v, tile_t, biased))
+    arrays = (logits, bias, partials, target, losses, lses)
     grid = (ct.cdiv(len(target), 32),)
-    launch(logits, grid, token_losses_kernel, (*arrays, ignore_index, next_power_of_2(partials.shape[1]), 32))
+    launch(logits, grid, token_losses_kernel, (*arrays, ignore_index, next_power_of_2(partials.shape[1]), 32, biased))
 
 
-def _to_gradient(logits, target, lses, scale, first, ignore_index):
-    """Writes over logits [V, >= T], of classes from ``first`` on, their gradient."""
+def _to_gradient(logits, bias, target, lses, scale, first, ignore_index):
+    """Writes over logits [V, >= T], of classes from ``first`` on and without ``bias``, their gradient."""
     tile_v, tile_t = tile_of(logits.shape[1])
     grid = (ct.cdiv(logits.shape[0], tile_v) * ct.cdiv(logits.shape[1], tile_t),)
-    arrays = (logits, target, lses, scale)
-    launch(logits, grid, logits_gradient_kernel, (*arrays, first, ignore_index, tile_v, tile_t))
+    arrays = (logits, 0 if bias is None else bias, target, lses, scale)
+    launch(logits, grid, logits_gradient_kernel, (*arrays, first, ignore_index, tile_v, tile_t, bias is not None))
 
 
-def _compute_logits(weight, bias, hidden, out):
-    """weight [V, H] @ hidden [T, H] transposed + bias [V], into out [V, T]."""
-    if bias is None:
-        torch.mm(weight, hidden.t(), out=out)
-    else:
-        torch.addmm(bias[:, None], weight, hidden.t(), out=out)
+def _compute_logits(weight, hidden, out):
+    """weight [V, H] @ hidden [T, H] transposed, into out [V, T].
+
+    Without the bias: torch.addmm rounds to 16 bits before it adds that, and once more behind it.
+    """
+    torch.mm(weight, hidden.t(), out=out)
 
 
 def _product(a, b, out):
@@ -208,8 +218,8 @@ def _write_slices(stored, hidden, weight, bias, target, lses, scale, ignore_inde
         part = buffer[: rows.stop - start]
         part[:, :first].copy_(stored[rows])
         if first < tokens:
-            _compute_logits(weight[rows], None if bias is None else bias[rows], hidden[first:], part[:, first:tokens])
-            _to_gradient(part[:, first:], target[first:], lses[:, first:], scale[first:], start, ignore_index)
+            _compute_logits(weight[rows], hidden[first:], part[:, first:tokens])
+            _to_gradient(part[:, first:], bias, target[first:], lses[:, first:], scale[first:], start, ignore_index)
         _product(part[:, :tokens], hidden, dw[rows])
 
 
@@ -257,10 +267,10 @@ def linear_cross_entropy_chunks(
             x, labels = hidden[chunk], target[chunk]
             wide = buffer[:, : aligned(len(x))]
             logits = buffer[:, : len(x)]
-            _compute_logits(weight, bias, x, logits)
-            _compute_losses(wide, labels, losses[chunk], lses[:, chunk], ignore_index)
+            _compute_logits(weight, x, logits)
+            _compute_losses(wide, bias, labels, losses[chunk], lses[:, chunk], ignore_index)
             if dhidden or dbias or (dweight and start == 0):
-                _to_gradient(wide, labels, lses[:, chunk], scale[chunk], 0, ignore_index)
+                _to_gradient(wide, bias, labels, lses[:, chunk], scale[chunk], 0, ignore_index)
             if dhidden:
                 torch.mm(logits.t(), weight, out=dh[chunk])
             if dbias:
