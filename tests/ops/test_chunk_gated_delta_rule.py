@@ -5,12 +5,14 @@ import torch
 from common import ARCHITECTURES
 from common import HAS_GPU
 from common import PyTestCase
+from common import assert_compiles
 from common import assert_launches_compile
 from common import backends
 from common import device
 from common import dtypes
 from common import gpu
 from common import randn
+from common import recorded_launches
 from common import sanitized
 from delta_rule import arguments
 from delta_rule import final_in_dtype
@@ -251,6 +253,19 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
             assert_launches_compile(lambda: chunk_backward(tensors[2], tensors[5], *tensors, True), architectures)
         else:
             assert_launches_compile(lambda: chunk_forward(*tensors, True, True), architectures)
+
+    def test_keys_of_64_for_compute_capability_8(self, monkeypatch):
+        """In tiles twice as wide, of which the kernel is made for it, and computes the same."""
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+        assert [cutile.tile_in_chunk(width, 0) for width in (32, 64, 128)] == [32, 128, 128]
+        assert cutile.tile_in_chunk(64, -1) == 64
+        monkeypatch.undo()
+        monkeypatch.setattr(cutile, "tile_in_chunk", lambda tile_k, device: 128)
+        self.check(arguments(*SHAPES[2]))
+        tensors = [t.cpu() for t in floating(arguments(1, 64, 1, 1, 64, 16, dtype=torch.bfloat16))]
+        with recorded_launches() as launches:
+            chunk_backward(tensors[2], tensors[5], *tensors, True)
+        assert_compiles(*launches[-1], ("sm_80",))
 
     @gpu
     def test_graph_capture(self):

@@ -158,6 +158,12 @@ def scan_tiles(states: int, key_dim: int, value_dim: int, device: int) -> tuple[
     return tile_k, min((n for n in (128, 64, 32, 16) if n == widest or 32 <= n <= widest), key=time)
 
 
+def tile_in_chunk(tile_k: int, device: int) -> int:
+    """The width of keys in ``backward_chunk_kernel``: for compute capability 8 tileiras 13.4 makes none of 64 ("Invalid
+    use-def chain in schedule")."""
+    return 128 if tile_k == 64 and device >= 0 and torch.cuda.get_device_capability(device)[0] == 8 else tile_k
+
+
 def chunk_matrices(q, k, g, beta, normalize):
     """X, P and the factors of all chunks."""
     batch, tokens, key_heads, key_dim = k.shape
@@ -256,7 +262,8 @@ def chunk_backward(
     args = (q, k, g, beta, dout, states, missed, dstates, dall, dq, dk, dv, dg, dbeta, key_dim**-0.5)
     # Of its products none is summed along the sequence; on thirds tileiras 13.4 fails for sm_80.
     in_chunk = TF32_SPLIT if precision == BF16_SPLIT else precision
-    constants = (ct.cdiv(value_dim, tile_v), group, tiles[0], tile_v, normalize, in_chunk)
+    tile_k = tile_in_chunk(tiles[0], v.get_device())
+    constants = (ct.cdiv(value_dim, tile_v), group, tile_k, tile_v, normalize, in_chunk)
     launch(v, (rows * chunks,), hinted(backward_chunk_kernel, num_worker_warps=8), (*args, *constants))
     if group > 1:
         dq, dk = (x.unflatten(2, (key_heads, group)).sum(3).to(q.dtype) for x in (dq, dk))
