@@ -189,7 +189,7 @@ class Test_FusedMoE(PyTestCase):
             chosen = scores.topk(2, dim=-1)  # replays choose other experts
             return fused_moe(hidden, topk_ids=chosen.indices, topk_weights=chosen.values, **kwargs, backend=backend)
 
-        self.assertCaptures(call, hidden, randn(3, 5, dtype=dtype, seed=10))
+        self.assertCaptures(call, hidden, randn(3, 5, dtype=dtype, seed=10), exact=backend == "cutile")
 
     @paths
     @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
