@@ -223,7 +223,7 @@ def softmax_group(m: int, n: int, backward: bool) -> Group:
     arrays = (dy, x, y) if backward else (x, y)
     variants = []
     kernel = soft.softmax_backward_kernel if backward else soft.softmax_kernel
-    if next_power_of_2(n) <= max(soft.MAX_HELD):  # longer ones take two launches
+    if next_power_of_2(n) <= soft.MAX_HELD[backward][2]:  # longer ones take two launches
         for tile, twice in itertools.product(tiles_of((2048, 4096, 8192, 16384, 32768), n), (False, True)):
             name = f"rows {tile}" + " twice" * twice
             for hint in hints():

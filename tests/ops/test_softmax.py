@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from common import HAS_GPU
@@ -7,10 +9,13 @@ from common import backends
 from common import dtypes
 from common import gpu
 from common import randn
+from common import recorded_launches
 
+from tilegym import interpreter
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import softmax
+from tilegym.ops.cutile import softmax as kernels
 from tilegym.ops.cutile.softmax import softmax_backward
 from tilegym.ops.cutile.softmax import softmax_forward
 from tilegym.ops.pytorch.softmax import softmax as reference
@@ -43,13 +48,61 @@ class Test_Softmax(PyTestCase):
         self.assertCorrectness(softmax, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @dtypes()
-    @pytest.mark.parametrize("n", [20000, 33000])  # bf16: held in registers, read twice
+    @pytest.mark.parametrize("n", [20000, 33000])  # bf16: held in registers, in parts
     def test_rows_wider_than_the_registers(self, n, dtype):
         x = randn(4, n, dtype=dtype) * 3
         x[1, :17000] = -INF  # a whole part without a maximum, before and after one that has it
         x[2, 4000:] = -INF
         x[3, n - 5000] = 50.0
         self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"}, gradient=True)
+
+    @pytest.fixture
+    def multiprocessors(self, monkeypatch):
+        """Sets how many of them wide rows are planned for."""
+        monkeypatch.setattr(kernels, "wide_plan", kernels.wide_plan.__wrapped__)
+        return lambda number: monkeypatch.setattr(kernels, "sm_count", lambda device: number)
+
+    @dtypes()
+    @pytest.mark.parametrize("shape", [(1, 33001), (2, 1, 40000), (3, 20000)], ids=str)
+    def test_few_wide_rows(self, shape, dtype, multiprocessors):
+        multiprocessors(132)
+        kwargs = {"x": randn(*shape, dtype=dtype) * 3 - 300}  # parts that are not there have another maximum
+        self.assertCorrectness(softmax, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.fixture(params=["patient", "impatient"] if HAS_GPU else ["sequential", "shuffled", "threads"])
+    def in_one_launch(self, request, multiprocessors, monkeypatch):
+        """Wide rows in blocks that wait for others. Where those run later, or they are impatient, they do it all."""
+        multiprocessors(12)
+        if request.param != "patient":
+            monkeypatch.setattr(kernels, "PATIENCE", 2**30 if request.param == "threads" else 0)
+        if not HAS_GPU:
+            options = {"order": request.param, "sanitize": False} if request.param == "threads" else {"seed": 1}
+            options = {"order": request.param} | options
+            monkeypatch.setattr(interpreter, "launch", functools.partial(interpreter.launch, **options))
+        number = torch.get_num_threads()
+        torch.set_num_threads(16)
+        yield
+        torch.set_num_threads(number)
+
+    @dtypes()
+    @pytest.mark.parametrize("shape", [(8, 33001), (2, 4, 40000)], ids=str)
+    def test_wide_rows_in_one_launch(self, shape, dtype, in_one_launch):
+        x = randn(*shape, dtype=dtype) * 3
+        x[0, ..., :20000] = -INF  # a whole part without a maximum
+        x[1] -= 300
+        x[-1, ..., 5] = 50.0
+        with recorded_launches(run=True) as launches:
+            self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"}, gradient=True)
+        if not HAS_GPU:
+            assert [kernel for kernel, _ in launches][::2] == [kernels.clear_kernel] * 2
+
+    def test_special_values_in_one_launch(self, in_one_launch):
+        x = randn(8, 40000, dtype=torch.bfloat16)
+        x[0] = -INF
+        x[1, 3] = float("nan")
+        x[2, -1] = INF
+        x[4] = 3e38
+        self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"})
 
     @pytest.mark.parametrize("n", [40, 20000, 33000])
     def test_special_values(self, n):
@@ -92,6 +145,12 @@ class Test_Softmax(PyTestCase):
             y = softmax(x)
         assert torch.equal(y, reference(x))
 
+    def test_rows_of_too_many_parts_fall_back(self, monkeypatch):
+        monkeypatch.setattr(kernels, "MAX_COLUMNS", 8)
+        with use_backend("cutile"), pytest.warns(FallbackWarning, match="more than 8 columns"):
+            assert torch.equal(softmax(randn(2, 9)), reference(randn(2, 9)))
+        softmax(randn(9, 8), backend="cutile")
+
     @backends("softmax")
     def test_wrong_dim(self, backend):
         with pytest.raises(IndexError, match="Dimension out of range"):
@@ -112,10 +171,41 @@ class Test_Softmax(PyTestCase):
         x, dy = (torch.empty(4, n, dtype=torch.bfloat16) for _ in range(2))
         assert_launches_compile(lambda: (softmax_forward(x, -1), softmax_backward(dy, x, -1)))
 
+    @dtypes()
+    def test_wide_rows_in_one_launch_compile(self, dtype, multiprocessors):
+        multiprocessors(132)
+        x, dy = (torch.empty(512, 128256, dtype=dtype) for _ in range(2))
+        assert_launches_compile(lambda: (softmax_forward(x, -1), softmax_backward(dy, x, -1)), ("sm_90",))
+
     @gpu
     def test_more_than_32_bits_of_elements(self):
         self.assertLargeInput(lambda x: softmax(x, backend="cutile"), 2**19 + 5, 4096)
 
     @gpu
-    def test_graph_capture(self):
-        self.assertCaptures(lambda x: softmax(x, backend="cutile"), randn(16, 4096, dtype=torch.bfloat16))
+    @pytest.mark.parametrize("shape", [(16, 4096), (16, 128256), (300, 128256)], ids=str)
+    def test_graph_capture(self, shape):
+        def both(x):
+            y = softmax_forward(x, -1)
+            return y, softmax_backward(x, y, -1)
+
+        self.assertCaptures(both, randn(*shape, dtype=torch.bfloat16))
+
+    @gpu
+    def test_several_streams_at_once(self):
+        inputs = [randn(300, 128256, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
+
+        def both(x):
+            y = softmax_forward(x, -1)
+            return y, softmax_backward(x, y, -1)
+
+        expected = [both(x) for x in inputs]
+        streams = [torch.cuda.Stream() for _ in inputs]
+        torch.cuda.synchronize()
+        for _ in range(5):
+            results = []
+            for stream, x in zip(streams, inputs, strict=True):
+                with torch.cuda.stream(stream):
+                    results.append(both(x))
+            torch.cuda.synchronize()
+            for got, want in zip(results, expected, strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=0)

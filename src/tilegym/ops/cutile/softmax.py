@@ -1,7 +1,10 @@
 """``y = exp(x - max) / sum(exp(x - max))`` over rows; backward: ``dx = y * (dy - sum(y * dy))``.
 
-A row that fits is held in the registers of one block. A longer one is read twice: first its maximum and sum are
-computed together, tile by tile (Milakov and Gimelshein 2018, arXiv:1805.02867), then its values.
+A row that fits is held in the registers of one block. A longer one is cut into parts, which as many blocks take: each
+computes its part's maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867), passes them on, and needs those of
+the row's other parts before it writes. Many rows take one launch, in which a block holds its part while it waits, so
+that memory is read once; few rows take two, which keep all multiprocessors busy, and the second finds its parts in the
+cache.
 """
 
 import functools
@@ -20,6 +23,7 @@ from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import at
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import rows_of
 from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.cutile.tiling import sm_count
@@ -48,6 +52,8 @@ def _again(row, TWICE: Bool):
     result: so what is held until then are 16 bits a value."""
     if TWICE and row.dtype == ct.bfloat16:
         return ct.bitcast(ct.bitcast(row, ct.uint16).astype(ct.uint32) << 16, ct.float32)
+    if TWICE and row.dtype == ct.float16:  # the same bits, which the compiler does not know: there is one block along 1
+        row = ct.bitcast(ct.bitcast(row, ct.uint16) | ct.bid(1).astype(ct.uint16), ct.float16)
     return row.astype(ct.float32)
 
 
@@ -70,59 +76,158 @@ def softmax_backward_kernel(dy, y, dx, TILE_M: Int, TILE_N: Int, TWICE: Bool):
     _store(dx, rows, cols, _again(out, TWICE) * (_again(up, TWICE) - total))
 
 
-@ct.kernel
-def softmax_wide_kernel(x, y, TILE_N: Int):
-    """Each block takes one row, in tiles of TILE_N columns."""
-    rows = span(ct.bid(0), 1)
-    tiles = ct.cdiv(x.shape[x.ndim - 1], TILE_N)
-    top = ct.full((1, 1), -math.inf, ct.float32)
-    sums = ct.zeros((1, TILE_N), ct.float32)
-    for tile in range(tiles):
-        part = _load(x, rows, span(tile, TILE_N), -math.inf).astype(ct.float32)
-        new_top = ct.maximum(top, ct.max(part, axis=1, keepdims=True))
-        # While all seen so far is -inf, differences to it would be NaN.
-        base = ct.where(new_top == -math.inf, 0.0, new_top)
-        sums = sums * _exp(top - base, x.dtype) + _exp(part - base, x.dtype)
-        top = new_top
-    scale = 1.0 / ct.sum(sums, axis=1, keepdims=True)
-    for i in range(tiles):
-        cols = span(tiles - 1 - i, TILE_N)  # what was read last is in the cache still
-        out = _exp(_load(x, rows, cols, -math.inf).astype(ct.float32) - top, x.dtype) * scale
-        _store(y, rows, cols, out)
+def _base(top):
+    # While all seen so far is -inf, differences to it would be NaN.
+    return ct.where(top == -math.inf, 0.0, top)
 
 
 @ct.kernel
-def softmax_backward_wide_kernel(dy, y, dx, TILE_N: Int):
-    rows = span(ct.bid(0), 1)
-    tiles = ct.cdiv(y.shape[y.ndim - 1], TILE_N)
-    sums = ct.zeros((1, TILE_N), ct.float32)
-    for tile in range(tiles):
-        cols = span(tile, TILE_N)
-        out, up = _load(y, rows, cols, 0), _load(dy, rows, cols, 0)
-        sums = sums + out.astype(ct.float32) * up.astype(ct.float32)
-    total = ct.sum(sums, axis=1, keepdims=True)
-    for i in range(tiles):
-        cols = span(tiles - 1 - i, TILE_N)
-        out, up = _load(y, rows, cols, 0), _load(dy, rows, cols, 0)
-        _store(dx, rows, cols, out.astype(ct.float32) * (up.astype(ct.float32) - total))
+def clear_kernel(states, TILE: Int, OVERLAP: Bool):
+    if OVERLAP:
+        ct.grid_dependency_control_launch_dependents()
+    ct.scatter(states, span(ct.bid(0), TILE), ct.zeros((TILE,), ct.int64))
 
 
-# Longer rows do not fit into the registers of one block: bf16, other dtypes.
-MAX_HELD = (32768, 16384)
-# How many blocks a multiprocessor has for bf16 rows, by their columns, if their values are converted TWICE: forward,
+def _bits(value):
+    return ct.bitcast(value, ct.int32).astype(ct.int64) & 0xFFFFFFFF
+
+
+def _low(state):
+    return ct.bitcast(state.astype(ct.int32), ct.float32)
+
+
+def _publish(states, index, state):
+    ct.atomic_xchg(states, index, state, memory_order=ct.MemoryOrder.RELAXED)
+
+
+def _seen(states, row, parts, PARTS: Int, WRITTEN: Bool):
+    """The states of a row's parts, [PARTS], and how many are missing; WRITTEN: none, since an earlier launch did."""
+    index = ct.arange(PARTS, dtype=ct.int32)
+    place = ct.where(index < parts, row * parts + index, -1)
+    if WRITTEN:
+        return ct.gather(states, place), 0
+    # Atomics that change nothing: loads could be moved out of loops, and threads could see different values.
+    found = ct.atomic_add(states, place, ct.zeros((PARTS,), ct.int64), memory_order=ct.MemoryOrder.RELAXED)
+    return found, ct.sum(ct.where((index < parts) & (found == 0), 1, 0))
+
+
+def _parts(x, TILE_N: Int):
+    """The number of this block's row, of its part in it, and of the parts of a row."""
+    parts = ct.cdiv(x.shape[x.ndim - 1], TILE_N)
+    return ct.bid(0) // parts, ct.bid(0) % parts, parts
+
+
+def _part(x, row, number, TILE_N: Int, padding):
+    return ct.gather(x, at(x, row, span(number, TILE_N)), padding_value=padding)
+
+
+def _state(part):
+    """The maximum and the sum of a part's row, 32 bits each, which together are never 0."""
+    top = ct.max(part).astype(ct.float32)
+    total = ct.sum(_exp(part.astype(ct.float32) - _base(top), part.dtype))
+    return (_bits(top) << 32) | _bits(total)
+
+
+def _backward_state(out, up):
+    """The sum of y * dy of a part, and a bit that says that it is there."""
+    return _bits(ct.sum(out.astype(ct.float32) * up.astype(ct.float32))) | (1 << 32)
+
+
+@ct.kernel
+def softmax_wide_kernel(
+    x, y, states, patience, TILE_N: Int, PARTS: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool, OVERLAP: Bool
+):
+    """Each block takes a part, TILE_N columns, of a row that has at most PARTS of them.
+
+    PUBLISH: it writes the part's maximum and sum to ``states``, int64, [parts of all rows]. FINISH: it writes the part
+    of y, from the states of all parts of the row. With both, states are zeros before, and the block waits for those of
+    others; if it has looked ``patience`` times in vain, it computes them itself.
+    """
+    if OVERLAP and not FINISH:
+        ct.grid_dependency_control_launch_dependents()
+    row, number, parts = _parts(x, TILE_N)
+    part = _part(x, row, number, TILE_N, -math.inf)
+    if OVERLAP and FINISH:
+        ct.grid_dependency_control_wait()  # for what is written to states
+    if PUBLISH:
+        _publish(states, ct.bid(0), _state(part))
+    if FINISH:
+        found, missing = _seen(states, row, parts, PARTS, not PUBLISH)
+        if PUBLISH:
+            looked = 0
+            while (missing > 0) & (looked < patience):
+                found, missing = _seen(states, row, parts, PARTS, False)
+                looked += 1
+            if missing > 0:
+                for i in range(parts):
+                    _publish(states, row * parts + i, _state(_part(x, row, i, TILE_N, -math.inf)))
+                while missing > 0:
+                    found, missing = _seen(states, row, parts, PARTS, False)
+                part = _part(x, row, number, TILE_N, -math.inf)  # which takes no registers until now
+        there = ct.arange(PARTS, dtype=ct.int32) < parts
+        tops = ct.where(there, _low(found >> 32), -math.inf)
+        base = _base(ct.max(tops))
+        total = ct.sum(ct.where(there, _low(found) * _exp(tops - base, x.dtype), 0.0))
+        out = _exp(_again(part, TWICE) - base, x.dtype) * (1.0 / total)
+        ct.scatter(y, at(y, row, span(number, TILE_N)), out.astype(y.dtype))
+
+
+@ct.kernel
+def softmax_backward_wide_kernel(
+    dy, y, dx, states, patience, TILE_N: Int, PARTS: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool, OVERLAP: Bool
+):
+    """As :func:`softmax_wide_kernel`; the state of a part is its sum of y * dy."""
+    if OVERLAP and not FINISH:
+        ct.grid_dependency_control_launch_dependents()
+    row, number, parts = _parts(y, TILE_N)
+    out, up = _part(y, row, number, TILE_N, 0), _part(dy, row, number, TILE_N, 0)
+    if OVERLAP and FINISH:
+        ct.grid_dependency_control_wait()
+    if PUBLISH:
+        _publish(states, ct.bid(0), _backward_state(out, up))
+    if FINISH:
+        found, missing = _seen(states, row, parts, PARTS, not PUBLISH)
+        if PUBLISH:
+            looked = 0
+            while (missing > 0) & (looked < patience):
+                found, missing = _seen(states, row, parts, PARTS, False)
+                looked += 1
+            if missing > 0:
+                for i in range(parts):
+                    state = _backward_state(_part(y, row, i, TILE_N, 0), _part(dy, row, i, TILE_N, 0))
+                    _publish(states, row * parts + i, state)
+                while missing > 0:
+                    found, missing = _seen(states, row, parts, PARTS, False)
+                out, up = _part(y, row, number, TILE_N, 0), _part(dy, row, number, TILE_N, 0)
+        there = ct.arange(PARTS, dtype=ct.int32) < parts
+        total = ct.sum(ct.where(there, _low(found), 0.0))
+        grad = _again(out, TWICE) * (_again(up, TWICE) - total)
+        ct.scatter(dx, at(dx, row, span(number, TILE_N)), grad.astype(dx.dtype))
+
+
+# Longer rows do not fit into the registers of one block, or are slower there: forward, backward, by bytes a value.
+MAX_HELD = ({2: 32768, 4: 16384}, {2: 16384, 4: 16384})
+# How many blocks a multiprocessor has for 16-bit rows, by their columns, if their values are converted TWICE: forward,
 # backward. The fastest for 8192 rows on an H200, where shorter ones are as fast without.
-TWICE = ({16384: 3, 32768: 2}, {8192: 3, 16384: 2, 32768: 1})
+TWICE = ({16384: 3, 32768: 2}, {8192: 3, 16384: 2})
+# Columns of a part of longer rows, warps, blocks a multiprocessor: the fastest for 512 rows of 128256 and more.
+WIDE = ({2: (16384, 8, 4), 4: (8192, 8, 4)}, {2: (8192, 4, 4), 4: (4096, 4, 4)})
+FEW = (4096, 4, None)
+PATIENCE = 1000  # about a millisecond
+CLEARED = 1024  # states a block
+MAX_COLUMNS = 2**25  # of more parts no block could hold the states
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(m: int, n: int, device: int, backward: bool, bf16: bool) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
+def plan(m: int, n: int, device: int, backward: bool, size: int) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
     """(kernel, grid, tile constants) for rows [m, n] that a block holds, on CUDA device ``device`` (-1: CPU)."""
     m = m if n else 0  # without columns there is nothing to launch
     tile_n = next_power_of_2(n)
     # Short rows share a block, as long as there are blocks for every multiprocessor.
-    tile_m = max(1, min(4096 // tile_n, next_power_of_2(m // (4 * sm_count(device)))))
+    shared = 4096 if backward or tile_n < 1024 else 2048
+    tile_m = max(1, min(shared // tile_n, next_power_of_2(m // (4 * sm_count(device)))))
     elements = tile_m * tile_n
-    occupancy = TWICE[backward].get(tile_n) if bf16 else None
+    occupancy = TWICE[backward].get(tile_n) if size == 2 else None
     twice = occupancy is not None
     if backward:
         kernel, warps = softmax_backward_kernel, 8
@@ -134,25 +239,40 @@ def plan(m: int, n: int, device: int, backward: bool, bf16: bool) -> tuple[ct.ke
     return hinted(kernel, num_worker_warps=warps, occupancy=occupancy), grid, (tile_m, tile_n, twice)
 
 
-def wide_plan(n: int, backward: bool) -> tuple[ct.kernel, int]:
-    """(kernel, columns of a tile) for rows of n columns that no block holds."""
-    if backward:
-        kernel, tile, warps, occupancy = softmax_backward_wide_kernel, *((4096, 8, 1) if n < 65536 else (2048, 8, 2))
-    else:
-        kernel, tile, warps, occupancy = softmax_wide_kernel, *((8192, 8, 1) if n < 65536 else (4096, 4, 2))
-    return hinted(kernel, num_worker_warps=warps, occupancy=occupancy), tile
+@functools.lru_cache(maxsize=1024)
+def wide_plan(
+    m: int, n: int, device: int, backward: bool, size: int
+) -> tuple[ct.kernel, int, bool, tuple[int, int], bool]:
+    """(kernel, number of all parts, whether one launch takes them, tile constants, TWICE) for longer rows [m, n]."""
+    tile_n, warps, occupancy = WIDE[backward][size]
+    few = m * ct.cdiv(n, tile_n) < 2 * sm_count(device)
+    if few:
+        tile_n, warps, occupancy = FEW
+    parts = ct.cdiv(n, tile_n)
+    # Blocks do not wait for others of which it is not sure that they run at the same time.
+    at_once = not few and parts <= sm_count(device)
+    kernel = softmax_backward_wide_kernel if backward else softmax_wide_kernel
+    kernel = hinted(kernel, num_worker_warps=warps, occupancy=occupancy)
+    return kernel, m * parts, at_once, (tile_n, next_power_of_2(parts)), size == 2
 
 
 def _launch(like, arrays, rows, backward):
     """Launches what computes the last of ``arrays`` from the others, all shaped as ``rows``."""
-    (m, n), device = size_of(rows), like.get_device()
-    bf16 = rows.dtype == torch.bfloat16
-    if next_power_of_2(n) <= MAX_HELD[not bf16]:
-        kernel, grid, tiles = plan(m, n, device, backward, bf16)
+    (m, n), device, size = size_of(rows), like.get_device(), rows.element_size()
+    # Half of the multiprocessors or fewer would hold rows of more than 16384 columns alone.
+    if next_power_of_2(n) <= (MAX_HELD[backward][size] if 2 * m >= sm_count(device) else 16384):
+        kernel, grid, tiles = plan(m, n, device, backward, size)
         launch(like, grid, kernel, (*arrays, *tiles))
         return
-    kernel, tile = wide_plan(n, backward)
-    launch(like, (m,), kernel, (*arrays, tile))
+    kernel, parts, at_once, tiles, twice = wide_plan(m, n, device, backward, size)
+    overlap = overlaps(device)
+    states = torch.empty(parts, dtype=torch.int64, device=like.device)
+    args = (*arrays, states, PATIENCE, *tiles)
+    if at_once:
+        launch(like, (ct.cdiv(parts, CLEARED),), clear_kernel, (states, CLEARED, overlap))
+    else:
+        launch(like, (parts,), kernel, (*args, True, False, twice, overlap))
+    launch(like, (parts,), kernel, (*args, at_once, True, twice, overlap), overlap=overlap)
 
 
 def _rows_along(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -211,6 +331,8 @@ def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         raise UnsupportedError("x is not fp32, fp16 or bf16")
     if x.dim() == 0:
         raise UnsupportedError("x has no dimensions")
+    if x.size(dim) > MAX_COLUMNS:
+        raise UnsupportedError(f"rows have more than {MAX_COLUMNS} columns")
     if torch.is_grad_enabled() and x.requires_grad:
         return Softmax.apply(x, dim)
     return softmax_forward(x, dim)
