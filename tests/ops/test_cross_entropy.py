@@ -15,6 +15,7 @@ from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import cross_entropy
 from tilegym.ops import fused_linear_cross_entropy
+from tilegym.ops.cutile import cross_entropy as kernels
 from tilegym.ops.cutile.cross_entropy import cross_entropy_backward
 from tilegym.ops.cutile.cross_entropy import cross_entropy_forward
 from tilegym.ops.pytorch.cross_entropy import cross_entropy as reference
@@ -73,6 +74,27 @@ class Test_CrossEntropy(PyTestCase):
         kwargs["logits"][0, :5000] = -INF  # a whole tile without a maximum
         kwargs["logits"][2, 60000] = 50.0
         self.assertCorrectness(cross_entropy, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.fixture
+    def many_multiprocessors(self, monkeypatch):
+        """More than rows: their parts have blocks of their own."""
+        monkeypatch.setattr(kernels, "sm_count", lambda device: 132)
+        monkeypatch.setattr(kernels, "parts_of", kernels.parts_of.__wrapped__)
+
+    @dtypes()
+    @pytest.mark.parametrize(
+        "options", [{}, {"label_smoothing": 0.2, "softcap": 30.0, "z_loss": 1e-3, "reduction": "sum"}], ids=str
+    )
+    @pytest.mark.parametrize("shape", [(3, 9000), (1, 2, 4097)], ids=str)
+    def test_few_rows(self, shape, dtype, options, many_multiprocessors):
+        kwargs = arguments(*shape, dtype=dtype, **options)
+        kwargs["logits"][..., 0, 4096:] = -40.0
+        self.assertCorrectness(cross_entropy, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+    def test_special_values_of_few_rows(self, label_smoothing, many_multiprocessors):
+        self.test_special_values(9000, label_smoothing)
+        self.test_an_ignored_row_may_hold_anything(5000)
 
     @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
     @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -215,6 +237,10 @@ class Test_CrossEntropy(PyTestCase):
         options = (-100, cap, smoothing, 1e-4)
         assert_launches_compile(lambda: cross_entropy_forward(x, target, *options))
         assert_launches_compile(lambda: cross_entropy_backward(scale, x, target, lse, *options))
+
+    def test_few_rows_compile(self, many_multiprocessors):
+        x, target = torch.empty(4, 128256, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+        assert_launches_compile(lambda: cross_entropy_forward(x, target, -100, 30.0, 0.1, 1e-4))
 
     @gpu
     def test_graph_capture(self):

@@ -4,9 +4,10 @@
 z-loss, x capped to ``c * tanh(x / c)`` first where there is a soft cap c.
 
 The forward pass reads a row once: its maximum and sum are computed together, tile by tile (Milakov and Gimelshein 2018,
-arXiv:1805.02867). The backward pass is elementwise: ``dx = p * (1 + 2 * z * lse) - (1 - s) * onehot - s / V``, times
-the cap's slope ``1 - (x / c)^2``. A row whose target is ignored has the loss and the gradient 0, whatever its logits;
-one whose target is no class has NaN.
+arXiv:1805.02867). Fewer rows than there are multiprocessors are cut into parts, which many blocks take, and a second
+launch puts together what they found. The backward pass is elementwise:
+``dx = p * (1 + 2 * z * lse) - (1 - s) * onehot - s / V``, times the cap's slope ``1 - (x / c)^2``. A row whose target
+is ignored has the loss and the gradient 0, whatever its logits; one whose target is no class has NaN.
 """
 
 import functools
@@ -26,8 +27,10 @@ from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import rows_of
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
@@ -61,14 +64,21 @@ def _above(logit, base, unit):
     return ct.where(logit * unit >= base, 0.0, logit * unit - base)
 
 
+def _chosen(x, target, rows):
+    """The targets of rows, and the logits of those."""
+    label = ct.gather(target, rows)
+    return label, ct.gather(x, (rows, label))
+
+
 def _write_losses(
-    x, target, losses, lses, ignore_index, rows, base, total, mean, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float
-):
+    x, label, logit, losses, lses, ignore_index, rows, base, total, mean,
+    SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float,
+):  # fmt: skip
     """From the sum ``total`` of the powers relative to ``base``, both in the kernel's unit, and the mean of the row."""
-    unit, classes, label = _unit(x.dtype), x.shape[1], ct.gather(target, rows)
+    unit, classes = _unit(x.dtype), x.shape[1]
     is_class = (label == ignore_index) | ((label >= 0) & (label < classes))
     log_sum = ct.where(is_class, ct.log(total), math.nan)
-    chosen = _capped(ct.gather(x, (rows, label)).astype(ct.float32), SOFTCAP)
+    chosen = _capped(logit.astype(ct.float32), SOFTCAP)
     # Differences to the maximum first, rounded as in the sum: lse - chosen would cancel.
     loss = log_sum - _above(chosen, base, unit) * (1.0 / unit)
     if SMOOTHING > 0.0:
@@ -96,7 +106,8 @@ def cross_entropy_kernel(
     part = ct.where(cols < x.shape[1], part, -math.inf) * _unit(x.dtype)
     base = _base(ct.max(part, axis=1, keepdims=True))
     total = ct.sum(_power(part - base, x.dtype), axis=1, keepdims=True)
-    _write_losses(x, target, losses, lses, ignore_index, rows, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
+    chosen = _chosen(x, target, rows)
+    _write_losses(x, *chosen, losses, lses, ignore_index, rows, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
 
 
 def _add(x, row, cols, top, sums, totals, SOFTCAP: Float, SMOOTHING: Float, INSIDE: Bool):
@@ -133,7 +144,47 @@ def cross_entropy_wide_kernel(
     base = _base(ct.max(top))
     total = ct.sum(sums * _power(top - base, x.dtype))
     mean = ct.sum(totals) / classes
-    _write_losses(x, target, losses, lses, ignore_index, row, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
+    chosen = _chosen(x, target, row)
+    _write_losses(x, *chosen, losses, lses, ignore_index, row, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
+
+
+@ct.kernel
+def cross_entropy_parts_kernel(x, states, SOFTCAP: Float, SMOOTHING: Float, TILE_N: Int, OVERLAP: Bool):
+    """states: [parts of all rows, 3], of TILE_N columns each: their maximum, the sum of their powers relative to it,
+    and, with smoothing, their sum."""
+    if OVERLAP:
+        ct.grid_dependency_control_launch_dependents()
+    classes, parts = x.shape[1], ct.cdiv(x.shape[1], TILE_N)
+    row, cols = ct.bid(0) // parts, span(ct.bid(0) % parts, TILE_N)
+    part = _capped(ct.gather(x, (row, cols), padding_value=-math.inf).astype(ct.float32), SOFTCAP)
+    if SMOOTHING > 0.0:
+        ct.scatter(states, (ct.bid(0), 2), ct.sum(ct.where(cols < classes, part, 0.0)))
+    part = ct.where(cols < classes, part, -math.inf) * _unit(x.dtype)
+    top = ct.max(part)
+    ct.scatter(states, (ct.bid(0), 0), top)
+    ct.scatter(states, (ct.bid(0), 1), ct.sum(_power(part - _base(top), x.dtype)))
+
+
+@ct.kernel
+def cross_entropy_finish_kernel(
+    x, target, losses, lses, ignore_index, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float, states, TILE_N: Int,
+    PARTS: Int, OVERLAP: Bool,
+):  # fmt: skip
+    """As :func:`cross_entropy_kernel`, one row a block, from the states of its parts, at most PARTS."""
+    row, index, parts = ct.bid(0), ct.arange(PARTS, dtype=ct.int32), ct.cdiv(x.shape[1], TILE_N)
+    if OVERLAP:
+        ct.grid_dependency_control_launch_dependents()
+    chosen = _chosen(x, target, row)
+    if OVERLAP:
+        ct.grid_dependency_control_wait()
+    place = ct.where(index < parts, row * parts + index, -1)
+    tops = ct.gather(states, (place, 0), padding_value=-math.inf)
+    base = _base(ct.max(tops))
+    total = ct.sum(ct.gather(states, (place, 1)) * _power(tops - base, x.dtype))
+    mean = 0.0
+    if SMOOTHING > 0.0:
+        mean = ct.sum(ct.gather(states, (place, 2))) / x.shape[1]
+    _write_losses(x, *chosen, losses, lses, ignore_index, row, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
 
 
 @ct.kernel
@@ -162,8 +213,9 @@ def cross_entropy_backward_kernel(
 
 
 @ct.kernel
-def add_losses_kernel(losses, target, out, number, ignore_index, TILE: Int, MEAN: Bool):
+def add_losses_kernel(losses, target, out, number, ignore_index, TILE: Int, MEAN: Bool, OVERLAP: Bool):
     """out: [1], the sum of losses [M], or their mean over the rows that are not ignored; number: [1], that of those."""
+    begin(OVERLAP)
     sums = ct.zeros((TILE,), ct.float32)
     counts = ct.zeros((TILE,), ct.int32)
     for tile in range(ct.cdiv(target.shape[0], TILE)):
@@ -187,6 +239,17 @@ def forward_plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], in
     return hinted(cross_entropy_wide_kernel, num_worker_warps=4, occupancy=3), (m,), 8, 1024
 
 
+PART = 4096  # columns
+MOST_PARTS = 1024  # of a row
+
+
+@functools.lru_cache(maxsize=1024)
+def parts_of(m: int, n: int, device: int) -> int:
+    """Into how many parts each row of logits [m, n] is cut; 0: whole rows are enough work for all multiprocessors."""
+    parts = ct.cdiv(n, PART)
+    return parts if m < sm_count(device) and 1 < parts <= MOST_PARTS else 0
+
+
 def _like_targets(logits, target, *_):
     new = functools.partial(target.new_empty, dtype=torch.float32)
     return new(target.shape), new((*target.shape, 2))
@@ -199,11 +262,20 @@ def cross_entropy_forward(
     """The loss of every row, and the two terms of its lse, [*target.shape, 2], in fp32; softcap 0: none."""
     rows = rows_of(logits)
     losses, lse = _like_targets(logits, target)
-    kernel, grid, *tile = forward_plan(*rows.shape, logits.get_device())
+    (m, n), device = rows.shape, logits.get_device()
     arrays = (rows, target, losses, lse)
     if target.dim() != 1:
         arrays = (rows, target.reshape(-1), losses.view(-1), lse.view(-1, 2))
-    launch(logits, grid, kernel, (*arrays, ignore_index, softcap, smoothing, z_loss, *tile))
+    args = (*arrays, ignore_index, softcap, smoothing, z_loss)
+    if parts := parts_of(m, n, device):
+        overlap, states = overlaps(device), losses.new_empty((m * parts, 3))
+        kernel = hinted(cross_entropy_parts_kernel, num_worker_warps=4)
+        launch(logits, (m * parts,), kernel, (rows, states, softcap, smoothing, PART, overlap))
+        tile = (states, PART, next_power_of_2(parts), overlap)
+        launch(logits, (m,), cross_entropy_finish_kernel, (*args, *tile), overlap=overlap)
+        return losses, lse
+    kernel, grid, *tile = forward_plan(m, n, device)
+    launch(logits, grid, kernel, (*args, *tile))
     return losses, lse
 
 
@@ -222,7 +294,9 @@ def add_losses(
     out, number = losses.new_empty(()), losses.new_empty(())
     if target.dim() != 1:
         losses, target = losses.view(-1), target.reshape(-1)
-    launch(losses, (1,), add_losses_kernel, (losses, target, out.view(1), number.view(1), ignore_index, 1024, mean))
+    overlap = overlaps(losses.get_device())
+    args = (losses, target, out.view(1), number.view(1), ignore_index, 1024, mean, overlap)
+    launch(losses, (1,), add_losses_kernel, args, overlap=overlap)
     return out, number
 
 
