@@ -4,6 +4,7 @@ The providers of one shape are timed in alternating rounds on the same inputs, s
 """
 
 import contextlib
+import gc
 import os
 import time
 from collections import Counter
@@ -198,7 +199,8 @@ def _judge(benchmark: Benchmark, inputs: Inputs, session: Session, gradients: bo
                     baseline = Candidate(name, provider, inputs, session)
                     return check.Judge.of(oracle, baseline.results(gradients), session.dtype)
             except Exception as error:
-                reasons.append(error)
+                # Its frames hold the tensors of the call, which may be most of the GPU's memory.
+                reasons.append(error.with_traceback(None))
         raise reasons[0]
 
 
@@ -217,7 +219,12 @@ def _checked(
                 candidate = Candidate(name, provider, inputs, session)
                 verdict = judge.check(candidate.results(gradients))
         except Exception as error:  # whatever a foreign provider raises is a row of the report
-            yield None, {"provider": name, "status": "failed", "note": _why(error)}
+            failure = _why(error)
+        else:
+            failure = None
+        if failure is not None:
+            gc.collect()  # the failed call's tensors may be most of the GPU's memory
+            yield None, {"provider": name, "status": "failed", "note": failure}
             continue
         if name == OURS and candidate.is_listed and session.wants(CUTILE):
             queue.append((CUTILE, Provider(benchmark.ours, jit=True, context=slower.ignored)))
