@@ -117,6 +117,16 @@ def rows_table(table, monkeypatch, request):
     recording.forget()
 
 
+def test_widths_count_where_the_table_names_them(rows_table, monkeypatch):
+    rows = {"linear": {"float32[16] float32[16]": 8}}
+    slower.file_of(GPU, slower.FOLDER).write_text(json.dumps({"gpu": GPU, "slower": {}, "from_rows": rows}))
+    slower._entries.cache_clear()
+    monkeypatch.setattr(ops.linear.op, "is_slower", slower.lookup_of("linear"))
+    assert served(linear_of(8)) == ["pytorch"] and served(linear_of(7)) == ["cutile"]
+    x, weight = torch.randn(8, 32), torch.randn(24, 32)
+    assert served(lambda: ops.linear(x, weight)) == ["cutile"]
+
+
 def linear_of(*sizes, dtype=torch.float32, **options):
     x, weight = torch.randn(*sizes, 16).to(dtype), torch.randn(24, 16).to(dtype)
     return lambda: ops.linear(x, weight, **options)
@@ -173,9 +183,10 @@ def test_rows_of_lists():
     assert (
         slower.rows_of((None, a), {}) == 13 and slower.rows_of((), {"x": a[0]}) == 3 and slower.rows_of((1,), {}) == 0
     )
-    assert slower.kind_of("gradients [float32[8,16] float32[8,16]] [bfloat16[4]] mode=x") == (
-        "gradients [float32] [bfloat16] mode=x"
-    )
+    lists = "gradients [float32[8,16] float32[8,16]] [bfloat16[4]] mode=x"
+    assert slower.kind_of(lists) == "gradients [float32] [bfloat16] mode=x"
+    assert slower.kind_of(lists, widths=True) == "gradients [float32[16]] [bfloat16[4]] mode=x"
+    assert slower.kind_of("float32[2,8] float32[3] transpose_a=True trans_b=True x=True") == "float32 float32 x=True"
 
 
 def test_ops_without_an_entry_are_not_looked_up(table, monkeypatch):

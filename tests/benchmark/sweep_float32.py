@@ -4,7 +4,8 @@
 
 Without tf32 there are no tensor cores for fp32: for many rows cuBLAS is far ahead, for one or few memory decides. Each
 op is timed with backend="cutile" and backend="pytorch" at several numbers of rows and the sizes of some models, as fp32
-and with tf32 allowed, and the number from which on PyTorch wins at all of them is printed. ``--write`` puts the numbers
+and with tf32 allowed, and the number from which on PyTorch wins at all of them is printed; of attention for each head
+dimension. ``--write`` puts the numbers
 into the file for this GPU that ``write_slower.py`` writes the other calls to.
 """
 
@@ -168,7 +169,7 @@ def measured(group: Group, rows: int, name: str, timer: CudaTimer) -> Point:
         return torch.autograd.grad(first, args, first)[1] if group.gradients else first
 
     with precision(name), slower.ignored(), torch.set_grad_enabled(group.gradients):
-        kind = slower.kind_of(slower.describe(function.op.signature, tuple(args), kwargs))
+        kind = slower.kind_of(slower.describe(function.op.signature, tuple(args), kwargs), widths=group.op == "fmha")
         ours, theirs = call("cutile"), call("pytorch")
         error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
         if not error <= TOLERANCE[name]:

@@ -91,9 +91,11 @@ def describe(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) 
     return " ".join(parts)
 
 
-def kind_of(described: str) -> str:
-    """A call that :func:`describe` named, without its sizes: ``float32 float32``; a list counts as a tensor of it."""
-    return re.sub(r"\[(\w+)(?: \1)*\]", r"[\1]", re.sub(r"(?<=\w)\[[\d,]*\]", "", described))
+def kind_of(described: str, widths: bool = False) -> str:
+    """A call that :func:`describe` named, without its sizes: ``float32 float32``; or with its tensors' last ones, as
+    ``float32[128] float32[128]``. A list counts as a tensor of it. Which operand is transposed does not count."""
+    kind = re.sub(r"(?<=\w)\[(?:\d+,)*(\d+)\]", r"[\1]" if widths else "", described)
+    return re.sub(r"\[([^ ]+)(?: \1)*\]", r"[\1]", re.sub(r" trans(?:pose)?_[ab]=\w+", "", kind))
 
 
 def rows_of(args: tuple, kwargs: dict[str, Any]) -> int:
@@ -167,8 +169,9 @@ class Lookup:
             call = describe(dispatcher._op(self.op).signature, args, kwargs)
         except TypeError:  # arguments that the op does not take: the call itself says so
             return False
-        least = entries.from_rows.get(kind_of(call))
-        return call in entries.calls or (least is not None and rows_of(args, kwargs) >= least)
+        kinds = (kind_of(call), kind_of(call, widths=True))
+        least = [entries.from_rows[kind] for kind in kinds if kind in entries.from_rows]
+        return call in entries.calls or (bool(least) and rows_of(args, kwargs) >= min(least))
 
 
 def _gpu_of(values: tuple) -> str | None:

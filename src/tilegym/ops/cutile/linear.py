@@ -101,11 +101,12 @@ def gemv_plan(k: int, bits: int, device_index: int) -> tuple[ct.kernel, int, int
     """(kernel, TILE_N, TILE_K, OVERLAP) for a row of k elements of so many bits.
 
     The fastest on an H200, launch behind launch in a graph, in bf16: 6144x4096 in 13.3 us (3791 GB/s), 4096x4096 in
-    9.5 us (3552), 4096x14336 in 28.2 us (4162).
+    9.5 us (3552), 4096x14336 in 28.2 us (4162). In fp32, cache cold, 4096x4096 takes 21.1 us (25.5 with as many bytes
+    in a tile), 14336x4096 64.7 (68.5), 1024x3584 10.8 (11.7).
     """
     if device_index < 0:
         return gemv_kernel, 8, 64, False
-    tile_n, tile_k, occupancy = (4, 8192 // bits, 6) if k <= 8192 else (8, 4096 // bits, 4)
+    tile_n, tile_k, occupancy = (4, 8192 // bits, 6) if k <= 8192 and bits < 32 else (8, 4096 // bits, 4)
     return hinted(gemv_kernel, occupancy=occupancy), tile_n, min(tile_k, next_power_of_2(k)), overlaps(device_index)
 
 

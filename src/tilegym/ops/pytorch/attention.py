@@ -65,6 +65,9 @@ def attention(
             mask = _visible_keys(queries, keys, True, None, None, q.device)
         return _spelled_out(q, k, v, scaling, soft_cap, sinks, mask, dropout)
     groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.is_cuda and q.dtype == torch.float32:
+        # Of SDPA's kernels for fp32 only the one that writes all scores down takes grouped heads.
+        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     if mask is None:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=causal_in_sdpa, scale=scaling, enable_gqa=groups > 1
