@@ -93,14 +93,14 @@ def gpu_plans(hopper: bool):
         yield
 
 
-def real_arguments(tokens, oss):
+def real_arguments(tokens, oss, top_k=8):
     """Of the launch functions, in Qwen3-30B-A3B's sizes and its layout or gpt-oss's; the tensors have no contents."""
 
     def empty(*size):
         return torch.empty(size, dtype=torch.bfloat16)
 
     w1, w2 = empty(128, 1536, 2048), empty(128, 2048, 768)
-    routed = torch.empty(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int64)
+    routed = torch.empty(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int64)
     if not oss:
         return empty(tokens, 2048), w1, w2, *routed, 0, None, None, None, False, False, 1.0, None
     biases = empty(128, 1536), empty(128, 2048)
@@ -223,13 +223,29 @@ class Test_FusedMoE(PyTestCase):
         kwargs["topk_ids"][3], kwargs["topk_ids"][:, 1] = 5, 2  # as often as it is named
         self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
 
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @dtypes(torch.float16, torch.bfloat16)
+    def test_as_many_blocks_as_run_at_once(self, dtype, layout):
+        """Blocks with several tiles each, and those for experts that no token chose."""
+        tile = moe_experts.Tile(32, 32)
+        plan = moe_experts.Plan(16, False, tile, tile, persistent=True)
+        kwargs = arguments((40, 2, 7, 72, 48), dtype, **LAYOUTS[layout])
+        kwargs["topk_ids"][kwargs["topk_ids"] == 3] = -1
+        with (
+            mock.patch.object(moe_experts, "choose", lambda *_, **__: plan),
+            mock.patch.object(moe_experts, "sm_count", lambda device: 3),
+        ):
+            self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
+
     def test_weights_are_read_for_few_rows_only(self):
         """Decoding must not compute 128 rows an expert."""
         with gpu_plans(hopper=True):
             heights = {
                 tokens: moe_experts.choose(tokens, 8, 128, 2, False, 0).rows for tokens in (1, 16, 64, 512, 8192)
             }
-        assert heights == {1: 0, 16: 16, 64: 16, 512: 64, 8192: 128}
+            alone = moe_experts.choose(1, 2, 8, 2, False, 0).rows, moe_experts.choose(1, 8, 128, 4, False, 0).rows
+        assert heights == {1: 16, 16: 16, 64: 16, 512: 64, 8192: 128}
+        assert alone == (0, 0)
 
     def test_three_runs_are_equal(self):
         kwargs = arguments((40, 3, 4, 48, 24), torch.bfloat16)
@@ -275,14 +291,15 @@ class Test_FusedMoE(PyTestCase):
         self.assertCompiledEqualsEager(call, *(kwargs[n] for n in ("hidden_states", "w1", "w2", "topk_weights")))
 
     @pytest.mark.parametrize("layout", ["concatenated", "gpt-oss"])
-    @pytest.mark.parametrize("tokens", [1, 16, 32, 4096])
-    def test_compiles_for_every_architecture(self, tokens, layout):
+    @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (16, 8), (32, 8), (4096, 8)])
+    def test_compiles_for_every_architecture(self, tokens, top_k, layout):
         """The kernels for Qwen3-30B-A3B's sizes."""
         oss = layout == "gpt-oss"
         # With Hopper's plan a kernel of many rows takes long to compile, and twice as long for the others.
         architectures = ("sm_90",) if tokens > 1000 and not oss else ARCHITECTURES
         with gpu_plans(hopper=len(architectures) == 1):
-            assert_launches_compile(lambda: moe_experts.moe_forward(*real_arguments(tokens, oss), None), architectures)
+            args = real_arguments(tokens, oss, top_k)
+            assert_launches_compile(lambda: moe_experts.moe_forward(*args, None), architectures)
 
     def test_kernels_that_would_wait_for_registers_do_not_pass(self):
         x, w = torch.empty(16, 2048, dtype=torch.bfloat16), torch.empty(8, 768, 2048, dtype=torch.bfloat16)
@@ -290,12 +307,15 @@ class Test_FusedMoE(PyTestCase):
         with pytest.raises(AssertionError, match="wait for registers"):
             assert_compiles(waiting_kernel, args, ("sm_90",))
 
-    @pytest.mark.parametrize("tokens", [1, 16, 512])
-    def test_overlapping_launches_compile(self, tokens):
+    @pytest.mark.parametrize(
+        ("tokens", "top_k", "oss", "count"),
+        [(1, 2, False, 2), (16, 8, False, 4), (512, 8, False, 6), (4096, 8, True, 7)],
+    )
+    def test_overlapping_launches_compile(self, tokens, top_k, oss, count):
         """OVERLAP, every kernel's last argument, needs compute capability 9.0."""
         with gpu_plans(hopper=True), recorded_launches() as launches:
-            moe_experts.moe_forward(*real_arguments(tokens, False), None)
-        assert len(launches) == {1: 2, 16: 4, 512: 6}[tokens]
+            moe_experts.moe_forward(*real_arguments(tokens, oss, top_k), None)
+        assert len(launches) == count
         for kernel, args in launches:
             assert args[-1] is False
             assert_compiles(kernel, (*args[:-1], True), ("sm_90",))

@@ -6,6 +6,7 @@ from tilegym.ops.cutile.geglu import _gate
 from tilegym.ops.cutile.pointwise import over_one_plus_exp
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.moe_experts import ACTIVATIONS
 
@@ -86,6 +87,44 @@ def moe_activation_kernel(
     at = (ct.bid(0) // tiles, span(ct.bid(0) % tiles, TILE_N))
     g, u = ct.gather(gate, at).astype(ct.float32), ct.gather(up, at).astype(ct.float32)
     ct.scatter(h, at, activated(g, u, alpha, limit, h.dtype, KIND, GATED, LIMITED).astype(h.dtype))
+
+
+def half_of(words, which: Int, dtype):
+    """In a kernel: of numbers in 16 bits, two in each of ``words``, the first (0) or the second ones (1), in fp32."""
+    bits = words >> 16 if which else words & 0xFFFF
+    return ct.bitcast(bits.astype(ct.uint16), dtype).astype(ct.float32)
+
+
+@ct.kernel
+def moe_interleaved_activation_kernel(
+    g,  # [R, I] of uint32: a gate and an up in each, in 16 bits
+    b_gate,  # [E, I] if BIAS, else 0
+    b_up,
+    expert_of,  # [blocks]
+    h,  # [R, I]
+    alpha,
+    limit,
+    BLOCK: Int,
+    TILE_M: Int,
+    TILE_N: Int,
+    BIAS: Bool,
+    KIND: Int,
+    LIMITED: Bool,
+    OVERLAP: Bool,
+):
+    """h = act(gate + b_gate, up + b_up), where a block of BLOCK rows has an expert."""
+    begin(OVERLAP)
+    tiles = ct.cdiv(h.shape[1], TILE_N)
+    m, n = ct.bid(0) // tiles, ct.bid(0) % tiles
+    expert = ct.load(expert_of, (m * TILE_M // BLOCK,), (1,)).item()
+    if expert >= 0:
+        words = ct.load(g, (m, n), (TILE_M, TILE_N))
+        gate, up = half_of(words, 0, h.dtype), half_of(words, 1, h.dtype)
+        if BIAS:
+            at = (expert, span(n, TILE_N))
+            gate = gate + ct.gather(b_gate, at).astype(ct.float32)[None, :]
+            up = up + ct.gather(b_up, at).astype(ct.float32)[None, :]
+        ct.store(h, (m, n), activated(gate, up, alpha, limit, h.dtype, KIND, True, LIMITED).astype(h.dtype))
 
 
 @ct.kernel

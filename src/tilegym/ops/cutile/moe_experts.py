@@ -1,6 +1,6 @@
 """The forward pass of ``fused_moe`` in cuTile, from one token to many.
 
-A few pairs of token and expert: ``moe_decode.py``, two launches. More: the pairs are sorted by expert into blocks of
+A token and its few experts: ``moe_decode.py``, two launches. More: the pairs are sorted by expert into blocks of
 rows (``moe_align.py``) as tall as the experts' shares suggest, the tokens' rows are copied there, unless they are so
 few that all tokens are a block of each expert, two grouped GEMMs follow (``moe_gemm.py``), the first with the
 activation behind it, and each token adds up its rows. For gradients the first GEMM's result is kept
@@ -17,6 +17,7 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.ops.cutile.matmul import GROUP_M
 from tilegym.ops.cutile.matmul import uses_tf32
+from tilegym.ops.cutile.moe_activation import moe_interleaved_activation_kernel
 from tilegym.ops.cutile.moe_align import launch_align
 from tilegym.ops.cutile.moe_decode import moe_gemv_down_kernel
 from tilegym.ops.cutile.moe_decode import moe_gemv_up_kernel
@@ -30,6 +31,7 @@ from tilegym.ops.cutile.moe_gemm import moe_up_kernel
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
+from tilegym.ops.cutile.tiling import sm_count
 
 
 class Tile(NamedTuple):
@@ -44,13 +46,15 @@ class Tile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Tiles for one problem. ``rows`` a block, 0 for products of matrix and vector, ``pairwise`` in three launches."""
+    """Tiles for one problem. ``rows`` a block, 0 for products of matrix and vector, ``pairwise`` in three launches;
+    ``persistent``: GEMMs in as many blocks as run at once."""
 
     rows: int
     weight_left: bool
     up: Tile
     down: Tile
     pairwise: bool = False
+    persistent: bool = False
 
 
 MAX_ROWS = 128  # of a block
@@ -69,10 +73,11 @@ def choose(
 ) -> Plan:
     """The plan for ``tokens`` x ``top_k`` pairs; with ``as_vectors`` few of them are not sorted.
 
-    Measured on an H200 with the experts of Qwen3-30B-A3B in bf16, up and down: 1 token 23 + 16 us as vectors and, with
-    three launches more, 22 + 14 sorted; 4 tokens 61 + 38 and 55 + 35; 64 tokens 192 + 106 (4130 and 3734 GB/s), with
-    blocks of 32 rows 3 % more; 512 tokens 212 + 116, with blocks of 32 or 128 rows at least 8 % more; 8192 tokens
-    681 + 410 (605 and 503 TFLOP/s).
+    Measured on an H200 in bf16 with the experts of Qwen3-30B-A3B: 1 token 36.5 us as vectors, 32.0 with all tokens in
+    each block, 2 tokens 54.2 and 51.3, 4 tokens 95.5 and 82.2; 64 tokens 192 us up and 106 down (4130 and 3734 GB/s),
+    with blocks of 32 rows 3 % more; 512 tokens 212 + 116, with blocks of 32 or 128 rows at least 8 % more; 8192 tokens
+    1308 in all, and 1245 where the second GEMM is persistent. Of gpt-oss-20b 8192 tokens take 2794 us, and 5108 with
+    the activation in the first GEMM.
     """
     pairs = tokens * top_k
     share = pairs / experts
@@ -80,15 +85,17 @@ def choose(
     as_vectors = as_vectors and (tokens == 1 or 4 * pairs <= experts)
     if device < 0:
         return Plan(0 if as_vectors else 16, share < 2, Tile(16, 32), Tile(32, 32), transposed)
-    if as_vectors:
+    # Tensor cores, where they multiply, read the matrices of several experts faster.
+    if as_vectors and (itemsize == 4 or pairs < 4):
         if transposed:
             # Columns are the unit of access, and a block takes many: of gpt-oss's four pairs only 90 blocks would come.
             return Plan(0, False, Tile(16, 256 // itemsize), Tile(32, 256 // itemsize), True)
         k = 512 // itemsize
         return Plan(0, False, Tile(8, k, TRIPLED), Tile(8, k))
     if tokens <= FEW_TOKENS:
-        up = Tile(64, 128 // itemsize, TRIPLED) if transposed else Tile(64, 256 // itemsize, PAIRED)
-        return Plan(16, True, up, Tile(128, 256 // itemsize, PAIRED))
+        if transposed:
+            return Plan(16, True, Tile(64, 128 // itemsize, TRIPLED), Tile(64, 256 // itemsize, TRIPLED))
+        return Plan(16, True, Tile(64, 256 // itemsize, PAIRED), Tile(128, 256 // itemsize, PAIRED))
     if share <= 24:
         rows = 16 if share <= 8 else 32
         return Plan(rows, True, Tile(64, 256 // itemsize, PAIRED), Tile(64, 256 // itemsize, TRIPLED))
@@ -98,7 +105,7 @@ def choose(
     if share <= 128:
         return Plan(64, False, Tile(64, 64, PAIRED), Tile(128, 64, PAIRED))
     if is_hopper(device):
-        return Plan(MAX_ROWS, False, Tile(128, 64, WARPS_8), Tile(256, 64, WARPS_8))
+        return Plan(MAX_ROWS, False, Tile(128, 64, WARPS_8), Tile(256, 64, WARPS_8), persistent=True)
     return Plan(MAX_ROWS, False, Tile(64, 64), Tile(128, 64))
 
 
@@ -175,10 +182,12 @@ def grouped(
     c: torch.Tensor, transposed: bool,
 ) -> None:  # fmt: skip
     """Writes each block of rows of ``x`` times its expert's matrix to ``c``."""
-    tile, overlap = plan.down, overlaps(x.get_device())
-    grid = (expert_of.shape[0] * -(-c.shape[1] // tile.n),)
+    tile, device = plan.down, x.get_device()
+    overlap, persistent = overlaps(device), plan.persistent and bias is None
+    tiles = expert_of.shape[0] * -(-c.shape[1] // tile.n)
+    grid = (min(tiles, sm_count(device)) if persistent else tiles,)
     arrays = (x, w, 0 if bias is None else bias, expert_of, c)
-    flags = (transposed, bias is not None, plan.weight_left, uses_tf32(x.dtype), overlap)
+    flags = (transposed, bias is not None, plan.weight_left, uses_tf32(x.dtype), persistent, overlap)
     launch(x, grid, tile.of(grouped_gemm_kernel), (*arrays, plan.rows, tile.n, tile.k, GROUP_M, *flags), overlap)
 
 
@@ -237,10 +246,20 @@ def moe_forward(
     if not few:
         x = hidden.new_empty(total, width)
         spread(hidden, rows, x)
-    tile = plan.up
-    grid = (expert_of.shape[0] * -(-inner // tile.n),)
-    sizes = (plan.rows, tile.n, tile.k, GROUP_M, *options, plan.weight_left, uses_tf32(hidden.dtype), few, overlap)
-    launch(out, grid, tile.of(moe_up_kernel), (x, *up.arrays, expert_of, h, alpha, bound, *sizes), overlap)
+    if up.gate == INTERLEAVED and plan.persistent:
+        # To tell gates from ups in an accumulator takes longer than to store and read them.
+        g = hidden.new_empty(total, 2 * inner)
+        grouped(plan, x, up.arrays[0], None, expert_of, g, True)
+        tile_m, tile_n = 2, 1024
+        arrays = (g.view(torch.uint32), *up.arrays[2:], expert_of, h, alpha, bound)
+        flags = (plan.rows, tile_m, tile_n, up.biased, kind, limit is not None, overlap)
+        grid = (total // tile_m * -(-inner // tile_n),)
+        launch(out, grid, moe_interleaved_activation_kernel, (*arrays, *flags), overlap)
+    else:
+        tile = plan.up
+        grid = (expert_of.shape[0] * -(-inner // tile.n),)
+        sizes = (plan.rows, tile.n, tile.k, GROUP_M, *options, plan.weight_left, uses_tf32(hidden.dtype), few, overlap)
+        launch(out, grid, tile.of(moe_up_kernel), (x, *up.arrays, expert_of, h, alpha, bound, *sizes), overlap)
     grouped(plan, h, w2, b2, expert_of, y, w2_transposed)
     combine(y, rows, weights, shared, out)
     return out

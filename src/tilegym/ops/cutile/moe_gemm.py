@@ -57,11 +57,20 @@ def zeros_for(TILE_M: Int, TILE_N: Int, WEIGHT_LEFT: Bool):
     return ct.zeros((TILE_N, TILE_M) if WEIGHT_LEFT else (TILE_M, TILE_N), dtype=ct.float32)
 
 
-def product(x, w, expert, m, n, TILE_M: Int, TILE_N: Int, TILE_K: Int, TRANSPOSED: Bool, WEIGHT_LEFT: Bool, TF32: Bool):
-    """In a kernel: tile (m, n) of x times the expert's matrix, in fp32; transposed if WEIGHT_LEFT."""
+def product(
+    x, w, expert, m, n, TILE_M: Int, TILE_N: Int, TILE_K: Int, TRANSPOSED: Bool, WEIGHT_LEFT: Bool, TF32: Bool,
+    MAY_BE_NONE: Bool = False,
+):  # fmt: skip
+    """In a kernel: tile (m, n) of x times the expert's matrix, in fp32; transposed if WEIGHT_LEFT.
+
+    MAY_BE_NONE: of the expert -1 it is 0.
+    """
     acc = zeros_for(TILE_M, TILE_N, WEIGHT_LEFT)
     step = depth(x.dtype, TILE_K, TF32)
-    for k in range(ct.cdiv(x.shape[1], step)):
+    steps = ct.cdiv(x.shape[1], step)
+    if MAY_BE_NONE:
+        steps = ct.where(expert >= 0, steps, 0).item()
+    for k in range(steps):
         rows = load_rows(x, m, k, TILE_M, step, WEIGHT_LEFT)
         weight = load_weight(w, expert, n, k, TILE_N, step, TRANSPOSED, WEIGHT_LEFT)
         acc = multiply(rows, weight, acc, WEIGHT_LEFT, TF32)
@@ -175,17 +184,26 @@ def grouped_gemm_kernel(
     BIAS: Bool,
     WEIGHT_LEFT: Bool,
     TF32: Bool,
+    PERSISTENT: Bool,
     OVERLAP: Bool,
 ):
-    """Each block of rows times its expert's matrix."""
+    """Each block of rows times its expert's matrix. PERSISTENT, without BIAS: by no more blocks than run at once, which
+    store a tile while they load the next."""
     begin(OVERLAP)
-    m, n = tile_of_block(ct.bid(0), expert_of.shape[0], ct.cdiv(c.shape[1], TILE_N), GROUP_M)
-    expert = scalar_at(expert_of, m)
-    if expert >= 0:
-        acc = product(x, w, expert, m, n, TILE_M, TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT, TF32)
-        if BIAS:
-            acc = acc + load_bias(bias, expert, n, TILE_N, WEIGHT_LEFT)
-        store_rows(c, m, n, acc, WEIGHT_LEFT)
+    n_tiles, sizes = ct.cdiv(c.shape[1], TILE_N), (TILE_M, TILE_N, TILE_K, TRANSPOSED, WEIGHT_LEFT, TF32)
+    if PERSISTENT:
+        for block in range(ct.bid(0), expert_of.shape[0] * n_tiles, ct.num_blocks(0)):
+            m, n = tile_of_block(block, expert_of.shape[0], n_tiles, GROUP_M)
+            # With a branch the tensor cores' instructions would wait for each other: what is left over gets zeros.
+            store_rows(c, m, n, product(x, w, scalar_at(expert_of, m), m, n, *sizes, True), WEIGHT_LEFT)
+    else:
+        m, n = tile_of_block(ct.bid(0), expert_of.shape[0], n_tiles, GROUP_M)
+        expert = scalar_at(expert_of, m)
+        if expert >= 0:
+            acc = product(x, w, expert, m, n, *sizes)
+            if BIAS:
+                acc = acc + load_bias(bias, expert, n, TILE_N, WEIGHT_LEFT)
+            store_rows(c, m, n, acc, WEIGHT_LEFT)
 
 
 @ct.kernel
