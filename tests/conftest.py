@@ -4,6 +4,7 @@ The interpreter keeps the typed kernels, hundreds of thousands of objects; Pytho
 often that it took a third of the tests' time. It comes by less often here.
 """
 
+import contextlib
 import gc
 import os
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tilegym.backend import recording
+from tilegym.backend import slower
 
 WAITS = (5, 20, 60)  # seconds; other processes' large tests end within them
 
@@ -51,6 +53,13 @@ def freed_memory():
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def slower_calls_stay():
+    """Tests of kernels shall run them, also where dispatch would turn to PyTorch for being faster on this GPU."""
+    with slower.ignored() if torch.cuda.is_available() else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,11 @@ from tilegym.bench.spec import shape as shape_of
 GPU = "Test GPU 9000"
 
 
+@pytest.fixture(autouse=True)
+def slower_calls_stay():
+    """Not here."""
+
+
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     """A table for GPU, which the tensors of this test seem to be on; softmax has an entry."""
