@@ -1,5 +1,8 @@
+import functools
+
 import pytest
 import torch
+from common import ARCHITECTURES
 from common import HAS_GPU
 from common import PyTestCase
 from common import assert_launches_compile
@@ -8,9 +11,11 @@ from common import dtypes
 from common import gpu
 from common import randn
 
+from tilegym import interpreter
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import group_norm
+from tilegym.ops.cutile import group_norm as kernels
 from tilegym.ops.cutile.group_norm import group_norm_backward
 from tilegym.ops.cutile.group_norm import group_norm_forward
 from tilegym.ops.pytorch.group_norm import group_norm as reference
@@ -36,6 +41,40 @@ class Test_GroupNorm(PyTestCase):
     def test_op(self, backend, dtype, shape, num_groups):
         kwargs = arguments(shape, num_groups, dtype=dtype)
         self.assertCorrectness(group_norm, reference, kwargs, {"backend": backend}, gradient=True)
+
+    @pytest.fixture(params=["parts", "given up", "two kernels"])
+    def cut(self, request, monkeypatch):
+        """As groups are cut that are larger than a block, by blocks that wait, or soon compute what they wait for."""
+        monkeypatch.setattr(kernels, "PARTS", {True: ((64, 1),) * 3, False: ((64, 1),) * 3})
+        monkeypatch.setattr(kernels, "parts_plan", kernels.parts_plan.__wrapped__)
+        monkeypatch.setattr(kernels, "sm_count", lambda device: 0 if request.param == "two kernels" else 1000)
+        if request.param != "parts":
+            monkeypatch.setattr(kernels, "PATIENCE", 2)
+        elif not HAS_GPU:
+            at_once = functools.partial(interpreter.launch, order="threads", sanitize=False)
+            monkeypatch.setattr(interpreter, "launch", at_once)
+            threads = torch.get_num_threads()
+            torch.set_num_threads(32)
+            request.addfinalizer(lambda: torch.set_num_threads(threads))
+
+    @dtypes()
+    @pytest.mark.parametrize(("shape", "num_groups"), [((2, 12, 5, 7), 3), ((1, 6, 150), 2), ((2, 40, 9), 2)], ids=str)
+    def test_groups_of_several_blocks(self, shape, num_groups, dtype, cut):
+        kwargs = arguments(shape, num_groups, dtype=dtype)
+        kwargs["input"] += 10.0
+        self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("missing", [("bias",), ("weight",)], ids="+".join)
+    def test_groups_of_several_blocks_without(self, missing, cut):
+        kwargs = arguments((2, 6, 50), 3) | dict.fromkeys(missing)
+        self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("value", [float("nan"), 0.0], ids=str)
+    def test_special_values_in_several_blocks(self, value, cut):
+        kwargs = arguments((2, 6, 50), 3, dtype=torch.bfloat16)
+        kwargs["input"][0, 1, 3] = value
+        kwargs["input"][1] = value
+        self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"})
 
     @pytest.mark.parametrize("shape", [(2, 12, 80), (2, 4, 5000)], ids=str)
     def test_a_large_mean_does_not_cancel(self, shape):
@@ -116,12 +155,15 @@ class Test_GroupNorm(PyTestCase):
             with pytest.raises(error, match=f"group_norm: {message}"):
                 group_norm(**arguments((2, 6, 3), 3) | wrong, backend=backend)
 
-    def test_compiles_for_every_architecture(self):
-        x, dy = (torch.empty(2, 320, 1024, dtype=torch.bfloat16) for _ in range(2))
-        w, statistics = torch.empty(320, dtype=torch.bfloat16), torch.empty(2 * 320)
-        assert_launches_compile(lambda: group_norm_forward(x, 32, w, w.clone(), 1e-5))
-        arrays = (dy, x, statistics, statistics.clone())
-        assert_launches_compile(lambda: group_norm_backward(*arrays, 32, w, 1e-5, True, True, torch.bfloat16))
+    @pytest.mark.parametrize(("multiprocessors", "architectures"), [(0, ("sm_90",)), (132, ARCHITECTURES)])
+    def test_compiles_for_every_architecture(self, multiprocessors, architectures, monkeypatch):
+        monkeypatch.setattr(kernels, "parts_plan", kernels.parts_plan.__wrapped__)
+        monkeypatch.setattr(kernels, "sm_count", lambda device: multiprocessors)
+        x, dy = (torch.empty(2, 320, 4096, dtype=torch.bfloat16) for _ in range(2))
+        w, statistics = torch.empty(320, dtype=torch.bfloat16), torch.empty(2 * 32, 3)
+        assert_launches_compile(lambda: group_norm_forward(x, 32, w, w.clone(), 1e-5), architectures)
+        arrays = dy, x, statistics
+        assert_launches_compile(lambda: group_norm_backward(*arrays, 32, w, True, True, torch.bfloat16), architectures)
 
     @gpu
     def test_more_than_32_bits_of_elements(self):

@@ -1,8 +1,10 @@
 """Group normalisation, ``y = (x - mean) * rstd * w + b`` with mean and variance over a group of channels.
 
-Kernels take x as [B * C, S], a channel of a sample a row. A first kernel reads it once and leaves each row's mean and
-sum of squared differences to it; tiles are merged as Chan, Golub and LeVeque 1979 do, so that nothing cancels. A second
-one merges those of a group in the same way, and writes y.
+Kernels take x as [B * C, S], a channel of a sample a row. Most groups are cut into parts, which as many blocks hold in
+their registers: see :mod:`tilegym.ops.cutile.group_norm_parts`. Groups of more parts than can be sure to have blocks at
+the same time take two kernels. The first one reads x once and leaves each row's mean and sum of squared differences to
+it; tiles are merged as Chan, Golub and LeVeque 1979 do, so that nothing cancels. The second one merges those of a group
+in the same way, and writes y.
 
 Backward: a first kernel leaves each row's ``sum(dy)`` and ``sum(dy * xhat)``. With ``g = dy * w``, those of a group
 give the means in ``dx = rstd * (g - mean(g) - xhat * mean(g * xhat))``, and those of a channel, added up over batches,
@@ -18,6 +20,10 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.group_norm_parts import clear_kernel
+from tilegym.ops.cutile.group_norm_parts import group_norm_parts_backward_kernel
+from tilegym.ops.cutile.group_norm_parts import group_norm_parts_kernel
+from tilegym.ops.cutile.group_norm_parts import known
 from tilegym.ops.cutile.row_norms import add_rows
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import load
@@ -28,6 +34,8 @@ from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.group_norm import check_group_norm
@@ -82,14 +90,18 @@ def _of_channel(vector, rows, C: Int, GIVEN: Bool):
 
 @ct.kernel
 def group_norm_kernel(
-    x, means, squares, weight, bias, y, eps, S: Int, C: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int, WEIGHT: Bool,
-    BIAS: Bool,
+    x, means, squares, weight, bias, y, statistics, eps, S: Int, C: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int,
+    WEIGHT: Bool, BIAS: Bool,
 ):  # fmt: skip
-    """Given the statistics of the rows; CHANNELS in a group, C in all."""
+    """Given those of the rows, writes ``statistics`` of the groups, too; CHANNELS in a group, C in all."""
     across = ct.cdiv(S, TILE_N)
     rows, cols = span(ct.bid(0) // across, TILE_M), span(ct.bid(0) % across, TILE_N)
     row = load(x, rows, cols)
     mean, off, rstd = _statistics(means, squares, rows, eps, S, CHANNELS)
+    if ct.bid(0) % across == 0:
+        groups = ct.where(rows % CHANNELS == 0, rows // CHANNELS, -1)[:, None]
+        for i, value in ct.static_iter(((0, mean), (1, off), (2, rstd))):
+            ct.scatter(statistics, (groups, i), value)
     w, b = _of_channel(weight, rows, C, WEIGHT), _of_channel(bias, rows, C, BIAS)
     out = (row.astype(ct.float32) - mean - off) * rstd
     out = out * w if WEIGHT else out
@@ -97,12 +109,10 @@ def group_norm_kernel(
 
 
 @ct.kernel
-def channel_sums_kernel(
-    dy, x, means, squares, sums, products, eps, S: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int
-):  # fmt: skip
+def channel_sums_kernel(dy, x, statistics, sums, products, S: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int):
     """sums, products: [B * C], each row's sum of dy and of dy * xhat."""
     rows = span(ct.bid(0), TILE_M)
-    mean, off, rstd = _statistics(means, squares, rows, eps, S, CHANNELS)
+    mean, off, rstd = known(statistics, rows[:, None] // CHANNELS)
     total = ct.zeros((TILE_M, TILE_N), ct.float32)
     product = ct.zeros((TILE_M, TILE_N), ct.float32)
     for tile in range(ct.cdiv(S, TILE_N)):
@@ -116,14 +126,14 @@ def channel_sums_kernel(
 
 @ct.kernel
 def group_norm_backward_kernel(
-    dy, x, means, squares, sums, products, weight, dx, eps, S: Int, C: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int,
+    dy, x, statistics, sums, products, weight, dx, S: Int, C: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int,
     WEIGHT: Bool,
 ):  # fmt: skip
     across = ct.cdiv(S, TILE_N)
     block = ct.num_blocks(0) - 1 - ct.bid(0)  # what the sums were read from last is in the cache still
     rows, cols = span(block // across, TILE_M), span(block % across, TILE_N)
     g, row = load(dy, rows, cols).astype(ct.float32), load(x, rows, cols).astype(ct.float32)
-    mean, off, rstd = _statistics(means, squares, rows, eps, S, CHANNELS)
+    mean, off, rstd = known(statistics, rows[:, None] // CHANNELS)
     of_g, of_product = _of_group(sums, rows, CHANNELS)[0], _of_group(products, rows, CHANNELS)[0]
     if WEIGHT:
         g = g * _of_channel(weight, rows, C, True)
@@ -151,6 +161,46 @@ def tile_plan(rows: int, s: int, channels: int, elements: int) -> tuple[tuple[in
     return (ct.cdiv(rows, tile_m) * ct.cdiv(s, tile_n),), tile_m, tile_n
 
 
+# Elements of a part, and blocks to a multiprocessor: in bf16, the fastest on an H200, and in other dtypes, of which a
+# thread holds half as many; in turn forward, backward, and where parts are few.
+PARTS = {True: ((8192, 6), (8192, 4), (4096, 8)), False: ((4096, 6), (4096, 4), (2048, 8))}
+FEW = 6  # to a multiprocessor
+CLEARED = 1024  # states that a block clears
+PATIENCE = 1000  # about a millisecond
+
+
+def tiles_of(s: int, channels: int, elements: int) -> tuple[int, int, int]:
+    """(parts of a group, TILE_M, TILE_N): as few as there can be, as wide as they can be."""
+    widths = [2**i for i in range(min(elements, next_power_of_2(s)).bit_length())]
+    tiles = ((min(elements // n, next_power_of_2(channels)), n) for n in widths)
+    return min(((ct.cdiv(s, n) * ct.cdiv(channels, m), m, n) for m, n in tiles), key=lambda t: (t[0], -t[2]))
+
+
+@functools.lru_cache(maxsize=1024)
+def parts_plan(
+    groups: int, s: int, channels: int, device: int, backward: bool, bf16: bool
+) -> tuple[ct.kernel, int, tuple[int, int, int]] | None:
+    """(kernel, parts of all groups, (TILE_M, TILE_N, PARTS)), or None where a group has too many parts."""
+    elements, occupancy = PARTS[bf16][backward]
+    parts, *tiles = tiles_of(s, channels, elements)
+    if groups * parts < FEW * sm_count(device):
+        elements, occupancy = PARTS[bf16][2]
+        parts, *tiles = tiles_of(s, channels, elements)
+    # Blocks do not wait for others of which it is not sure that they run at the same time.
+    if parts > sm_count(device):
+        return None
+    kernel = group_norm_parts_backward_kernel if backward else group_norm_parts_kernel
+    kernel = hinted(kernel, num_worker_warps=4, occupancy=occupancy)
+    return kernel, groups * parts, (*tiles, next_power_of_2(parts))
+
+
+def _cleared(parts: int, x: torch.Tensor) -> torch.Tensor:
+    """States of so many parts, zeros."""
+    states = torch.empty(parts, dtype=torch.int64, device=x.device)
+    launch(x, (ct.cdiv(parts, CLEARED),), clear_kernel, (states, CLEARED, overlaps(x.get_device())))
+    return states
+
+
 def _channels(x: torch.Tensor) -> torch.Tensor:
     """``x`` [B, C, ...] as [B * C, S]."""
     batch, channels = x.shape[:2]
@@ -158,30 +208,39 @@ def _channels(x: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_forward(x, num_groups, *_):
-    statistics = x.new_empty(x.shape[0] * x.shape[1], dtype=torch.float32)
-    return contiguous_like(x), statistics, torch.empty_like(statistics)
+    return contiguous_like(x), x.new_empty(x.shape[0] * num_groups, 3, dtype=torch.float32)
 
 
 @compilable(fake=_fake_forward)
 def group_norm_forward(
     x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, and of every channel of every sample the mean and the sum of squared differences to it, [B * C]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y, and of every group of every sample the mean, what rounding left of it, and rstd, [B * groups, 3]."""
     y, rows = contiguous_like(x), _channels(x)
-    m, s = rows.shape
-    c = x.shape[1]
+    (m, s), c, device = rows.shape, x.shape[1], x.get_device()
     in_group = c // num_groups
+    statistics = torch.empty(x.shape[0] * num_groups, 3, dtype=torch.float32, device=x.device)
+    vectors = (0 if weight is None else weight, 0 if bias is None else bias)
+    given, sizes = (weight is not None, bias is not None), (s, c, in_group)
+    plan = parts_plan(len(statistics), s, in_group, device, False, x.dtype == torch.bfloat16) if m * s else None
+    if plan is not None:
+        kernel, parts, tiles = plan
+        overlap, states = False, 0
+        if tiles[-1] > 1:
+            overlap, states = overlaps(device), _cleared(parts, x)
+        args = (rows, *vectors, y.view(m, s), statistics, states, PATIENCE, eps, *sizes, *tiles, *given, overlap)
+        launch(x, (parts,), kernel, args, overlap=overlap)
+        return y, statistics
     means, squares = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
     grid, tile_m, tile_n = reduction_plan(m, s, in_group)
     launch(x, grid, channel_statistics_kernel, (rows, means, squares, s, tile_m, tile_n))
     grid, *tiles = tile_plan(m, s, in_group, 2048)
-    vectors = (0 if weight is None else weight, 0 if bias is None else bias)
-    constants = (s, c, in_group, *tiles, weight is not None, bias is not None)
-    launch(x, grid, group_norm_kernel, (rows, means, squares, *vectors, y.view(m, s), eps, *constants))
-    return y, means, squares
+    arrays = (rows, means, squares, *vectors, y.view(m, s), statistics)
+    launch(x, grid, group_norm_kernel, (*arrays, eps, *sizes, *tiles, *given))
+    return y, statistics
 
 
-def _fake_backward(dy, x, means, squares, num_groups, weight, eps, dweight, dbias, dtype):
+def _fake_backward(dy, x, statistics, num_groups, weight, dweight, dbias, dtype):
     return contiguous_like(x), *(x.new_empty(x.shape[1] if wanted else 0, dtype=dtype) for wanted in (dweight, dbias))
 
 
@@ -189,28 +248,38 @@ def _fake_backward(dy, x, means, squares, num_groups, weight, eps, dweight, dbia
 def group_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
-    means: torch.Tensor,
-    squares: torch.Tensor,
+    statistics: torch.Tensor,
     num_groups: int,
     weight: torch.Tensor | None,
-    eps: float,
     dweight: bool,
     dbias: bool,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of x and, in ``dtype``, of weight and bias, empty where not asked for."""
     dx, dy, rows = contiguous_like(x), _channels(dy), _channels(x)
-    m, s = rows.shape
-    c = x.shape[1]
+    (m, s), c, device = rows.shape, x.shape[1], x.get_device()
     in_group = c // num_groups
-    sums, products = (torch.empty_like(means) if s else torch.zeros_like(means) for _ in range(2))
-    grid, *tiles = reduction_plan(m, s, in_group)
-    # Left to itself the compiler takes registers for two blocks: 16x320x128x128 on an H200 252 us instead of 210.
-    kernel = hinted(channel_sums_kernel, occupancy=4)
-    launch(x, grid, kernel, (dy, rows, means, squares, sums, products, eps, s, in_group, *tiles))
-    grid, *tiles = tile_plan(m, s, in_group, 4096)
-    arrays = (dy, rows, means, squares, sums, products, rows if weight is None else weight, dx.view(m, s))
-    launch(x, grid, group_norm_backward_kernel, (*arrays, eps, s, c, in_group, *tiles, weight is not None))
+    sizes, w = (s, c, in_group), rows if weight is None else weight
+    plan = parts_plan(len(statistics), s, in_group, device, True, x.dtype == torch.bfloat16) if m * s else None
+    if plan is not None:
+        kernel, parts, tiles = plan
+        lines = x.shape[0] * ct.cdiv(s, tiles[1])
+        sums, products = (torch.empty(lines, c, dtype=torch.float32, device=x.device) for _ in range(2))
+        overlap, states = False, 0
+        if tiles[-1] > 1:
+            overlap, states = overlaps(device), _cleared(parts, x)
+        arrays = (dy, rows, statistics, w, dx.view(m, s), sums, products, states, PATIENCE)
+        launch(x, (parts,), kernel, (*arrays, *sizes, *tiles, weight is not None, overlap), overlap=overlap)
+    else:
+        empty = torch.empty if s else torch.zeros
+        sums, products = (empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
+        grid, *tiles = reduction_plan(m, s, in_group)
+        # Left to itself the compiler takes registers for two blocks: 16x320x128x128 on an H200 252 us instead of 210.
+        kernel = hinted(channel_sums_kernel, occupancy=4)
+        launch(x, grid, kernel, (dy, rows, statistics, sums, products, s, in_group, *tiles))
+        grid, *tiles = tile_plan(m, s, in_group, 4096)
+        arrays = (dy, rows, statistics, sums, products, w, dx.view(m, s))
+        launch(x, grid, group_norm_backward_kernel, (*arrays, *sizes, *tiles, weight is not None))
     results = tuple(x.new_empty(c if wanted else 0, dtype=dtype) for wanted in (dweight, dbias))
     pairs = [(t.view(-1, c), out) for t, out in zip((products, sums), results, strict=True) if out.numel()]
     if pairs:
@@ -221,20 +290,19 @@ def group_norm_backward(
 class GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, num_groups, weight, bias, eps):
-        y, means, squares = group_norm_forward(x, num_groups, weight, bias, eps)
-        ctx.save_for_backward(x, means, squares, weight)
-        ctx.options = num_groups, eps
+        y, statistics = group_norm_forward(x, num_groups, weight, bias, eps)
+        ctx.save_for_backward(x, statistics, weight)
+        ctx.num_groups = num_groups
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        x, means, squares, weight = ctx.saved_tensors
-        num_groups, eps = ctx.options
+        x, statistics, weight = ctx.saved_tensors
         _, _, dweight, dbias, _ = ctx.needs_input_grad
         dtype = sums_dtype(weight, ctx.bias_dtype)
-        dx, dw, db = group_norm_backward(dy, x, means, squares, num_groups, weight, eps, dweight, dbias, dtype)
+        dx, dw, db = group_norm_backward(dy, x, statistics, ctx.num_groups, weight, dweight, dbias, dtype)
         dw = dw.to(weight.dtype) if dweight else None
         return dx, None, dw, db.to(ctx.bias_dtype) if dbias else None, None
 
