@@ -157,6 +157,19 @@ class Test_BMM(PyTestCase):
         if shape[1] == 16:
             assert all(cfg.TILE_M * cfg.TILE_N <= 64 * 128 for cfg in suitable)
 
+    def test_what_was_measured_to_be_fastest_suits(self, monkeypatch):
+        monkeypatch.setattr("tilegym.ops.cutile.bmm.sm_count", lambda device: 132)
+        for shape, tile, persistent in (
+            ((32, 4096, 4096), (128, 256), True),
+            ((16, 2048, 2048), (128, 256), True),
+            ((32, 512, 128), (128, 128), False),
+            ((16, 256, 256), (64, 128), False),
+        ):
+            a = c = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            suitable = [cfg for cfg in _configs("sm_90") if _suits(a, c, cfg, "sm_90")]
+            assert {(cfg.TILE_M, cfg.TILE_N) for cfg in suitable} == {tile}
+            assert suitable[0].PERSISTENT == persistent
+
     @gpu
     def test_graph_capture(self):
         a, b, *_ = operands(4, 128, 128, 128, dtype=torch.bfloat16).values()

@@ -205,6 +205,14 @@ class Test_Configs:
             if m * n < 1 << 20:
                 assert suitable[0].TILE_M <= 128, "few tiles must be small ones"
 
+    def test_persistent_where_a_block_has_several_tiles(self, monkeypatch):
+        monkeypatch.setattr("tilegym.ops.cutile.matmul.sm_count", lambda index: 132)
+        a = torch.empty(1, 0, dtype=torch.bfloat16)
+        for m, several in ((128, False), (512, True), (8192, True)):
+            c = torch.empty(m, 8192, device="meta")
+            suitable = [config for config in _configs("sm_90") if _suits(a, c, config, "sm_90")]
+            assert suitable and any(config.PERSISTENT for config in suitable) == several
+
     def test_one_row_more_does_not_change_them(self, monkeypatch):
         monkeypatch.setattr("tilegym.ops.cutile.matmul.sm_count", lambda index: 132)
         a = torch.empty(1, 0, dtype=torch.bfloat16)
