@@ -85,7 +85,7 @@ class Test_CrossEntropy(PyTestCase):
     @pytest.mark.parametrize(
         "options", [{}, {"label_smoothing": 0.2, "softcap": 30.0, "z_loss": 1e-3, "reduction": "sum"}], ids=str
     )
-    @pytest.mark.parametrize("shape", [(3, 9000), (1, 2, 4097)], ids=str)
+    @pytest.mark.parametrize("shape", [(3, 9000), (1, 2, 12289)], ids=str)
     def test_few_rows(self, shape, dtype, options, many_multiprocessors):
         kwargs = arguments(*shape, dtype=dtype, **options)
         kwargs["logits"][..., 0, 4096:] = -40.0
@@ -94,7 +94,7 @@ class Test_CrossEntropy(PyTestCase):
     @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
     def test_special_values_of_few_rows(self, label_smoothing, many_multiprocessors):
         self.test_special_values(9000, label_smoothing)
-        self.test_an_ignored_row_may_hold_anything(5000)
+        self.test_an_ignored_row_may_hold_anything(9000)
 
     @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
     @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])

@@ -247,7 +247,8 @@ MOST_PARTS = 1024  # of a row
 def parts_of(m: int, n: int, device: int) -> int:
     """Into how many parts each row of logits [m, n] is cut; 0: whole rows are enough work for all multiprocessors."""
     parts = ct.cdiv(n, PART)
-    return parts if m < sm_count(device) and 1 < parts <= MOST_PARTS else 0
+    # Two parts are read at once by one block of the other kernel, whose launch is the only one.
+    return parts if m < sm_count(device) and 2 < parts <= MOST_PARTS else 0
 
 
 def _like_targets(logits, target, *_):
