@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from tilegym import ops
 from tilegym.ops.cutile import rms_norm as rms
 from tilegym.ops.cutile import rope
-from tilegym.ops.cutile import row_norms
+from tilegym.ops.cutile import row_norms_backward as row_norms
 from tilegym.ops.cutile import softmax as soft
 from tilegym.ops.cutile import swiglu
 from tilegym.ops.cutile.silu_and_mul import silu_and_mul_backward
@@ -134,7 +134,7 @@ def norm_backward(norm: str, m: int, n: int) -> Group:
         for hint, latency in itertools.product(hints(occupancies=(1, 2, 3, 4, 8)), (0, 4, 6)):
             blocks = min(ct.cdiv(m, tile[0]), SMS * hint["occupancy"])
             parts = [rstd.new_empty(blocks, n) for _ in range(2)]
-            flags = (center, through, True, True, center, False)
+            flags = (True, center, through, True, True, center, False)
             args = (dy, x, added, w, mean, rstd, dx, *parts, 0.0, n, *tile, latency, *flags)
             name = f"whole rows {tile} latency {latency}"
             variants.append(Variant(name, hint, (blocks,), row_norms.backward_kernel, args))

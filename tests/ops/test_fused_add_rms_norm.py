@@ -15,7 +15,7 @@ from tilegym.ops import fused_add_rms_norm
 from tilegym.ops import rms_norm
 from tilegym.ops.cutile.fused_add_rms_norm import add_rms_norm_forward
 from tilegym.ops.cutile.fused_add_rms_norm import add_rms_norm_forward_rstd
-from tilegym.ops.cutile.row_norms import norm_backward
+from tilegym.ops.cutile.row_norms_backward import norm_backward
 from tilegym.ops.pytorch.fused_add_rms_norm import fused_add_rms_norm as reference
 
 SHAPES = [(1, 4), (37, 128), (2, 7, 96), (3, 4099)]
@@ -67,6 +67,11 @@ class Test_FusedAddRMSNorm(PyTestCase):
         kwargs["weight"][:4] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0])
         y, expected = fused_add_rms_norm(**kwargs, backend="cutile")[0], reference(**kwargs)[0]
         torch.testing.assert_close(y, expected, equal_nan=True, atol=2e-2, rtol=2e-2)
+
+    @pytest.mark.parametrize("shape", [(4, 1024), (3, 1100)], ids=str)
+    def test_gradients_of_few_rows(self, shape):
+        """In one launch up to four rows."""
+        self.assertCorrectness(fused_add_rms_norm, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("wanted", ["x", "residual", "weight"])
     def test_gradient_of_one(self, wanted):

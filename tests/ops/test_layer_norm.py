@@ -13,7 +13,7 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import layer_norm
 from tilegym.ops.cutile.layer_norm import layer_norm_forward
 from tilegym.ops.cutile.layer_norm import layer_norm_forward_save
-from tilegym.ops.cutile.row_norms import norm_backward
+from tilegym.ops.cutile.row_norms_backward import norm_backward
 from tilegym.ops.pytorch.layer_norm import layer_norm as reference
 
 SHAPES = [(1, 4), (37, 128), (2, 7, 96), (3, 4099)]
@@ -85,6 +85,11 @@ class Test_LayerNorm(PyTestCase):
             ),
             kwargs, {"backend": backend}, gradient=True,
         )  # fmt: skip
+
+    @pytest.mark.parametrize("shape", [(4, 1024), (3, 1100), (9, 2048)], ids=str)
+    def test_gradients_of_few_rows(self, shape):
+        """In one launch up to four rows."""
+        self.assertCorrectness(layer_norm, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)
 
     def test_gradients_are_the_same_every_time(self):
         kwargs = arguments(300, 64, dtype=torch.bfloat16)

@@ -7,6 +7,7 @@ from common import backends
 from common import dtypes
 from common import gpu
 from common import randn
+from common import recorded_launches
 from common import sanitized
 
 from tilegym.backend import use_backend
@@ -14,7 +15,7 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import rms_norm
 from tilegym.ops.cutile.rms_norm import rms_norm_forward
 from tilegym.ops.cutile.rms_norm import rms_norm_forward_rstd
-from tilegym.ops.cutile.row_norms import norm_backward
+from tilegym.ops.cutile.row_norms_backward import norm_backward
 from tilegym.ops.pytorch.rms_norm import rms_norm as reference
 
 MODES = ["static_persistent", "multi_wave_reload", "multi_wave_cached"]
@@ -101,8 +102,35 @@ class Test_RMSNorm(PyTestCase):
         wanted = tuple({"input", "weight", "bias"} - {frozen})
         self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=wanted)
 
-    def test_gradients_are_the_same_every_time(self):
-        kwargs = arguments(300, 64, dtype=torch.bfloat16)
+    @pytest.mark.parametrize("shape", [(4, 1024), (3, 1100), (9, 2048), (9, 2560), (7, 4096)], ids=str)
+    def test_gradients_of_few_and_of_whole_rows(self, shape):
+        """In one launch up to four rows; tiles as wide as the rows, which take no checks; and neither."""
+        kwargs = arguments(*shape, dtype=torch.float32, bias=True)
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("frozen", ["weight", "bias"])
+    def test_some_gradients_of_few_rows(self, frozen):
+        kwargs = arguments(3, 1024, dtype=torch.float32, bias=True, offset=1.0)
+        wanted = tuple({"input", "weight", "bias"} - {frozen})
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=wanted)
+
+    @pytest.mark.parametrize(
+        ("shape", "kernels"),
+        [
+            ((4, 1024), ["backward_few_kernel"]),
+            ((4, 1000), ["backward_kernel"]),
+            ((33, 1024), ["backward_kernel", "add_blocks_kernel"]),
+        ],
+    )
+    def test_launches_of_the_backward_pass(self, shape, kernels):
+        x, w, rstd = randn(*shape), randn(shape[1]), torch.ones(shape[0])
+        with recorded_launches() as launches:
+            norm_backward(x, x, None, w, None, rstd, 0.0, 1, True, False, torch.float32)
+        assert [kernel._pyfunc.__name__ for kernel, _ in launches] == kernels
+
+    @pytest.mark.parametrize("shape", [(300, 64), (4, 1024)], ids=str)
+    def test_gradients_are_the_same_every_time(self, shape):
+        kwargs = arguments(*shape, dtype=torch.bfloat16)
         kwargs["weight"].requires_grad_()
         runs = []
         for _ in range(2):
@@ -193,9 +221,9 @@ class Test_RMSNorm(PyTestCase):
         x, w = torch.empty(shape, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
         assert_launches_compile(lambda: rms_norm_forward(x, w, None, 1e-6, mode, 0.0, True))
 
-    @pytest.mark.parametrize("n", [2560, 8192, 10000])
-    def test_backward_compiles_for_every_architecture(self, n):
-        x, w, rstd = torch.empty(64, n, dtype=torch.bfloat16), torch.empty(n), torch.empty(64)
+    @pytest.mark.parametrize(("m", "n"), [(4, 2048), (64, 2560), (64, 8192), (64, 10000)])
+    def test_backward_compiles_for_every_architecture(self, m, n):
+        x, w, rstd = torch.empty(m, n, dtype=torch.bfloat16), torch.empty(n), torch.empty(m)
         dy = torch.empty_like(x)
         assert_launches_compile(lambda: norm_backward(dy, x, None, w, None, rstd, 0.0, 1, True, True, torch.bfloat16))
 

@@ -1,8 +1,8 @@
 """``total = x + residual``, rounded to the dtype, and its RMS normalisation, in one pass over memory.
 
 Backward, from the gradients of both outputs: x and residual have the same one, that of ``total`` itself plus what
-comes through the normalisation. ``row_norms.py`` has that pass, and says what the constants of the kernels are; RSTD:
-whether rstd is given.
+comes through the normalisation. ``row_norms_backward.py`` has that pass, ``row_norms.py`` says what the
+constants of the kernels are; RSTD: whether rstd is given.
 """
 
 import functools
@@ -21,13 +21,14 @@ from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
-from tilegym.ops.cutile.row_norms import norm_backward
+from tilegym.ops.cutile.row_norms import outside
 from tilegym.ops.cutile.row_norms import put
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.row_norms import store
 from tilegym.ops.cutile.row_norms import sums_dtype
 from tilegym.ops.cutile.row_norms import whole_rows
+from tilegym.ops.cutile.row_norms_backward import norm_backward
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import SMALL
 from tilegym.ops.cutile.tiling import Bool
@@ -43,15 +44,15 @@ from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.fused_add_rms_norm import check_fused_add_rms_norm
 
 
-def _add(x, residual, rows, cols):
+def _add(x, residual, rows, cols, CHECK: Bool = True):
     """The sum as it is stored, in x's dtype."""
-    a, b = load(x, rows, cols), load(residual, rows, cols)
+    a, b = load(x, rows, cols, CHECK), load(residual, rows, cols, CHECK)
     return (a.astype(ct.float32) + b.astype(ct.float32)).astype(x.dtype)
 
 
-def _store(y, rows, piece, value, TILE_N: Int, PIECES: Int):
+def _store(y, rows, piece, value, TILE_N: Int, PIECES: Int, CHECK: Bool):
     if PIECES == 1:
-        store(y, rows, span(0, TILE_N), value)
+        store(y, rows, span(0, TILE_N), value, CHECK)
     else:
         put(y, ct.bid(0), piece, value)
 
@@ -62,22 +63,24 @@ def add_rms_norm_kernel(
     AT_ONCE: Bool, WEIGHT: Bool, ROUND: Bool, RSTD: Bool,
 ):  # fmt: skip
     """A block reads TILE_M whole rows, as PIECES tiles, and keeps their sums in registers."""
+    check = outside(N, TILE_M, TILE_N * PIECES)
     rows = span(ct.bid(0), TILE_M)
     squares = ct.zeros((TILE_M, TILE_N), ct.float32)
-    pieces, ws = (), ()
+    sums, pieces, ws = (), (), ()
     for piece in ct.static_iter(range(PIECES)):
         cols = span(piece, TILE_N)
-        row, w = _add(x, residual, rows, cols), load_vector(weight, cols, WEIGHT)
+        stored, w = _add(x, residual, rows, cols, check), load_vector(weight, cols, WEIGHT, check)
+        row = stored.astype(ct.float32)
         if AT_ONCE and WEIGHT:
             row = behind(row, w)
-        squares = squares + row.astype(ct.float32) * row.astype(ct.float32)
-        pieces, ws = (*pieces, row), (*ws, w)
+        squares = squares + row * row
+        sums, pieces, ws = (*sums, stored), (*pieces, row), (*ws, w)
     for piece in ct.static_iter(range(PIECES)):
-        _store(total, rows, piece, pieces[piece], TILE_N, PIECES)
+        _store(total, rows, piece, sums[piece], TILE_N, PIECES, check)
     r = rstd_of(squares, eps, N)
     for piece in ct.static_iter(range(PIECES)):
-        out = scaled(pieces[piece].astype(ct.float32) * r, ws[piece], None, y.dtype, OFFSET, ROUND)
-        _store(y, rows, piece, out, TILE_N, PIECES)
+        out = scaled(pieces[piece] * r, ws[piece], None, y.dtype, OFFSET, ROUND)
+        _store(y, rows, piece, out, TILE_N, PIECES, check)
     if RSTD:
         ct.scatter(rstd, rows[:, None], r)
 

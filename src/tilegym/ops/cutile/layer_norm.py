@@ -1,8 +1,8 @@
 """Layer normalisation: ``xhat = (x - mean) * rstd``, ``rstd = rsqrt(mean((x - mean)^2) + eps)``, ``y = xhat * w + b``.
 
 The variance is summed from differences to the mean, never as mean(x^2) - mean(x)^2, which cancels where the mean is
-large. ``row_norms.py`` has the backward pass, and says what the constants of the kernels are; SAVE: whether means and
-rstds are given.
+large. ``row_norms_backward.py`` has the backward pass, ``row_norms.py`` says what the constants of the kernels are;
+SAVE: whether means and rstds are given.
 """
 
 import functools
@@ -23,13 +23,14 @@ from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
-from tilegym.ops.cutile.row_norms import norm_backward
+from tilegym.ops.cutile.row_norms import outside
 from tilegym.ops.cutile.row_norms import rows_over
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.row_norms import store
 from tilegym.ops.cutile.row_norms import sums_dtype
 from tilegym.ops.cutile.row_norms import whole_rows
+from tilegym.ops.cutile.row_norms_backward import norm_backward
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -46,23 +47,31 @@ def _scaled(xhat, weight, bias):
     return scaled(xhat, weight, bias, xhat.dtype, 0.0, False)
 
 
+def _over(total, N: Int):
+    """total / N, correctly rounded but for the rarest: from a product and what it leaves. fp32's own division branches
+    on sm_90, and the compiler spills the row around it; constants are rounded to fp32, which shows in large means."""
+    total = total.astype(ct.float64)
+    first = total * (1.0 / N)
+    return (first + (total - first * N) * (1.0 / N)).astype(ct.float32)
+
+
 @ct.kernel
 def layer_norm_kernel(
     x, weight, bias, y, means, rstds, eps, N: Int, TILE_M: Int, TILE_N: Int, AT_ONCE: Bool, WEIGHT: Bool, BIAS: Bool,
     SAVE: Bool,
 ):  # fmt: skip
     """A block reads TILE_M whole rows and keeps them in registers."""
+    check = outside(N, TILE_M, TILE_N)
     rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
-    row = load(x, rows, cols)
-    w, b = load_vector(weight, cols, WEIGHT), load_vector(bias, cols, BIAS)
+    row = load(x, rows, cols, check).astype(ct.float32)
+    w, b = load_vector(weight, cols, WEIGHT, check), load_vector(bias, cols, BIAS, check)
     if AT_ONCE:
         row = behind(row, w) if WEIGHT else row
         row = behind(row, b) if BIAS else row
-    row = row.astype(ct.float32)
-    mean = ct.sum(row, axis=1, keepdims=True) / N
-    rest = centered(row, mean, cols, N)
+    mean = _over(ct.sum(row, axis=1, keepdims=True), N)
+    rest = centered(row, mean, cols, N) if N != TILE_N else row - mean
     rstd = rstd_of(rest * rest, eps, N)
-    store(y, rows, cols, _scaled(rest * rstd, w, b))
+    store(y, rows, cols, _scaled(rest * rstd, w, b), check)
     if SAVE:
         ct.scatter(means, rows[:, None], mean)
         ct.scatter(rstds, rows[:, None], rstd)
@@ -78,7 +87,7 @@ def layer_norm_reload_kernel(
     tiles = ct.cdiv(N, TILE_N)
     for tile in range(tiles):
         sums = sums + load(x, rows, span(tile, TILE_N)).astype(ct.float32)
-    mean = ct.sum(sums, axis=1, keepdims=True) / N
+    mean = _over(ct.sum(sums, axis=1, keepdims=True), N)
     squares = ct.zeros((TILE_M, TILE_N), ct.float32)
     rests = ct.zeros((TILE_M, TILE_N), ct.float32)
     for i in range(tiles):
@@ -87,8 +96,8 @@ def layer_norm_reload_kernel(
         squares = squares + part * part
         rests = rests + part
     # What rounding left of the mean: a long sum of large values is off by more than one such value's rounding.
-    rest = ct.sum(rests, axis=1, keepdims=True) / N
-    rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) / N - rest * rest + eps)
+    rest = _over(ct.sum(rests, axis=1, keepdims=True), N)
+    rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / N) - rest * rest + eps)
     for tile in range(tiles):
         cols = span(tile, TILE_N)
         w, b = load_vector(weight, cols, WEIGHT), load_vector(bias, cols, BIAS)
@@ -114,9 +123,10 @@ def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int],
     tile_m, tile_n = whole_rows(rows, n, device)
     elements = tile_m * tile_n
     tiles = ct.cdiv(rows, tile_m)
-    warps, occupancy = forward_warps(tiles, elements, device), min(8, 32768 // elements)
+    early = at_once(tiles, device)  # one block a multiprocessor, which takes the registers it needs
+    warps, occupancy = forward_warps(tiles, elements, device), 1 if early else min(8, 32768 // elements)
     kernel = hinted(layer_norm_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (tiles,), (tile_m, tile_n, at_once(tiles, device))
+    return kernel, (tiles,), (tile_m, tile_n, early)
 
 
 def _flat(vector, dims):

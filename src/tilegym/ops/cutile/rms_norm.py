@@ -1,6 +1,7 @@
 """RMS normalisation: ``xhat = x * rstd``, ``rstd = rsqrt(mean(x^2) + eps)``, ``y = xhat * (offset + weight) + bias``.
 
-``row_norms.py`` has the backward pass, and says what the constants of the kernels are; RSTD: whether rstd is given.
+``row_norms_backward.py`` has the backward pass, ``row_norms.py`` says what the constants of the kernels are; RSTD:
+whether rstd is given.
 """
 
 import functools
@@ -18,12 +19,13 @@ from tilegym.ops.cutile.row_norms import behind
 from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
-from tilegym.ops.cutile.row_norms import norm_backward
+from tilegym.ops.cutile.row_norms import outside
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.row_norms import store
 from tilegym.ops.cutile.row_norms import sums_dtype
 from tilegym.ops.cutile.row_norms import whole_rows
+from tilegym.ops.cutile.row_norms_backward import norm_backward
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
@@ -46,15 +48,15 @@ def rms_norm_cached_kernel(
     BIAS: Bool, ROUND: Bool, RSTD: Bool,
 ):  # fmt: skip
     """multi_wave_cached: a block reads TILE_M whole rows and keeps them in registers."""
+    check = outside(N, TILE_M, TILE_N)
     rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
-    row = load(x, rows, cols)
-    w, b = load_vector(weight, cols, WEIGHT), load_vector(bias, cols, BIAS)
+    row = load(x, rows, cols, check).astype(ct.float32)
+    w, b = load_vector(weight, cols, WEIGHT, check), load_vector(bias, cols, BIAS, check)
     if AT_ONCE:
         row = behind(row, w) if WEIGHT else row
         row = behind(row, b) if BIAS else row
-    row = row.astype(ct.float32)
     r = rstd_of(row * row, eps, N)
-    store(y, rows, cols, scaled(row * r, w, b, y.dtype, OFFSET, ROUND))
+    store(y, rows, cols, scaled(row * r, w, b, y.dtype, OFFSET, ROUND), check)
     if RSTD:
         ct.scatter(rstd, rows[:, None], r)
 
@@ -120,9 +122,10 @@ def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.k
         occupancy = 3 if elements <= 4096 else 1
         kernel = hinted(rms_norm_persistent_kernel, num_worker_warps=8, occupancy=occupancy)
         return kernel, (min(tiles, occupancy * sm_count(device)),), (tile_m, tile_n)
-    warps, occupancy = forward_warps(tiles, elements, device), min(8, 32768 // elements)
+    early = at_once(tiles, device)  # one block a multiprocessor, which takes the registers it needs
+    warps, occupancy = forward_warps(tiles, elements, device), 1 if early else min(8, 32768 // elements)
     kernel = hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (tiles,), (tile_m, tile_n, at_once(tiles, device))
+    return kernel, (tiles,), (tile_m, tile_n, early)
 
 
 def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):
