@@ -30,28 +30,37 @@ from torch.nn.attention import sdpa_kernel
 from tilegym.ops.cutile.attention import attention_forward_lse
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
-from tilegym.ops.cutile.attention_backward_kernels import finish_fused_kernel
-from tilegym.ops.cutile.attention_backward_kernels import prepare_fused_kernel
+from tilegym.ops.cutile.attention_backward_rows import finish_fused_kernel
+from tilegym.ops.cutile.attention_backward_rows import prepare_fused_kernel
+from tilegym.ops.cutile.mla import mla_forward_lse
+from tilegym.ops.pytorch.mla import join_parts
 
 os.environ.setdefault("TILEGYM_DISABLE_AUTOTUNE", "1")  # the forward pass only prepares what is measured
 
 
 def tensors_of(device: str, shape: tuple[int, ...], causal: bool) -> dict:
-    b, hq, hkv, s, d = shape
+    b, hq, hkv, s, d, r = shape
     t = {
         "q": empty_or_random(device, b, hq, s, d),
         "k": empty_or_random(device, b, hkv, s, d),
         "v": empty_or_random(device, b, hkv, s, d),
+        "qpe": empty_or_random(device, b, hq, s, r) if r else 0,
+        "kpe": empty_or_random(device, b, 1, s, r) if r else 0,
         "do": empty_or_random(device, b, hq, s, d),
         "out": torch.empty(b, hq, s, d, device=device, dtype=BF16),
         "lse": torch.empty(1, b, hq, s, device=device),
         "delta": torch.empty(1, b, hq, s, device=device),
         "total": torch.empty(b, hq, s, d, device=device),
+        "total_pe": torch.empty(b, hq, s, r, device=device) if r else 0,
+        "dqpe": torch.empty(b, hq, s, r, device=device, dtype=BF16) if r else 0,
+        "dkpe": torch.empty(b, hkv, s, r, device=device, dtype=BF16) if r else 0,
     }
     if device != "cpu":
-        t["out"], t["lse"] = attention_forward_lse(
-            t["q"], t["k"], t["v"], d**-0.5, causal, None, None, None, None, None
-        )
+        qkv, scaling = (t["q"], t["k"], t["v"]), (d + r) ** -0.5
+        if r:
+            t["out"], t["lse"] = mla_forward_lse(*qkv, t["qpe"], t["kpe"], scaling, causal, None, None)
+        else:
+            t["out"], t["lse"] = attention_forward_lse(*qkv, scaling, causal, None, None, None, None, None)
         t["delta"] = (t["do"].float() * t["out"].float()).sum(-1)[None]
     return t | {"dq": torch.empty_like(t["q"]), "dk": torch.empty_like(t["k"]), "dv": torch.empty_like(t["v"])}
 
@@ -59,9 +68,13 @@ def tensors_of(device: str, shape: tuple[int, ...], causal: bool) -> dict:
 def sdpa_backward(backend: SDPBackend, causal: bool, which: int):
     def run(t):
         if backend not in t:
-            leaves = [t[name].detach().requires_grad_() for name in "qkv"]
+            given = (t[name] for name in ("q", "k", "v", "qpe", "kpe"))
+            leaves = [x.detach().requires_grad_() for x in given if isinstance(x, torch.Tensor)]
+            q, k, v, *pe = leaves
+            if pe:
+                q, k = join_parts(q, k, *pe)
             with sdpa_kernel(backend):
-                t[backend] = leaves, F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
+                t[backend] = leaves, F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         leaves, out = t[backend]
         return torch.autograd.grad(out, leaves, t["do"], retain_graph=True)[which]
 
@@ -69,8 +82,9 @@ def sdpa_backward(backend: SDPBackend, causal: bool, which: int):
 
 
 def group_of(kernel: str, shape: tuple[int, ...], causal: bool) -> str:
-    b, hq, hkv, s, d = shape
-    name = f"{kernel} B{b} H{hq}/{hkv} S{s} D{d} {'causal' if causal else 'full'}"
+    b, hq, hkv, s, d, r = shape
+    width = f"D{d} and {r}" if r else f"D{d}"
+    name = f"{kernel} B{b} H{hq}/{hkv} S{s} {width} {'causal' if causal else 'full'}"
     if name not in GROUPS:
         which = 1 if kernel == "dkdv" else 0
         GROUPS[name] = Group(
@@ -80,15 +94,16 @@ def group_of(kernel: str, shape: tuple[int, ...], causal: bool) -> str:
                 "cuDNN, all": sdpa_backward(SDPBackend.CUDNN_ATTENTION, causal, which),
                 "flash, all": sdpa_backward(SDPBackend.FLASH_ATTENTION, causal, which),
             },
-            10 * b * hq * s * s * d * (0.5 if causal else 1) / 1e12,
+            2 * b * hq * s * s * (5 * d + 3 * r) * (0.5 if causal else 1) / 1e12,
             "TFLOP/s",
         )
     return name
 
 
-def constants(d, causal, tile, two_loops, interleave):
+def constants(shape, causal, tile, two_loops, interleave):
+    *_, d, r = shape
     columns = tile[2] if len(tile) > 2 else p2(d)
-    parts = (columns, -(-d // columns))
+    parts = (columns, -(-d // columns), r)
     options = (causal, False, False, 0, 1, False, False, causal, two_loops, False)
     return (*tile[:2], *parts, p2(d), *options, interleave)
 
@@ -100,23 +115,25 @@ def label(tile, two_loops, interleave):
 
 
 def dq(shape, causal, tile, h, two_loops=False, interleave=1):
-    b, hq, _, s, d = shape
+    b, hq, _, s, d, r = shape
     grid = (-(-s // tile[0]) * b * hq,)
-    more = (d**-0.5, 1.0, 0, *constants(d, causal, tile, two_loops, interleave), False)
+    more = ((d + r) ** -0.5, 1.0, 0, *constants(shape, causal, tile, two_loops, interleave), False)
 
     def launches(t):
         arrays = (t["q"], t["k"], t["v"], t["out"], t["do"], t["lse"], 0, 0, t["dq"], t["delta"])
-        return [(grid, attention_dq_kernel, (*arrays, *more))]
+        return [(grid, attention_dq_kernel, (*arrays, t["qpe"], t["kpe"], t["dqpe"], *more))]
 
     VARIANTS.append(Variant(group_of("dq", shape, causal), label(tile, two_loops, interleave), h, launches))
 
 
 def dkdv_launch(t, shape, causal, tile, two_loops, interleave, total):
-    b, _, hkv, s, d = shape
+    b, _, hkv, s, d, r = shape
     grid = (-(-s // tile[1]) * b * hkv,)
-    arrays = (t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], 0, 0, t["dk"], t["dv"])
-    numbers = (d**-0.5, 1.0, 0, *constants(d, causal, tile, two_loops, interleave), isinstance(total, torch.Tensor))
-    return grid, attention_dkdv_kernel, (*arrays, total, *numbers)
+    fused = isinstance(total, torch.Tensor)
+    arrays = (t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], 0, 0, t["dk"], t["dv"], total)
+    parts = (t["qpe"], t["kpe"], t["dkpe"], t["total_pe"] if fused else 0)
+    numbers = ((d + r) ** -0.5, 1.0, 0, *constants(shape, causal, tile, two_loops, interleave), fused)
+    return grid, attention_dkdv_kernel, (*arrays, *parts, *numbers)
 
 
 def dkdv(shape, causal, tile, h, two_loops=False, interleave=1):
@@ -128,10 +145,10 @@ def dkdv(shape, causal, tile, h, two_loops=False, interleave=1):
 
 def around(t, shape, launch, rows=32):
     """What comes before and behind the launch that adds to dq."""
-    b, hq, _, s, d = shape
+    b, hq, _, s, d, r = shape
     grid = (-(-s // rows) * b * hq,)
-    prepare = (t["out"], t["do"], t["delta"], t["total"], rows, p2(d), p2(d))
-    finish = (t["total"], t["dq"], d**-0.5, rows, p2(d))
+    prepare = (t["out"], t["do"], t["delta"], t["total"], t["total_pe"], rows, p2(d), r, p2(d))
+    finish = (t["total"], t["dq"], t["total_pe"], t["dqpe"], (d + r) ** -0.5, rows, p2(d), r)
     return [(grid, prepare_fused_kernel, prepare), launch, (grid, finish_fused_kernel, finish)]
 
 
@@ -170,7 +187,7 @@ TILES = {
     ),
 }
 for d, (dq_tiles, dkdv_tiles, fused_tiles) in TILES.items():
-    shape = (4, 32, 8, 4096, d)
+    shape = (4, 32, 8, 4096, d, 0)
     for causal in (True, False):
         for kernel, tiles, heads in (
             (dq, dq_tiles, (1, 8, 32, 128)),
@@ -181,10 +198,18 @@ for d, (dq_tiles, dkdv_tiles, fused_tiles) in TILES.items():
                 for two_loops in (True, False) if causal else (False,):
                     for interleave in heads if n == 0 else heads[1:2]:
                         kernel(shape, causal, tile, h, two_loops, interleave)
+for causal in (True, False):  # latent attention
+    shape = (4, 16, 16, 4096, 128, 64)
+    for tile, h in (((128, 64, 64), TALL), ((64, 64, 64), PAIR), ((64, 64), PAIR)):
+        dq(shape, causal, tile, h, causal, 8)
+    for tile, h in (((64, 128, 64), TALL), ((64, 128), TALL), ((64, 64, 64), PAIR), ((32, 64, 64), PAIR)):
+        dkdv(shape, causal, tile, h, causal, 4)
+    for tile, h in (((64, 128, 64), TALL), ((64, 128), TALL), ((128, 64), TALL)):
+        fused(shape, causal, tile, h, causal, 8)
 for rows in (16, 32, 64, 128):
     for which in (0, 2):
-        fused((4, 32, 8, 4096, 128), True, (64, 128, 64), TALL, True, 8, rows, which)
-fused((4, 32, 8, 4096, 128), True, (64, 128, 64), TALL, True, 8, 32, 1)
+        fused((4, 32, 8, 4096, 128, 0), True, (64, 128, 64), TALL, True, 8, rows, which)
+fused((4, 32, 8, 4096, 128, 0), True, (64, 128, 64), TALL, True, 8, 32, 1)
 
 
 if __name__ == "__main__":

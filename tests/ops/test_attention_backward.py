@@ -25,12 +25,14 @@ from torch.nn.attention import sdpa_kernel
 
 from tilegym import interpreter
 from tilegym.ops import fmha
+from tilegym.ops.cutile import attention_backward as backward_module
 from tilegym.ops.cutile.attention import attention_forward_lse
 from tilegym.ops.cutile.attention_backward import attention_backward
 from tilegym.ops.cutile.attention_backward import dkdv_configs
 from tilegym.ops.cutile.attention_backward import dq_configs
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
+from tilegym.ops.cutile.attention_backward_rows import sum_heads_kernel
 from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.attention_tiles import interleave_of
 from tilegym.ops.pytorch.attention import fmha as reference
@@ -72,7 +74,7 @@ def named(kernel, args):
 def tile_constants(config, head_dim):
     """The first constants of a kernel, for a head dimension that is a power of two."""
     columns = min(vars(config).get("TILE_P", head_dim), head_dim)
-    return config.TILE_M, config.TILE_N, columns, head_dim // columns, head_dim
+    return config.TILE_M, config.TILE_N, columns, head_dim // columns, 0, head_dim
 
 
 class Test_FMHA_Backward(PyTestCase):
@@ -214,6 +216,22 @@ class Test_FMHA_Backward(PyTestCase):
         kwargs = tensors(*SHAPES[1]) | {"attention_mask": boolean(2, 4, 1, 50), "is_causal": False}
         self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
 
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        [("full", torch.float32), *((name, torch.bfloat16) for name in ("scaling", "padding mask", "mask of heads"))],
+        ids=str,
+    )
+    def test_heads_of_a_group_apart(self, name, dtype, monkeypatch):
+        """Where keys are few, blocks of their own for each query head, and a sum over them."""
+        monkeypatch.setattr(backward_module, "sm_count", lambda device: 10**6)
+        kwargs = {k: v.cpu() for k, v in tensors(*SHAPES[1], dtype=dtype).items()}
+        kwargs |= {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
+        with recorded_launches(run=True) as launches:
+            gradients(kwargs, backend="cutile")
+        assert [kernel for kernel, _ in launches[1:]] == [attention_dq_kernel, attention_dkdv_kernel, sum_heads_kernel]
+        assert_compiles(*launches[-1])
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+
     def test_padded_tiles(self):
         """Whole tiles of keys that are masked for all queries, at either end."""
         mask = torch.zeros(2, 1, 1, 100, dtype=torch.bool, device=device())
@@ -324,8 +342,8 @@ class Test_FMHA_Backward(PyTestCase):
         lse = torch.empty(1, 1, 8, 512)
         tail = (True, False, False, 0, 1, False, False, True)
         for kernel, arrays, configs, more in (
-            (attention_dq_kernel, (q, k, v, q, q, lse, 0, 0, q, lse), dq_configs, (False,)),
-            (attention_dkdv_kernel, (q, k, v, q, lse, lse, 0, 0, k, v, 0), dkdv_configs, (False,)),
+            (attention_dq_kernel, (q, k, v, q, q, lse, 0, 0, q, lse, 0, 0, 0), dq_configs, (False,)),
+            (attention_dkdv_kernel, (q, k, v, q, lse, lse, 0, 0, k, v, 0, 0, 0, 0, 0), dkdv_configs, (False,)),
         ):
             config = configs(arch, head_dim)[0]
             constants = (
@@ -343,7 +361,7 @@ class Test_FMHA_Backward(PyTestCase):
     def test_every_configuration_compiles_with_padding(self, head_dim):
         q, k, v, do, dk, dv = (torch.empty(2, h, 50, head_dim, dtype=torch.bfloat16) for h in (4, 2, 2, 4, 2, 2))
         lse, delta, mask = torch.empty(1, 2, 4, 50), torch.empty(1, 2, 4, 50), torch.empty(2, 1, 1, 50).bool()
-        arrays = (q, k, v, do, lse, delta, mask, 0, dk, dv, 0)
+        arrays = (q, k, v, do, lse, delta, mask, 0, dk, dv, 0, 0, 0, 0, 0)
         for config in dkdv_configs("sm_90", head_dim):
             constants = (
                 *tile_constants(config, head_dim),

@@ -15,14 +15,18 @@ from test_attention_backward import QKV
 from test_attention_backward import gradients
 from test_attention_backward import tile_constants
 from test_attention_backward import with_sinks_of
+from test_mla import SHAPES as LATENT_SHAPES
+from test_mla import tensors as latent_tensors
 
 from tilegym.ops import fmha
+from tilegym.ops import mla
 from tilegym.ops.cutile import attention_backward
 from tilegym.ops.cutile.attention_backward import fused_configs
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
-from tilegym.ops.cutile.attention_backward_kernels import finish_fused_kernel
-from tilegym.ops.cutile.attention_backward_kernels import prepare_fused_kernel
+from tilegym.ops.cutile.attention_backward_rows import finish_fused_kernel
+from tilegym.ops.cutile.attention_backward_rows import prepare_fused_kernel
 from tilegym.ops.pytorch.attention import fmha as reference
+from tilegym.ops.pytorch.mla import mla as latent_reference
 
 FUSED = [prepare_fused_kernel, attention_dkdv_kernel, finish_fused_kernel]
 
@@ -30,15 +34,15 @@ FUSED = [prepare_fused_kernel, attention_dkdv_kernel, finish_fused_kernel]
 @pytest.fixture(autouse=True)
 def fused(monkeypatch):
     monkeypatch.setenv("DISABLE_FALLBACK", "1")
-    monkeypatch.setattr(attention_backward, "FUSED", {(d, c) for d in (64, 128, 256) for c in (True, False)})
+    monkeypatch.setattr(attention_backward, "FUSED", {(d, c) for d in (64, 128, 192, 256) for c in (True, False)})
     monkeypatch.setattr(attention_backward, "FUSED_FROM", 0)
     monkeypatch.setattr(attention_backward, "_has_reductions", lambda device: True)
 
 
-def backward_kernels(kwargs, names=QKV):
+def backward_kernels(kwargs, names=QKV, function=fmha):
     kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     with recorded_launches(run=True) as launches:
-        gradients(kwargs, names, backend="cutile")
+        gradients(kwargs, names, function, backend="cutile")
     return [kernel for kernel, _ in launches[1:]]
 
 
@@ -90,6 +94,14 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         assert all(gradient.isfinite().all() for gradient in gradients(kwargs, backend="cutile"))
         self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
 
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("shape", LATENT_SHAPES, ids=str)
+    def test_latent_attention(self, shape, is_causal):
+        kwargs = latent_tensors(*shape, dtype=torch.bfloat16) | {"is_causal": is_causal}
+        names = (*QKV, "qpe", "kpe")
+        self.assertCorrectness(mla, latent_reference, kwargs, {"backend": "cutile"}, gradient=names)
+        assert backward_kernels(kwargs, names, mla) == FUSED
+
     @pytest.mark.parametrize("head_dim", [64, 128, 256])
     def test_compiles(self, head_dim):
         q, k, v, do, out, dk, dv, dq = (
@@ -113,11 +125,11 @@ class Test_FMHA_Fused_Backward(PyTestCase):
             True,
         )
         kernel = attention_dkdv_kernel.replace_hints(**config.hints)
-        arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total)
+        arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total, 0, 0, 0, 0)
         assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants), ("sm_90",))
         rows = attention_backward.ROWS
-        assert_compiles(prepare_fused_kernel, (out, do, delta, total, rows, head_dim, head_dim), ("sm_90",))
-        assert_compiles(finish_fused_kernel, (total, dq, 0.1, rows, head_dim), ("sm_90",))
+        assert_compiles(prepare_fused_kernel, (out, do, delta, total, 0, rows, head_dim, 0, head_dim), ("sm_90",))
+        assert_compiles(finish_fused_kernel, (total, dq, 0, 0, 0.1, rows, head_dim, 0), ("sm_90",))
 
     @gpu
     def test_graph_capture(self):

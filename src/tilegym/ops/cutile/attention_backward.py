@@ -13,8 +13,9 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.backend.cutile.tuning_key import bucket
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
-from tilegym.ops.cutile.attention_backward_kernels import finish_fused_kernel
-from tilegym.ops.cutile.attention_backward_kernels import prepare_fused_kernel
+from tilegym.ops.cutile.attention_backward_rows import finish_fused_kernel
+from tilegym.ops.cutile.attention_backward_rows import prepare_fused_kernel
+from tilegym.ops.cutile.attention_backward_rows import sum_heads_kernel
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
 from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
@@ -25,26 +26,36 @@ from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.attention_tiles import interleave_of
 from tilegym.ops.cutile.attention_tiles import mask_of_rows
 from tilegym.ops.cutile.matmul import uses_tf32
+from tilegym.ops.cutile.tiling import sm_count
 
-# For which head dimensions (as padded, 64 or more) and whether causal one kernel computes all gradients, where it can;
-# it adds to dq atomically. On an H200 at B4 Hq32 Hkv8 S4096 it takes 3.3 ms instead of 3.6 for D 64, 5.6 instead of 6.2
-# for D 128, 13.3 instead of 14.8 for D 256, and 6.8 instead of 7.7 if causal; where it is not named, two are as fast.
-FUSED = {(64, False), (128, False), (256, False), (256, True)}
+# For which widths (width_of) and whether causal one kernel computes all gradients, where it can; it adds to dq
+# atomically. On an H200 at B4 Hq32 Hkv8 S4096 it takes 3.3 ms instead of 3.6 for D 64, 5.6 instead of 6.2 for D 128,
+# 13.3 instead of 14.8 for D 256, and 6.8 instead of 7.7 if causal; for latent attention, B4 H16 S4096, 3.75 instead of
+# 3.99, but 2.08 instead of 1.99 if causal. Where it is not named, two are as fast or faster.
+FUSED = {(64, False), (128, False), (192, False), (256, False), (256, True)}
 FUSED_FROM = 1024  # queries and keys: for fewer, launches before and behind it weigh more
 ROWS = 32  # of a block of the kernels before and behind it
+ROWS_OF_SUMS = 16  # of a block that adds up the heads of groups
 
 
 def dq_configs(arch: str, tile_d: int) -> list[Config]:
-    """Tiles of the kernel for dq, for head dimensions padded to ``tile_d``, the best first.
+    """Tiles of the kernel for dq, for the width ``tile_d`` (width_of), the best first.
 
     Three tiles of fp32 must fit the registers: dq [TILE_M, D], the scores and their gradient [TILE_M, TILE_N]. On an
     H200 the first ones reach 1106 TFLOP/s of a causal backward pass of B4 Hq32 S4096 D128 in bf16, 845 with D 64 and
     924 of B2 Hq16 with D 256, and are within 1 % of the best without a mask. For D 128 eight heads in turns gain 2 %,
-    and with one loop instead of two the first falls to 767.
+    and with one loop instead of two the first falls to 767. Of causal latent attention, B4 H16 S4096 in parts of 128
+    and 64, the first takes 845 us, the third 883, and 886 one of 128 queries.
     """
     if arch == "cpu":
         return [Config(TILE_M=32, TILE_N=16, TILE_P=32, TWO_LOOPS=True)]
     if arch.startswith(("sm_9", "sm_10")):
+        if tile_d == 192:
+            return [
+                Config(TILE_M=64, TILE_N=64, TILE_P=128, TWO_LOOPS=True, occupancy=2),
+                Config(TILE_M=64, TILE_N=64, TILE_P=128, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2),
+                Config(TILE_M=64, TILE_N=64, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2),
+            ]
         if tile_d > 128:
             return [
                 Config(TILE_M=128, TILE_N=32, TWO_LOOPS=True, num_worker_warps=8),
@@ -64,11 +75,18 @@ def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
     By the same count, with B4 Hq32 Hkv8 S4096, the first ones reach 632 TFLOP/s for D 64, 782 for D 128 and 552 for
     D 256 on an H200, and 640 and 553 for D 64 and 256 without a mask. Heads in turns gain 4 to 11 % in causal passes.
     Loading queries and keys in parts of 64 columns leaves D 128 room for 64 queries in a block that shares its
-    multiprocessor with another: 1.76 ms instead of 1.95 for the second, which takes 32.
+    multiprocessor with another: 1.76 ms instead of 1.95 for the second, which takes 32. Of causal latent attention,
+    B4 H16 S4096, the first two take 1122 and 1182 us; of 512 tokens the third takes 22 and the first 24.
     """
     if arch == "cpu":
         return [Config(TILE_M=16, TILE_N=32, TILE_P=32, TWO_LOOPS=True)]
     if arch.startswith(("sm_9", "sm_10")):
+        if tile_d == 192:
+            return [
+                Config(TILE_M=64, TILE_N=64, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2),
+                Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8),
+                Config(TILE_M=64, TILE_N=64, TILE_P=64, TWO_LOOPS=False),
+            ]
         if tile_d > 128:
             return [
                 Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8),
@@ -95,6 +113,8 @@ def fused_configs(arch: str, tile_d: int) -> list[Config]:
     """
     if arch == "cpu":
         return [Config(TILE_M=16, TILE_N=32, TILE_P=32, TWO_LOOPS=True)]
+    if tile_d == 192:
+        return [Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
     if tile_d > 128:
         return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8)]
     if tile_d > 64:
@@ -111,7 +131,9 @@ def fp32_configs(arch: str, tile_d: int) -> list[Config]:
 
 
 def _suits_queries(q: torch.Tensor, cfg: Config) -> bool:
-    return cfg.TILE_M <= max(64, bucket(q.shape[2]))
+    # Parts of more than 64 columns may be of more columns in all.
+    columns, head_dim = vars(cfg).get("TILE_P", 64), q.shape[3]
+    return cfg.TILE_M <= max(64, bucket(q.shape[2])) and (columns <= 64 or -head_dim % columns < 64)
 
 
 def _suits_keys(k: torch.Tensor, cfg: Config) -> bool:
@@ -124,9 +146,19 @@ def _has_reductions(device: int) -> bool:
     return device >= 0 and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _fuses(device: int, tile_d: int, is_causal: bool, queries: int, keys: int) -> bool:
-    wanted = min(queries, keys) >= FUSED_FROM and (max(64, tile_d), is_causal) in FUSED
+def _fuses(device: int, width: int, is_causal: bool, queries: int, keys: int) -> bool:
+    wanted = min(queries, keys) >= FUSED_FROM and (width, is_causal) in FUSED
     return wanted and _has_reductions(device) and not recording.ask(torch.are_deterministic_algorithms_enabled)
+
+
+def width_of(head_dim: int, tile_r: int, tile_dv: int) -> int:
+    """The columns that tiles are chosen for, in steps of 64: parts need not add up to a power of two."""
+    return min(max(-(-(head_dim + tile_r) // 64) * 64, tile_dv), 256)
+
+
+def _splits(device: int, batch: int, heads: int, kv_heads: int, keys: int) -> bool:
+    """Whether the heads of a group are computed by blocks of their own: tiles of 64 keys leave multiprocessors idle."""
+    return heads > kv_heads and -(-keys // 64) * batch * kv_heads < sm_count(device)
 
 
 @functools.cache
@@ -168,13 +200,33 @@ def attention_backward(
 
     ``out`` and ``lse`` are what attention_forward_lse returned for the same arguments.
     """
+    options = (scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len)
+    dq, dk, dv, _, _, dsinks = launch_backward(do, q, k, v, None, None, out, lse, *options)
+    return dq, dk, dv, dsinks
+
+
+def launch_backward(
+    do, q, k, v, qpe, kpe, out, lse, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len
+) -> tuple[torch.Tensor, ...]:
+    """As attention_backward, of queries and keys whose last columns are in ``qpe`` [B, Hq, Sq, R] and ``kpe``
+    [B, 1, Skv, R], unless these are None: dq, dk, dv, dqpe, dkpe [B, Hkv, Skv, R] of each head, and the gradient of the
+    sinks.
+    """
     batch, heads, queries, head_dim = q.shape
     _, kv_heads, keys, v_dim = v.shape
     do, q, k, v = with_unit_stride(do), with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dqpe = dkpe = tile_r = 0
+    if qpe is None:
+        qpe = kpe = 0
+    else:
+        qpe, kpe, tile_r = with_unit_stride(qpe), with_unit_stride(kpe), tile_of(qpe.shape[3])
+        dqpe, dkpe = torch.empty_like(qpe), kpe.new_empty(batch, kv_heads, keys, kpe.shape[3])
     if q.numel() == 0 or k.numel() == 0:
         dsinks = lse.new_zeros(0 if sinks is None else heads)
-        return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
+        if tile_r:
+            dqpe.zero_(), dkpe.zero_()
+        return dq.zero_(), dk.zero_(), dv.zero_(), dqpe, dkpe, dsinks
     delta = lse.new_empty(1 if sinks is None else 2, batch, heads, queries)
     tile_d, tile_dv = tile_of(head_dim), tile_of(v_dim)
     mask_kind, mask, one_row = mask_of_rows(attention_mask, keys)
@@ -184,43 +236,36 @@ def attention_backward(
     tf32, exact = uses_tf32(dtype), needs_exact(dtype, mask_kind)
     numbers = (scaling, 1.0 if soft_cap is None else soft_cap, 0 if window_size is None else window_size)
     lengths = 0 if kv_len is None else kv_len
-    look = (batch, heads, kv_heads, queries, keys, head_dim, tile_dv, mask_shape, dtype, q.get_device())
-    tune_dq, tune_dkdv = _autotuners(max(tile_d, tile_dv), dtype == torch.float32)
+    look = (batch, heads, kv_heads, queries, keys, head_dim, tile_r, tile_dv, mask_shape, dtype, q.get_device())
+    width = width_of(head_dim, tile_r, tile_dv)
+    tune_dq, tune_dkdv = _autotuners(width, dtype == torch.float32)
 
     def constants(cfg: Config, kind: int, bounded: bool) -> tuple:
         mask_rows = 1 if one_row else cfg.TILE_M
         options = (is_causal, windowed, soft_cap is not None, kind, mask_rows, has_kv_len, exact)
         columns = min(vars(cfg).get("TILE_P", tile_d), tile_d)
-        tile = (cfg.TILE_M, cfg.TILE_N, columns, -(-head_dim // columns), tile_dv)
+        tile = (cfg.TILE_M, cfg.TILE_N, columns, -(-head_dim // columns), tile_r, tile_dv)
         two_loops = cfg.TWO_LOOPS or has_kv_len
         return (*tile, *options, bounded, two_loops, tf32, interleave_of(cfg, is_causal))
 
     def dq_arguments(cfg: Config) -> tuple:
         bounded = is_causal or windowed or has_kv_len or mask_kind == KEY_MASK or keys % cfg.TILE_N != 0
-        arrays = (q, k, v, out, do, lse, mask, lengths, dq, delta)
+        arrays = (q, k, v, out, do, lse, mask, lengths, dq, delta, qpe, kpe, dqpe)
         return (*arrays, *numbers, *constants(cfg, mask_kind, bounded), sinks is not None)
-
-    # Where the heads of a group can have masks of their own, what is masked shows in the loop over them only.
-    own_masks = mask_kind == KEY_MASK and mask_shape[1] > 1
-    dkdv_kind = BOOLEAN_MASK if own_masks else mask_kind
-
-    def dkdv_arguments(cfg: Config) -> tuple:
-        arrays = (q, k, v, do, lse, delta, mask, lengths, dk, dv, 0)
-        return (*arrays, *numbers, *constants(cfg, dkdv_kind, is_causal or windowed), False)
 
     key = (*look, is_causal, windowed, soft_cap is not None, mask_kind, has_kv_len, tf32, sinks is None)
     plain = attention_mask is None and kv_len is None and sinks is None and not exact
-    if plain and _fuses(q.get_device(), max(tile_d, tile_dv), is_causal, queries, keys):
-        total = lse.new_empty(q.shape)
+    if plain and _fuses(q.get_device(), width, is_causal, queries, keys):
+        total, totalpe = lse.new_empty(q.shape), lse.new_empty(qpe.shape) if tile_r else 0
         rows = (-(-queries // ROWS) * batch * heads,)
 
         def fused_arguments(cfg: Config) -> tuple:
-            arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total)
+            arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total, qpe, kpe, dkpe, totalpe)
             bounded = is_causal or windowed or keys % cfg.TILE_N != 0
             return (*arrays, *numbers, *constants(cfg, mask_kind, bounded), True)
 
-        launch(q, rows, prepare_fused_kernel, (out, do, delta, total, ROWS, tile_d, tile_dv))
-        _fused_autotuner(max(tile_d, tile_dv))(
+        launch(q, rows, prepare_fused_kernel, (out, do, delta, total, totalpe, ROWS, tile_d, tile_r, tile_dv))
+        _fused_autotuner(width)(
             None,
             grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads,),
             kernel=attention_dkdv_kernel,
@@ -228,8 +273,22 @@ def attention_backward(
             key=key,
             outputs=("dk", "dv"),
         )
-        launch(q, rows, finish_fused_kernel, (total, dq, scaling, ROWS, tile_d))
-        return dq, dk, dv, lse.new_empty(0)
+        launch(q, rows, finish_fused_kernel, (total, dq, totalpe, dqpe, scaling, ROWS, tile_d, tile_r))
+        return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
+    # Where the heads of a group can have masks of their own, what is masked shows in the loop over them only.
+    own_masks = mask_kind == KEY_MASK and mask_shape[1] > 1
+    dkdv_kind = BOOLEAN_MASK if own_masks else mask_kind
+    # Of each query head, in fp32, where the heads of the keys would be too few blocks.
+    group = heads // kv_heads if not tile_r and _splits(q.get_device(), batch, heads, kv_heads, keys) else 1
+    dk_parts, dv_parts = dk, dv
+    if group > 1:
+        dk_parts = lse.new_empty(batch, heads, keys, head_dim)
+        dv_parts = lse.new_empty(batch, heads, keys, v_dim)
+
+    def dkdv_arguments(cfg: Config) -> tuple:
+        arrays = (q, k, v, do, lse, delta, mask, lengths, dk_parts, dv_parts, 0, qpe, kpe, dkpe, 0)
+        return (*arrays, *numbers, *constants(cfg, dkdv_kind, is_causal or windowed), False)
+
     tune_dq(
         None,
         grid_fn=lambda args, cfg: (-(-queries // cfg.TILE_M) * batch * heads,),
@@ -239,13 +298,16 @@ def attention_backward(
     )
     tune_dkdv(
         None,
-        grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads,),
+        grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads * group,),
         kernel=attention_dkdv_kernel,
         args_fn=dkdv_arguments,
-        key=key,
+        key=(*key, group),
     )
+    if group > 1:
+        blocks = (-(-keys // ROWS_OF_SUMS) * batch * kv_heads,)
+        launch(q, blocks, sum_heads_kernel, (dk_parts, dv_parts, dk, dv, ROWS_OF_SUMS, tile_d, tile_dv, group))
     if sinks is None:
-        return dq, dk, dv, lse.new_empty(0)
+        return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
     # A sink is a key whose value is zero: dP is zero there.
     sink = sinks.float().view(-1, 1)
     if exact:
@@ -253,4 +315,4 @@ def attention_backward(
         p = torch.exp(sink - lse[0] * unit) * lse[1]
     else:
         p = torch.exp2(sink * LOG2E - lse[0])
-    return dq, dk, dv, -(p * delta[1]).sum((0, 2))
+    return dq, dk, dv, dqpe, dkpe, -(p * delta[1]).sum((0, 2))

@@ -5,11 +5,13 @@ With P the probabilities, dP = dO v^T and delta = rowsum(dO * O):
     dS = P * (dP - delta),  dq = scaling * dS k,  dk = scaling * dS^T q,  dv = P^T dO
 
 A block of the first kernel takes TILE_M queries of one head and walks along the keys; it has dq and delta. A block of
-the second takes TILE_N keys of one kv head and walks along the queries of all heads of its group; it has dk and dv.
+the second takes TILE_N keys of one kv head and walks along the queries of all heads of its group, or, where that gives
+few blocks, of one; it has dk and dv.
 Nobody else adds to what a block writes: no atomics, and the same bits in every run.
 
 Queries and keys come in PARTS of TILE_P columns: a head dimension need not be a power of two of them, and of what the
-second kernel adds to dq one part at a time is in registers.
+second kernel adds to dq one part at a time is in registers. One more part of TILE_R columns can lie in arrays of its
+own, as the positional part in latent attention does.
 
 The second kernel can do the whole: FUSED, it adds what its keys give to dq in fp32, atomically, where the first kernel
 would compute scores and dP again; then prepare_fused_kernel comes before it and finish_fused_kernel behind it.
@@ -19,6 +21,13 @@ import math
 
 import cuda.tile as ct
 
+from tilegym.ops.cutile.attention_backward_tiles import add_products
+from tilegym.ops.cutile.attention_backward_tiles import load_parts
+from tilegym.ops.cutile.attention_backward_tiles import load_rows
+from tilegym.ops.cutile.attention_backward_tiles import load_statistic
+from tilegym.ops.cutile.attention_backward_tiles import store_parts
+from tilegym.ops.cutile.attention_backward_tiles import sum_of_products
+from tilegym.ops.cutile.attention_backward_tiles import zero_parts
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
 from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
@@ -33,57 +42,6 @@ from tilegym.ops.cutile.attention_tiles import query_tiles
 from tilegym.ops.cutile.attention_tiles import valid_keys
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
-
-
-def load_rows(x, batch, head, i, ROWS: Int, COLUMNS: Int, TF32: Bool):
-    """Rows of one head of x [B, H, S, D], as the operand of a product."""
-    tile = ct.load(x, (batch, head, i, 0), (1, 1, ROWS, COLUMNS), padding_mode=ct.PaddingMode.ZERO)
-    tile = tile.reshape((ROWS, COLUMNS))
-    return tile.astype(ct.tfloat32) if TF32 else tile
-
-
-def load_parts(x, batch, head, i, ROWS: Int, TILE_P: Int, PARTS: Int, TF32: Bool):
-    """As load_rows, PARTS tiles of TILE_P columns."""
-    tiles = ()
-    for part in ct.static_iter(range(PARTS)):
-        tile = ct.load(x, (batch, head, i, part), (1, 1, ROWS, TILE_P), padding_mode=ct.PaddingMode.ZERO)
-        tile = tile.reshape((ROWS, TILE_P))
-        tiles = (*tiles, tile.astype(ct.tfloat32) if TF32 else tile)
-    return tiles
-
-
-def zero_parts(ROWS: Int, TILE_P: Int, PARTS: Int):
-    tiles = ()
-    for _ in ct.static_iter(range(PARTS)):
-        tiles = (*tiles, ct.zeros((ROWS, TILE_P), dtype=ct.float32))
-    return tiles
-
-
-def sum_of_products(a, b, total, PARTS: Int):
-    """``total`` and a b^T of all parts."""
-    for part in ct.static_iter(range(PARTS)):
-        total = ct.mma(a[part], ct.transpose(b[part]), total)
-    return total
-
-
-def add_products(a, b, totals, PARTS: Int):
-    """``totals[n] + a b[n]`` of all parts."""
-    new = ()
-    for part in ct.static_iter(range(PARTS)):
-        new = (*new, ct.mma(a, b[part], totals[part]))
-    return new
-
-
-def store_parts(x, batch, head, i, tiles, scaling, PARTS: Int):
-    for part in ct.static_iter(range(PARTS)):
-        tile = tiles[part] * scaling
-        ct.store(x, (batch, head, i, part), tile.reshape((1, 1, *tile.shape)).astype(x.dtype))
-
-
-def load_statistic(x, part, batch, head, i, TILE_M: Int):
-    """Of x [parts, B, Hq, Sq] the values of some queries, [TILE_M]."""
-    tile = ct.load(x, (part, batch, head, i), (1, 1, 1, TILE_M), padding_mode=ct.PaddingMode.ZERO)
-    return tile.reshape((TILE_M,))
 
 
 def softmax_backward(
@@ -139,16 +97,16 @@ def cast_operand(tile, like, TF32: Bool):
 
 
 def add_to_dq(
-    state, q_tiles, do_tile, k, v, mask, place, kv_head, positions, partial, limits, statistics, scaling, soft_cap,
-    TILE_N: Int, TILE_P: Int, PARTS: Int, TILE_DV: Int, KV_LEN: Bool, TF32: Bool, SUMS: Bool, options,
+    state, q_tiles, do_tile, k, kpe, v, mask, place, kv_head, positions, partial, limits, statistics, scaling, soft_cap,
+    TILE_N: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TILE_DV: Int, KV_LEN: Bool, TF32: Bool, SUMS: Bool, options,
 ):  # fmt: skip
     """What tile ``j`` of the keys adds to dq / scaling, unless that is None, and if SUMS to delta: P * dP."""
     dq, delta = state
     batch, head, i, j = place
-    k_tiles = load_parts(k, batch, kv_head, j, TILE_N, TILE_P, PARTS, TF32)
+    k_tiles = load_parts(k, kpe, batch, kv_head, 0, j, TILE_N, TILE_P, PARTS, TILE_R, TF32)
     v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, TF32)
     zeros = ct.zeros((do_tile.shape[0], TILE_N), dtype=ct.float32)
-    s = sum_of_products(q_tiles, k_tiles, zeros, PARTS)
+    s = sum_of_products(q_tiles, k_tiles, zeros)
     dp = ct.mma(do_tile, ct.transpose(v_tile), zeros)
     index = (positions, j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :])
     p, dp, ds = softmax_backward(
@@ -161,11 +119,11 @@ def add_to_dq(
     if KV_LEN and partial:
         rows = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
         kept = ()
-        for part in ct.static_iter(range(PARTS)):
-            nothing = ct.zeros((TILE_N, TILE_P), dtype=k_tiles[part].dtype)
+        for part in ct.static_iter(range(len(k_tiles))):
+            nothing = ct.zeros(k_tiles[part].shape, dtype=k_tiles[part].dtype)
             kept = (*kept, ct.where(rows < limits[0], k_tiles[part], nothing))
         k_tiles = kept
-    return add_products(cast_operand(ds, k, TF32), k_tiles, dq, PARTS), delta
+    return add_products(cast_operand(ds, k, TF32), k_tiles, dq), delta
 
 
 @ct.kernel
@@ -180,6 +138,9 @@ def attention_dq_kernel(
     kv_len,
     dq,  # [B, Hq, Sq, D]
     delta,  # [2 if SINKS else 1, B, Hq, Sq]
+    qpe,  # [B, Hq, Sq, R] if TILE_R: the last columns of the queries; else 0
+    kpe,  # [B, 1, Skv, R] if TILE_R: those of the keys, the same for all heads; else 0
+    dqpe,  # [B, Hq, Sq, R] if TILE_R, else 0
     scaling: float,
     soft_cap: float,
     window: int,
@@ -187,6 +148,7 @@ def attention_dq_kernel(
     TILE_N: Int,
     TILE_P: Int,
     PARTS: Int,
+    TILE_R: Int,
     TILE_DV: Int,
     CAUSAL: Bool,
     WINDOW: Bool,
@@ -216,14 +178,14 @@ def attention_dq_kernel(
     row_delta = ct.sum(do_tile.astype(ct.float32) * out_tile.astype(ct.float32), axis=1)
     row_lse = load_statistic(lse, 0, batch, head, i, TILE_M)[:, None]
     rest = load_statistic(lse, 1, batch, head, i, TILE_M)[:, None] if EXACT else 0.0
-    q_tiles = load_parts(q, batch, head, i, TILE_M, TILE_P, PARTS, TF32)
+    q_tiles = load_parts(q, qpe, batch, head, head, i, TILE_M, TILE_P, PARTS, TILE_R, TF32)
     if TF32:
         do_tile = do_tile.astype(ct.tfloat32)
 
     zero_delta = ct.zeros((TILE_M,), dtype=ct.float32)
     options = (CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT)
-    where = (do_tile, k, v, mask)
-    tail = (scaling, soft_cap, TILE_N, TILE_P, PARTS, TILE_DV, KV_LEN, TF32)
+    where = (do_tile, k, kpe, v, mask)
+    tail = (scaling, soft_cap, TILE_N, TILE_P, PARTS, TILE_R, TILE_DV, KV_LEN, TF32)
     if do.dtype == ct.float32 and not TF32:
         # As a sum of P * dP, not by way of ``out``: a query that sees one key has P = 1, and dP - delta must be zero.
         def sum_up(state, j, partial):
@@ -243,60 +205,30 @@ def attention_dq_kernel(
             *tail, SINKS, options,
         )  # fmt: skip
 
-    state = (zero_parts(TILE_M, TILE_P, PARTS), zero_delta)
+    state = (zero_parts(TILE_M, TILE_P, PARTS, TILE_R), zero_delta)
     acc, exact_delta = for_each_tile(step, state, tiles, BOUNDED, TWO_LOOPS)
     if SINKS:
         # Not by way of the rounded output: all queries' errors would add up in the gradient of a sink.
         ct.store(delta, (1, batch, head, i), exact_delta.reshape((1, 1, 1, TILE_M)))
-    store_parts(dq, batch, head, i, acc, scaling, PARTS)
+    store_parts(dq, dqpe, batch, head, i, acc, scaling, PARTS)
 
 
-@ct.kernel
-def prepare_fused_kernel(
-    out,  # [B, Hq, Sq, Dv]
-    do,  # [B, Hq, Sq, Dv]
-    delta,  # [1, B, Hq, Sq]
-    dq,  # [B, Hq, Sq, D], fp32
-    TILE_M: Int,
-    TILE_D: Int,
-    TILE_DV: Int,
-):
-    """delta, and zeros for the fused kernel to add to."""
-    i, batch, head = interleaved_block(ct.bid(0), ct.cdiv(do.shape[2], TILE_M), do, 1)
-    # One pass over memory: many small blocks keep more in flight than the tensor memory accelerator for few.
-    index, shape, zero = (batch, head, i, 0), (1, 1, TILE_M, TILE_DV), ct.PaddingMode.ZERO
-    do_tile = ct.load(do, index, shape, padding_mode=zero, allow_tma=False).astype(ct.float32)
-    out_tile = ct.load(out, index, shape, padding_mode=zero, allow_tma=False).astype(ct.float32)
-    row_delta = ct.sum(do_tile * out_tile, axis=3).reshape((1, 1, 1, TILE_M))
-    ct.store(delta, (0, batch, head, i), row_delta, allow_tma=False)
-    ct.store(dq, index, ct.zeros((1, 1, TILE_M, TILE_D), dtype=ct.float32), allow_tma=False)
-
-
-@ct.kernel
-def finish_fused_kernel(
-    total,  # [B, Hq, Sq, D], fp32
-    dq,  # [B, Hq, Sq, D]
-    scaling: float,
-    TILE_M: Int,
-    TILE_D: Int,
-):
-    i, batch, head = interleaved_block(ct.bid(0), ct.cdiv(dq.shape[2], TILE_M), dq, 1)
-    tile = load_rows(total, batch, head, i, TILE_M, TILE_D, False) * scaling
-    ct.store(dq, (batch, head, i, 0), tile.astype(dq.dtype).reshape((1, 1, TILE_M, TILE_D)))
-
-
-def reduce_dq(dq, ds, k_tiles, batch, head, i, TILE_M: Int, TILE_P: Int, PARTS: Int):
+def reduce_dq(dq, dqpe, ds, k_tiles, batch, head, i, TILE_M: Int, TILE_P: Int, PARTS: Int, TILE_R: Int):
     """Adds to dq what a tile of keys gives to tile ``i`` of the queries of a head, by dS / scaling [TILE_N, TILE_M]."""
     ds, shape = ct.transpose(ds), (1, 1, TILE_M, TILE_P)
     for part in ct.static_iter(range(PARTS)):
         product = ct.mma(ds, k_tiles[part], ct.zeros((TILE_M, TILE_P), dtype=ct.float32))
         # On sm_90 the tensor memory accelerator does this, and nobody waits for it.
         dq.tiled_view(shape).atomic_store_add((batch, head, i, part), product.reshape(shape))
+    if TILE_R:
+        product = ct.mma(ds, k_tiles[PARTS], ct.zeros((TILE_M, TILE_R), dtype=ct.float32))
+        shape_pe = (1, 1, TILE_M, TILE_R)
+        dqpe.tiled_view(shape_pe).atomic_store_add((batch, head, i, 0), product.reshape(shape_pe))
 
 
 def add_to_dk_dv(
-    state, k_tiles, v_tile, q, do, lse, delta, mask, dq, place, columns, partial, limits, scaling, soft_cap,
-    TILE_M: Int, TILE_P: Int, PARTS: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, options, FUSED: Bool,
+    state, k_tiles, v_tile, q, qpe, do, lse, delta, mask, dq, dqpe, place, columns, partial, limits, scaling, soft_cap,
+    TILE_M: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, options, FUSED: Bool,
 ):  # fmt: skip
     """What tile ``i`` of the queries of a head adds to dk / scaling and dv, and if FUSED its keys to dq / scaling."""
     batch, head, i, j = place
@@ -304,10 +236,10 @@ def add_to_dk_dv(
     keys, window, queries = limits
     tile_n = v_tile.shape[0]
     # To transpose a tile costs nothing: the tensor cores take it either way from shared memory.
-    q_tiles = load_parts(q, batch, head, i, TILE_M, TILE_P, PARTS, TF32)
+    q_tiles = load_parts(q, qpe, batch, head, head, i, TILE_M, TILE_P, PARTS, TILE_R, TF32)
     do_tile = load_rows(do, batch, head, i, TILE_M, TILE_DV, TF32)
     zeros = ct.zeros((tile_n, TILE_M), dtype=ct.float32)
-    s = sum_of_products(k_tiles, q_tiles, zeros, PARTS)
+    s = sum_of_products(k_tiles, q_tiles, zeros)
     dp = ct.mma(v_tile, ct.transpose(do_tile), zeros)
     row_lse = load_statistic(lse, 0, batch, head, i, TILE_M)[None, :]
     rest = load_statistic(lse, 1, batch, head, i, TILE_M)[None, :] if EXACT else 0.0
@@ -323,9 +255,9 @@ def add_to_dk_dv(
     )  # fmt: skip
     dv = ct.mma(cast_operand(p, do, TF32), do_tile, dv)
     ds = cast_operand(ds, q, TF32)
-    dk = add_products(ds, q_tiles, dk, PARTS)
+    dk = add_products(ds, q_tiles, dk)
     if FUSED:
-        reduce_dq(dq, ds, k_tiles, batch, head, i, TILE_M, TILE_P, PARTS)
+        reduce_dq(dq, dqpe, ds, k_tiles, batch, head, i, TILE_M, TILE_P, PARTS, TILE_R)
     return dk, dv
 
 
@@ -339,9 +271,13 @@ def attention_dkdv_kernel(
     delta,  # [.., B, Hq, Sq]
     mask,
     kv_len,
-    dk,  # [B, Hkv, Skv, D]
-    dv,  # [B, Hkv, Skv, Dv]
+    dk,  # [B, H, Skv, D], H a multiple of Hkv and a divisor of Hq: the sums of Hq / H heads each
+    dv,  # [B, H, Skv, Dv]
     dq,  # [B, Hq, Sq, D] of fp32 if FUSED: what dq / scaling is added to; else 0
+    qpe,  # as in attention_dq_kernel
+    kpe,
+    dkpe,  # [B, H, Skv, R] if TILE_R, else 0
+    dqpe,  # as dq, [B, Hq, Sq, R], if FUSED and TILE_R; else 0
     scaling: float,
     soft_cap: float,
     window: int,
@@ -349,6 +285,7 @@ def attention_dkdv_kernel(
     TILE_N: Int,
     TILE_P: Int,
     PARTS: Int,
+    TILE_R: Int,
     TILE_DV: Int,
     CAUSAL: Bool,
     WINDOW: Bool,
@@ -365,8 +302,9 @@ def attention_dkdv_kernel(
 ):
     """The constants are those of attention_kernel; a KEY_MASK is the same for all heads."""
     # Of a causal mask the first keys are seen by the most queries: they go first.
-    j, batch, kv_head = interleaved_block(ct.bid(0), ct.cdiv(k.shape[2], TILE_N), k, INTERLEAVE)
-    group = q.shape[1] // k.shape[1]
+    j, batch, block_head = interleaved_block(ct.bid(0), ct.cdiv(k.shape[2], TILE_N), dk, INTERLEAVE)
+    group = q.shape[1] // dk.shape[1]
+    kv_head = block_head // (dk.shape[1] // k.shape[1])
     keys = valid_keys(k, kv_len, batch, KV_LEN)
     columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
     first, full_first, full_last, last = query_tiles(
@@ -383,40 +321,40 @@ def attention_dkdv_kernel(
         if ct.max(ct.broadcast_to(kept, (TILE_N, 8)).astype(ct.int32)).item() == 0:
             first, full_first, full_last, last = 0, 0, 0, 0
 
-    k_tiles = load_parts(k, batch, kv_head, j, TILE_N, TILE_P, PARTS, TF32)
+    k_tiles = load_parts(k, kpe, batch, kv_head, 0, j, TILE_N, TILE_P, PARTS, TILE_R, TF32)
     v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, TF32)
-    state = (zero_parts(TILE_N, TILE_P, PARTS), ct.zeros((TILE_N, TILE_DV), dtype=ct.float32))
+    state = (zero_parts(TILE_N, TILE_P, PARTS, TILE_R), ct.zeros((TILE_N, TILE_DV), dtype=ct.float32))
     limits = (keys, window, q.shape[2])
     options = (CAUSAL, WINDOW, SOFT_CAP, 0 if MASK == KEY_MASK else MASK, MASK_ROWS, False, EXACT)
-    tail = (limits, scaling, soft_cap, TILE_M, TILE_P, PARTS, TILE_DV, EXACT, TF32, options)
-    arrays = (k_tiles, v_tile, q, do, lse, delta, mask, dq)
+    tail = (limits, scaling, soft_cap, TILE_M, TILE_P, PARTS, TILE_R, TILE_DV, EXACT, TF32, options)
+    arrays = (k_tiles, v_tile, q, qpe, do, lse, delta, mask, dq, dqpe)
     # One loop for the tiles of all heads of the group, so that loads run ahead from one head to the next.
     if not BOUNDED:
         for n in range(group * (last - first)):
-            place = (batch, kv_head * group + n // (last - first), first + n % (last - first), j)
+            place = (batch, block_head * group + n // (last - first), first + n % (last - first), j)
             state = add_to_dk_dv(state, *arrays, place, columns, False, *tail, FUSED)
     elif TWO_LOOPS:
         full = full_last - full_first
         for n in range(group * full):
-            place = (batch, kv_head * group + n // full, full_first + n % full, j)
+            place = (batch, block_head * group + n // full, full_first + n % full, j)
             state = add_to_dk_dv(state, *arrays, place, columns, False, *tail, FUSED)
         others = full_first - first + last - full_last
         for n in range(group * others):
             i = partial_tile(n % others, first, full_first, full_last)
-            place = (batch, kv_head * group + n // others, i, j)
+            place = (batch, block_head * group + n // others, i, j)
             state = add_to_dk_dv(state, *arrays, place, columns, True, *tail, FUSED)
     else:
         for n in range(group * (last - first)):
             i = first + n % (last - first)
-            place = (batch, kv_head * group + n // (last - first), i, j)
+            place = (batch, block_head * group + n // (last - first), i, j)
             state = add_to_dk_dv(state, *arrays, place, columns, i < full_first or i >= full_last, *tail, FUSED)
 
     dk_tiles, dv_tile = state
     if KV_LEN or MASK == KEY_MASK:
         dv_tile = ct.where(kept, dv_tile, 0.0)
         kept_tiles = ()
-        for part in ct.static_iter(range(PARTS)):
+        for part in ct.static_iter(range(len(dk_tiles))):
             kept_tiles = (*kept_tiles, ct.where(kept, dk_tiles[part], 0.0))
         dk_tiles = kept_tiles
-    store_parts(dk, batch, kv_head, j, dk_tiles, scaling, PARTS)
-    ct.store(dv, (batch, kv_head, j, 0), dv_tile.reshape((1, 1, TILE_N, TILE_DV)).astype(dv.dtype))
+    store_parts(dk, dkpe, batch, block_head, j, dk_tiles, scaling, PARTS)
+    ct.store(dv, (batch, block_head, j, 0), dv_tile.reshape((1, 1, TILE_N, TILE_DV)).astype(dv.dtype))

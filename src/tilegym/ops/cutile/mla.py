@@ -17,7 +17,7 @@ from tilegym.backend.cutile.autotuner import SearchSpace
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.cutile.tuning_key import bucket
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.attention_backward import attention_backward
+from tilegym.ops.cutile.attention_backward import launch_backward
 from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.attention_common import MAX_HEAD_DIM
 from tilegym.ops.cutile.attention_common import NO_MASK
@@ -36,7 +36,6 @@ from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.pytorch.mla import check_mla
-from tilegym.ops.pytorch.mla import join_parts
 
 
 def load_rows(x, batch, head, i, TILE: Int, TILE_D: Int, TF32: Bool):
@@ -305,24 +304,45 @@ def mla_forward_lse(
     return _launch_forward(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len, True)
 
 
-class LatentAttention(torch.autograd.Function):
-    """The backward pass is fmha's, over queries and keys that are joined for it and no longer."""
+def _fake_gradients(do, q, k, v, qpe, kpe, *_):
+    dq, dk, dv, dqpe = (torch.empty_like(with_unit_stride(x)) for x in (q, k, v, qpe))
+    return dq, dk, dv, dqpe, kpe.new_empty(*k.shape[:3], kpe.shape[3])
 
+
+@compilable(_fake_gradients)
+def mla_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qpe: torch.Tensor,
+    kpe: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scaling: float,
+    is_causal: bool,
+    attention_mask: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv and dqpe laid out as the inputs, and of each head of the keys what it adds to the gradient of kpe."""
+    options = (scaling, is_causal, None, None, None, attention_mask, kv_len)
+    return launch_backward(do, q, k, v, qpe, kpe, out, lse, *options)[:5]
+
+
+class LatentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len):
         out, lse = mla_forward_lse(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len)
         ctx.save_for_backward(q, k, v, qpe, kpe, attention_mask, kv_len, out, lse)
-        ctx.options = (scaling, is_causal, None, None, None)
+        ctx.options = (scaling, is_causal)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do):
         q, k, v, qpe, kpe, attention_mask, kv_len, out, lse = ctx.saved_tensors
-        whole_q, whole_k = join_parts(q, k, qpe, kpe)
-        dq, dk, dv, _ = attention_backward(do, whole_q, whole_k, v, out, lse, *ctx.options, attention_mask, kv_len)
-        dq, dqpe = dq.split((q.shape[3], qpe.shape[3]), -1)
-        dk, dkpe = dk.split((k.shape[3], kpe.shape[3]), -1)
+        grads = mla_backward(do, q, k, v, qpe, kpe, out, lse, *ctx.options, attention_mask, kv_len)
+        dq, dk, dv, dqpe, dkpe = grads
         return dq, dk, dv, dqpe, dkpe.sum(1, keepdim=True), None, None, None, None
 
 

@@ -1,0 +1,64 @@
+"""Tiles of queries and keys as the kernels of attention's backward pass take them: in parts of columns."""
+
+import cuda.tile as ct
+
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
+
+
+def load_rows(x, batch, head, i, ROWS: Int, COLUMNS: Int, TF32: Bool):
+    """Rows of one head of x [B, H, S, D], as the operand of a product."""
+    tile = ct.load(x, (batch, head, i, 0), (1, 1, ROWS, COLUMNS), padding_mode=ct.PaddingMode.ZERO)
+    tile = tile.reshape((ROWS, COLUMNS))
+    return tile.astype(ct.tfloat32) if TF32 else tile
+
+
+def load_parts(x, pe, batch, head, pe_head, i, ROWS: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TF32: Bool):
+    """As load_rows, PARTS tiles of TILE_P columns, and if TILE_R one of the rows of head ``pe_head`` of ``pe``."""
+    tiles = ()
+    for part in ct.static_iter(range(PARTS)):
+        tile = ct.load(x, (batch, head, i, part), (1, 1, ROWS, TILE_P), padding_mode=ct.PaddingMode.ZERO)
+        tile = tile.reshape((ROWS, TILE_P))
+        tiles = (*tiles, tile.astype(ct.tfloat32) if TF32 else tile)
+    if TILE_R:
+        tiles = (*tiles, load_rows(pe, batch, pe_head, i, ROWS, TILE_R, TF32))
+    return tiles
+
+
+def zero_parts(ROWS: Int, TILE_P: Int, PARTS: Int, TILE_R: Int):
+    tiles = ()
+    for _ in ct.static_iter(range(PARTS)):
+        tiles = (*tiles, ct.zeros((ROWS, TILE_P), dtype=ct.float32))
+    if TILE_R:
+        tiles = (*tiles, ct.zeros((ROWS, TILE_R), dtype=ct.float32))
+    return tiles
+
+
+def sum_of_products(a, b, total):
+    """``total`` and a b^T of all parts."""
+    for part in ct.static_iter(range(len(a))):
+        total = ct.mma(a[part], ct.transpose(b[part]), total)
+    return total
+
+
+def add_products(a, b, totals):
+    """``totals[n] + a b[n]`` of all parts."""
+    new = ()
+    for part in ct.static_iter(range(len(b))):
+        new = (*new, ct.mma(a, b[part], totals[part]))
+    return new
+
+
+def store_parts(x, pe, batch, head, i, tiles, scaling, PARTS: Int):
+    for part in ct.static_iter(range(PARTS)):
+        tile = tiles[part] * scaling
+        ct.store(x, (batch, head, i, part), tile.reshape((1, 1, *tile.shape)).astype(x.dtype))
+    if len(tiles) > PARTS:
+        tile = tiles[PARTS] * scaling
+        ct.store(pe, (batch, head, i, 0), tile.reshape((1, 1, *tile.shape)).astype(pe.dtype))
+
+
+def load_statistic(x, part, batch, head, i, TILE_M: Int):
+    """Of x [parts, B, Hq, Sq] the values of some queries, [TILE_M]."""
+    tile = ct.load(x, (part, batch, head, i), (1, 1, 1, TILE_M), padding_mode=ct.PaddingMode.ZERO)
+    return tile.reshape((TILE_M,))
