@@ -21,8 +21,8 @@ from tilegym.ops.cutile import moe_experts
 from tilegym.ops.pytorch.group_gemm import group_gemm as reference
 from tilegym.ops.pytorch.group_gemm import ragged_group_gemm as ragged_reference
 
-# M, K, N of each product; one has no rows, one more than a tile.
-GROUPS = [[(3, 20, 40)], [(3, 20, 40), (70, 33, 9), (0, 5, 6), (17, 64, 65)]]
+# M, K, N of each product: one; several of as many tiles; one has no rows, one more than a tile.
+GROUPS = [[(3, 20, 40)], [(3, 20, 40), (30, 9, 50)] * 2, [(3, 20, 40), (70, 33, 9), (0, 5, 6), (17, 64, 65)]]
 # Offsets of four groups among 48 rows: empty ones, rows before and behind them all, whole tiles.
 OFFSETS = [[0, 3, 3, 40, 41], [2, 18, 30, 30, 37], [0, 0, 0, 0, 0], [0, 16, 32, 48, 48], [5, 5, 48, 48, 48]]
 
@@ -46,7 +46,7 @@ class Test_GroupGEMM(PyTestCase):
     @backends("group_gemm")
     @dtypes()
     @pytest.mark.parametrize("transpose_b", [False, True], ids=["", "transpose_b"])
-    @pytest.mark.parametrize("groups", GROUPS, ids=len)
+    @pytest.mark.parametrize("groups", GROUPS, ids=["one", "equal", "unequal"])
     def test_op(self, backend, dtype, groups, transpose_b):
         ours = by_name(group_gemm, transpose_b, backend=backend)
         self.assertCorrectness(
@@ -89,15 +89,26 @@ class Test_GroupGEMM(PyTestCase):
         b = [torch.empty(128, 64, dtype=torch.bfloat16)] * 2
         assert_launches_compile(lambda: group_gemm(a, b, transpose_b=True, backend="cutile"))
 
-    def test_capture_gives_the_same_bits(self, monkeypatch):
+    @pytest.mark.parametrize("rows", [(16, 16), (64, 16), (512, 512), (512, 128)], ids=str)
+    def test_compiles_with_the_tiles_of_a_gpu(self, rows, monkeypatch):
+        plan = cutile._list_plan
+        monkeypatch.setattr(cutile, "_list_plan", lambda c, itemsize, device: plan(c, itemsize, 0))
+        monkeypatch.setattr(cutile, "is_hopper", lambda device: True)
+        monkeypatch.setattr(cutile, "sm_count", lambda device: 132)
+        a = [torch.empty(m, 256, dtype=torch.bfloat16) for m in rows]
+        b = [torch.empty(256, 4096, dtype=torch.bfloat16)] * 2
+        assert_launches_compile(lambda: group_gemm(a, b, backend="cutile"), ("sm_90",))
+
+    @pytest.mark.parametrize(("groups", "count"), [(GROUPS[0], 1), (GROUPS[-1], 3)], ids=["few rows", ""])
+    def test_capture_gives_the_same_bits(self, groups, count, monkeypatch):
         """A launch into a graph takes no lists."""
-        kwargs = tensors(GROUPS[1], torch.bfloat16, True)
+        kwargs = tensors(groups, torch.bfloat16, True)
         ours = by_name(group_gemm, True, backend="cutile")
         expected = ours(**kwargs)
         monkeypatch.setattr(cutile, "_is_captured", lambda x: True)
         with recorded_launches(run=True) as launches:
             on_cpu = ours(**{name: t.cpu() for name, t in kwargs.items()})
-        assert len(launches) == 3 and not any(isinstance(arg, list) for _, args in launches for arg in args)
+        assert len(launches) == count and not any(isinstance(arg, list) for _, args in launches for arg in args)
         for a, b in zip(on_cpu, expected, strict=True):
             torch.testing.assert_close(a, b.cpu(), **({} if HAS_GPU else {"rtol": 0, "atol": 0}))
 
@@ -108,10 +119,20 @@ class Test_GroupGEMM(PyTestCase):
         self.assertCaptures(lambda *t: ours(**dict(zip(kwargs, t, strict=True))), *kwargs.values())
 
     @gpu
-    def test_real_sizes(self):
-        kwargs = tensors([(512, 2048, 768), (1, 4096, 4096), (3000, 1023, 513)], torch.bfloat16, False)
-        ours = by_name(group_gemm, False, backend="cutile")
-        self.assertCorrectness(ours, by_name(reference, False), kwargs, gradient=True)
+    @pytest.mark.parametrize("transpose_b", [False, True], ids=["", "transpose_b"])
+    @pytest.mark.parametrize(
+        "groups",
+        [
+            [(512, 2048, 768), (1, 4096, 4096), (3000, 1023, 513)],
+            [(512, 2048, 768)] * 8,
+            [(16, 2048, 4096), (3, 64, 99)],
+        ],
+        ids=["unequal", "equal", "few rows"],
+    )
+    def test_real_sizes(self, groups, transpose_b):
+        kwargs = tensors(groups, torch.bfloat16, transpose_b)
+        ours = by_name(group_gemm, transpose_b, backend="cutile")
+        self.assertCorrectness(ours, by_name(reference, transpose_b), kwargs, gradient=True)
 
 
 def arguments(offsets, dtype, transpose_b=True, bias=False, rows=48, k=30, n=20):
