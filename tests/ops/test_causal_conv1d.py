@@ -27,7 +27,14 @@ from tilegym.ops.pytorch.causal_conv1d import causal_conv1d_update as update_ref
 
 SHAPES = [(2, 37, 45, 4), (1, 8, 1, 4), (3, 5, 2, 3), (1, 130, 300, 2)]  # B, C, T, K
 GPU_SHAPES = [(1, 8192, 8192, 4), (4, 6144, 513, 4), (2, 1000, 4099, 3)]
-UPDATES = [(2, 37, 1, 4, 4), (3, 5, 1, 3, 4), (1, 8, 3, 2, 2), (2, 9, 7, 5, 4), (1, 4, 2, 1, 2)]  # B, C, T, L, K
+UPDATES = [
+    (2, 37, 1, 4, 4),
+    (3, 5, 1, 3, 4),
+    (1, 8, 3, 2, 2),
+    (2, 9, 7, 5, 4),
+    (1, 4, 2, 1, 2),
+    (2, 9, 1, 2, 2),
+]  # B, C, T, L, K
 
 
 def channels_last(x):
@@ -103,6 +110,23 @@ class Test_CausalConv1d(PyTestCase):
     def test_layout_of_the_output(self):
         x = arguments(2, 12, 21, 4)["hidden_states"]
         assert causal_conv1d_fn(x, randn(12, 4), backend="cutile").stride() == x.stride()
+
+    @pytest.mark.parametrize("shape", [(2, 70, 130), (1, 1, 5), (3, 8, 1)], ids=str)
+    def test_gradients_in_the_other_layout(self, shape):
+        x, dy = randn(*shape), randn(*shape, seed=3)
+        w, b = randn(shape[1], 4, seed=1), randn(shape[1], seed=2)
+        for of_x, of_dy in ((channels_last, torch.Tensor.contiguous), (torch.Tensor.contiguous, channels_last)):
+            got = conv_backward(of_dy(dy), of_x(x), w, b, True)
+            for a, b_ in zip(got, conv_backward(of_x(dy), of_x(x), w, b, True), strict=True):
+                assert torch.equal(a, b_)
+
+    def test_gradients_are_read_in_the_layout_of_the_input(self):
+        x, w = randn(2, 12, 9).cpu(), randn(12, 4).cpu()
+        for of_x, of_dy in ((channels_last, torch.Tensor.contiguous), (torch.Tensor.contiguous, channels_last)):
+            with recorded_launches() as launches:
+                conv_backward(of_dy(x), of_x(x), w, None, True)
+            _, (dy, read, *_) = launches[-2]
+            assert dy.stride() == read.stride()
 
     @pytest.mark.parametrize("layout", [channels_last, torch.Tensor.contiguous], ids=["channels_last", "contiguous"])
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -100.0], ids=str)

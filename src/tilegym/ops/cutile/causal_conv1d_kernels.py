@@ -13,6 +13,8 @@ Constants of the kernels: BIAS, whether there is one; SILU, whether it is the ac
 are read before these are worked on; EVEN, whether all tiles are full, so that few accesses need to be checked.
 """
 
+from typing import Annotated
+
 import cuda.tile as ct
 
 from tilegym.ops.cutile.pointwise import over_one_plus_exp
@@ -20,6 +22,18 @@ from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import span
+
+# Backward has little time and few registers to spare for addresses: strides of channels and tokens are compiled in.
+Walked = Annotated[ct.Array, ct.ArrayAnnotation(static_stride_dims=(1, 2))]
+
+
+@ct.kernel
+def transpose_kernel(x, y, TILE: Int):
+    """x: [B, M, N]; y: [B, N, M]. Blocks: (batch and tiles of M, tiles of N)."""
+    down = ct.cdiv(x.shape[1], TILE)
+    batch, i, j = ct.bid(0) // down, ct.bid(0) % down, ct.bid(1)
+    tile = ct.load(x, (batch, i, j), (1, TILE, TILE), padding_mode=ct.PaddingMode.ZERO)
+    ct.store(y, (batch, j, i), ct.permute(tile, (0, 2, 1)))
 
 
 def _load(x, batch, channels, tokens):
@@ -38,15 +52,23 @@ def _filter(weight, channels, K: Int):
     return taps
 
 
-def _filter_of_walk(weight, channels, K: Int):
-    """The same where x is not to take on the layout of what is gathered."""
+def _columns_of(tile, COUNT: Int):
+    """The first columns of a ``tile``, vectors in fp32."""
+    at, columns = ct.arange(tile.shape[1], dtype=ct.int32)[None, :], ()
+    for i in ct.static_iter(range(COUNT)):
+        columns = (*columns, ct.sum(ct.where(at == i, tile.astype(ct.float32), 0.0), axis=1))
+    return columns
+
+
+def _filter_of_walk(weight, block, channels, K: Int):
+    """The same where x is not to take on the layout of what is gathered; of a weight [C * K] with wide accesses."""
     # As columns of one tile: the layout of strided vectors would become that of x too, by way of shared memory.
-    at = ct.arange(ct.static_eval(next_power_of_2(K)), dtype=ct.int32)[None, :]
-    both = ct.gather(weight, (channels[:, None], at)).astype(ct.float32)
-    taps = ()
-    for i in ct.static_iter(range(K)):
-        taps = (*taps, ct.sum(ct.where(at == i, both, 0.0), axis=1))
-    return taps
+    if weight.ndim == 1:
+        tile = ct.gather(weight, span(block, channels.shape[0] * K)).reshape((channels.shape[0], K))
+    else:
+        at = ct.arange(ct.static_eval(next_power_of_2(K)), dtype=ct.int32)[None, :]
+        tile = ct.gather(weight, (channels[:, None], at))
+    return _columns_of(tile, K)
 
 
 def _columns(vectors, K: Int):
@@ -97,7 +119,9 @@ def conv_last_kernel(
     x, weight, bias, y0, y1, y2, y3, splits, share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool, SILU: Bool,
     AHEAD: Bool, EVEN: Bool,
 ):  # fmt: skip
-    """x, y: [B, T, C], the channels of a token side by side; weight: [C, K]. Blocks: (batch and splits, channels).
+    """x, y: [B, T, C], the channels of a token side by side; weight: [C, K], or [C * K] if K is a power of two.
+
+    Blocks: (batch and splits, channels).
 
     A block walks along ``share`` tokens, a multiple of STEP, and computes up to STEP - 1 more than there are. All y
     are one array: stores into one array are ordered, by a barrier each, those into arrays of different names are not.
@@ -105,7 +129,7 @@ def conv_last_kernel(
     batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
     start = ct.bid(0) % splits * share
     end, last = min(start + share, x.shape[1]), x.shape[1] - STEP
-    taps, b, outs = _filter_of_walk(weight, channels, K), _bias(bias, channels, BIAS), (y0, y1, y2, y3)
+    taps, b, outs = _filter_of_walk(weight, ct.bid(1), channels, K), _bias(bias, channels, BIAS), (y0, y1, y2, y3)
     before = _tokens_at(x, batch, start - (K - 1), channels, K - 1, True)
     if AHEAD:
         coming = _tokens_at(x, batch, start, channels, STEP, True)
@@ -163,15 +187,15 @@ def _backward_step(
 
 @ct.kernel
 def conv_last_backward_kernel(
-    dy, x, weight, bias, dx0, dx1, dx2, dx3, dweight, dbias, splits, share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool,
-    SILU: Bool, AHEAD: Bool, EVEN: Bool,
+    dy: Walked, x: Walked, weight, bias, dx0: Walked, dx1: Walked, dx2: Walked, dx3: Walked, dweight, dbias, splits,
+    share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool, SILU: Bool, AHEAD: Bool, EVEN: Bool,
 ):  # fmt: skip
     """As :func:`conv_backward_kernel`, over the blocks and with the arrays of :func:`conv_last_kernel`."""
     batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
     start, n_tokens = ct.bid(0) % splits * share, x.shape[1]
     steps = ct.cdiv(min(share, n_tokens - start), STEP)
     top = start + steps * STEP
-    taps, b, outs = _filter_of_walk(weight, channels, K), _bias(bias, channels, BIAS), (dx0, dx1, dx2, dx3)
+    taps, b, outs = _filter_of_walk(weight, ct.bid(1), channels, K), _bias(bias, channels, BIAS), (dx0, dx1, dx2, dx3)
     db = ct.zeros((TILE_C,), ct.float32)
     dw, dz_after = (), ()
     for _ in ct.static_iter(range(K)):
@@ -268,3 +292,21 @@ def conv_update_kernel(
         z = over_one_plus_exp(z, z, y.dtype)
     _store(y, batch, channels, tokens, z)
     _store(state, batch, channels, places, kept)
+
+
+@ct.kernel
+def conv_step_kernel(x, state, weight, bias, y, TILE_C: Int, K: Int, BIAS: Bool, SILU: Bool):
+    """A single token, and as many in the state as the filter has taps, a power of two: x, y: [B, C]; state: [B, C * K],
+    changed in place; weight: [C * K]. Blocks: (channels, batch)."""
+    channels, batch, flat = span(ct.bid(0), TILE_C), ct.bid(1), span(ct.bid(0), TILE_C * K)
+    new = ct.gather(x, (batch, channels)).astype(ct.float32)
+    taps = _columns_of(ct.gather(weight, flat).reshape((TILE_C, K)), K)
+    window = (*_columns_of(ct.gather(state, (batch, flat)).reshape((TILE_C, K)), K)[1:], new)
+    z = _sum_of_taps(taps, _bias(bias, channels, BIAS), window, 0, K)
+    at, kept = ct.arange(K, dtype=ct.int32)[None, :], ct.zeros((TILE_C, K), ct.float32)
+    for i in ct.static_iter(range(K)):
+        kept = ct.where(at == i, window[i][:, None], kept)
+    if SILU:
+        z = over_one_plus_exp(z, z, y.dtype)
+    ct.scatter(y, (batch, channels), z.astype(y.dtype))
+    ct.scatter(state, (batch, flat), kept.reshape((TILE_C * K,)).astype(state.dtype))
