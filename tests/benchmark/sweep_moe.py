@@ -131,11 +131,15 @@ def weights_of(t: dict, model: str) -> tuple:
     return found.arrays, (found.transposed, found.gate, False, GPT_OSS if oss else SILU, oss)
 
 
-def gemm(model: str, tokens: int, up: bool, rows: int, n: int, k: int, h: dict, left: bool, together: int = 8):
+def gemm(
+    model: str, tokens: int, up: bool, rows: int, n: int, k: int, h: dict, left: bool, together: int = 8,
+    persistent: bool = False,
+):  # fmt: skip
     *_, hidden, inner, oss = MODELS[model]
     _, expert_of = aligned(model, tokens, rows)
     columns = inner if up else hidden
-    grid = (len(expert_of) * -(-columns // n),)
+    tiles = len(expert_of) * -(-columns // n)
+    grid = (min(tiles, 132) if persistent else tiles,)
 
     def launches(t: dict) -> list[tuple]:
         padded(t, model, tokens, rows, up)
@@ -144,10 +148,11 @@ def gemm(model: str, tokens: int, up: bool, rows: int, n: int, k: int, h: dict, 
             w, options = weights_of(t, model)
             args = (arrays[0], *w, *arrays[1:], ALPHA, LIMIT, *tiles, *options, left, False, False, False)
             return [(grid, moe_up_kernel, args)]
-        args = (arrays[0], t["w"], 0, *arrays[1:], *tiles, oss, False, left, False, False)
+        args = (arrays[0], t["w"], 0, *arrays[1:], *tiles, oss, False, left, False, persistent, False)
         return [(grid, grouped_gemm_kernel, args)]
 
     label = f"rows{rows} {n}x{k}{' weight left' * left}{f' group{together}' * (together != 8)}"
+    label += " persistent" * persistent
     VARIANTS.append(Variant(group(model, tokens, up, False), label, h, launches))
 
 
@@ -216,6 +221,8 @@ for model, (*_, oss) in MODELS.items():
             gemm(model, 8192, up, rows, n, k, h, left)
         gemm(model, 8192, up, 128, 128, 64, hints(8), False, together=4)
         gemm(model, 8192, up, 128, 128, 64, hints(8), False, together=16)
+        if not up:
+            gemm(model, 8192, up, 128, 256, 64, hints(8), False, persistent=True)
 
 if __name__ == "__main__":
     main(__doc__)

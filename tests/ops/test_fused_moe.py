@@ -339,6 +339,12 @@ class Test_FusedMoE(PyTestCase):
         self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"}, gradient=size[0] > 100)
 
     @gpu
+    @pytest.mark.parametrize("layout", ["concatenated", "gpt-oss"])
+    def test_more_rows_than_blocks_run_at_once(self, layout):
+        kwargs = arguments((1100, 4, 32, 512, 288), torch.bfloat16, **LAYOUTS[layout])
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
+
+    @gpu
     @pytest.mark.parametrize("tokens", [1, 16, 512])
     def test_graph_capture(self, tokens):
         kwargs = arguments((tokens, 4, 32, 512, 256), torch.bfloat16)
