@@ -65,7 +65,14 @@ class Test_MLA_Backward(PyTestCase):
             torch.testing.assert_close(got, want)
 
     @pytest.mark.parametrize(
-        ("kind", "n"), [(kind, n) for kind, configs in KINDS.items() for n in range(len(configs("sm_90", 192)))]
+        ("kind", "n"),
+        # Of dq's the second is the first, with its heads in turns.
+        [
+            (kind, n)
+            for kind, configs in KINDS.items()
+            for n in range(len(configs("sm_90", 192)))
+            if (kind, n) != ("dq", 1)
+        ],
     )
     def test_compiles(self, kind, n):
         def empty(*shape, dtype=torch.bfloat16):
