@@ -19,6 +19,8 @@ from tilegym.ops import mla
 from tilegym.ops.cutile import attention_backward
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
+from tilegym.ops.cutile.attention_common import KEY_MASK
+from tilegym.ops.cutile.attention_common import NO_MASK
 from tilegym.ops.cutile.mla import mla_backward
 from tilegym.ops.cutile.mla import mla_forward_lse
 from tilegym.ops.pytorch.mla import mla as reference
@@ -65,16 +67,17 @@ class Test_MLA_Backward(PyTestCase):
             torch.testing.assert_close(got, want)
 
     @pytest.mark.parametrize(
-        ("kind", "n"),
-        # Of dq's the second is the first, with its heads in turns.
+        ("kind", "n", "padding"),
         [
-            (kind, n)
+            (kind, n, padding)
             for kind, configs in KINDS.items()
             for n in range(len(configs("sm_90", 192)))
-            if (kind, n) != ("dq", 1)
+            for padding in (False, True)
+            # Of dq's the second is the first, with its heads in turns.
+            if (kind, n) != ("dq", 1) and (kind, padding) != ("fused", True)
         ],
     )
-    def test_compiles(self, kind, n):
+    def test_compiles(self, kind, n, padding):
         def empty(*shape, dtype=torch.bfloat16):
             return torch.empty(2, *shape, dtype=dtype)
 
@@ -83,15 +86,16 @@ class Test_MLA_Backward(PyTestCase):
         lse, delta = torch.empty(1, 2, 4, 48), torch.empty(1, 2, 4, 48)
         qpe, kpe = empty(4, 48, 64), empty(1, 48, 64)
         total, total_pe = (empty(4, 48, d, dtype=torch.float32) if fused else 0 for d in (128, 64))
+        mask, mask_kind = (torch.empty(2, 1, 1, 48).bool(), KEY_MASK) if padding else (0, NO_MASK)
         tile = (config.TILE_M, config.TILE_N, config.TILE_P, 128 // config.TILE_P, 64, 128)
-        constants = (*tile, True, False, False, 0, 1, False, False, True, config.TWO_LOOPS, False, 1, fused)
+        constants = (*tile, True, False, False, mask_kind, 1, False, False, True, config.TWO_LOOPS, False, 1, fused)
         if kind == "dq":
             kernel = attention_dq_kernel
-            arrays = (q, k, v, out, do, lse, 0, 0, empty(4, 48, 128), delta, qpe, kpe, empty(4, 48, 64))
+            arrays = (q, k, v, out, do, lse, mask, 0, empty(4, 48, 128), delta, qpe, kpe, empty(4, 48, 64))
         else:
             kernel = attention_dkdv_kernel
             dk, dv, dkpe = empty(4, 48, 128), empty(4, 48, 128), empty(4, 48, 64)
-            arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total, qpe, kpe, dkpe, total_pe)
+            arrays = (q, k, v, do, lse, delta, mask, 0, dk, dv, total, qpe, kpe, dkpe, total_pe)
         assert_compiles(kernel.replace_hints(**config.hints), (*arrays, 0.1, 1.0, 0, *constants), ("sm_90",))
 
     def test_compiles_without_copy_engine(self):
