@@ -20,7 +20,6 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.group_norm_parts import clear_kernel
 from tilegym.ops.cutile.group_norm_parts import group_norm_parts_backward_kernel
 from tilegym.ops.cutile.group_norm_parts import group_norm_parts_kernel
 from tilegym.ops.cutile.group_norm_parts import known
@@ -29,6 +28,9 @@ from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import store
 from tilegym.ops.cutile.row_norms import sums_dtype
+from tilegym.ops.cutile.softmax import CLEARED
+from tilegym.ops.cutile.softmax import PATIENCE
+from tilegym.ops.cutile.softmax import clear_kernel
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -165,8 +167,6 @@ def tile_plan(rows: int, s: int, channels: int, elements: int) -> tuple[tuple[in
 # thread holds half as many; in turn forward, backward, and where parts are few.
 PARTS = {True: ((8192, 6), (8192, 4), (4096, 8)), False: ((4096, 6), (4096, 4), (2048, 8))}
 FEW = 6  # to a multiprocessor
-CLEARED = 1024  # states that a block clears
-PATIENCE = 1000  # about a millisecond
 
 
 def tiles_of(s: int, channels: int, elements: int) -> tuple[int, int, int]:

@@ -14,14 +14,6 @@ import cuda.tile as ct
 
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import span
-
-
-@ct.kernel
-def clear_kernel(states, TILE: Int, OVERLAP: Bool):
-    if OVERLAP:
-        ct.grid_dependency_control_launch_dependents()
-    ct.scatter(states, span(ct.bid(0), TILE), ct.zeros((TILE,), ct.int64))
 
 
 def known(statistics, groups):
