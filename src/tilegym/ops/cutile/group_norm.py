@@ -23,14 +23,14 @@ from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.group_norm_parts import group_norm_parts_backward_kernel
 from tilegym.ops.cutile.group_norm_parts import group_norm_parts_kernel
 from tilegym.ops.cutile.group_norm_parts import known
+from tilegym.ops.cutile.parts import CLEARED
+from tilegym.ops.cutile.parts import PATIENCE
+from tilegym.ops.cutile.parts import clear_kernel
 from tilegym.ops.cutile.row_norms import add_rows
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import store
 from tilegym.ops.cutile.row_norms import sums_dtype
-from tilegym.ops.cutile.softmax import CLEARED
-from tilegym.ops.cutile.softmax import PATIENCE
-from tilegym.ops.cutile.softmax import clear_kernel
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int

@@ -12,6 +12,12 @@ OVERLAP: the launch before has to be waited for. A block that is its whole group
 
 import cuda.tile as ct
 
+from tilegym.ops.cutile.parts import bits
+from tilegym.ops.cutile.parts import high
+from tilegym.ops.cutile.parts import look
+from tilegym.ops.cutile.parts import low
+from tilegym.ops.cutile.parts import publish
+from tilegym.ops.cutile.parts import wait
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 
@@ -53,33 +59,13 @@ def _own(vector, rows, channels, C: Int):
 
 
 def _publish(states, number, first, second):
-    """Two numbers in fp32 as one of 64 bits, of which the last says that it is there."""
-    high = ct.bitcast(first, ct.int32).astype(ct.int64) << 32
-    low = ct.bitcast(second, ct.int32).astype(ct.int64) & 0xFFFFFFFF
-    ct.atomic_xchg(states, number, high | low | 1, memory_order=ct.MemoryOrder.RELAXED)
-
-
-def _look(states, first, parts, PARTS: Int):
-    """The states of a group's parts, [PARTS], and how many are missing."""
-    index = ct.arange(PARTS, dtype=ct.int32)
-    place, zeros = ct.where(index < parts, first + index, -1), ct.zeros((PARTS,), ct.int64)
-    # Atomics that change nothing: loads could be moved out of loops, and threads could see different values.
-    found = ct.atomic_add(states, place, zeros, memory_order=ct.MemoryOrder.RELAXED)
-    return found, ct.sum(ct.where((index < parts) & (found == 0), 1, 0))
-
-
-def _wait(states, first, parts, patience, PARTS: Int):
-    found, missing = _look(states, first, parts, PARTS)
-    looked = 0
-    while (missing > 0) & (looked < patience):
-        found, missing = _look(states, first, parts, PARTS)
-        looked += 1
-    return found, missing
+    """Two numbers in fp32 as one state, of which the last bit says that it is there."""
+    publish(states, number, (bits(first) << 32) | bits(second) | 1)
 
 
 def _numbers(found):
     """What was published, 0 where nothing was."""
-    return ct.bitcast((found >> 32).astype(ct.int32), ct.float32), ct.bitcast(found.astype(ct.int32), ct.float32)
+    return high(found), low(found)
 
 
 def _moments(tile, rows, cols, count, true, S: Int, CHANNELS: Int):
@@ -110,14 +96,14 @@ def group_norm_parts_kernel(
         if OVERLAP:
             ct.grid_dependency_control_wait()
         _publish(states, block, mean, total)
-        found, missing = _wait(states, first, parts, patience, PARTS)
+        found, missing = wait(states, first, parts, patience, PARTS)
         if missing > 0:
             for i in range(parts):
                 of_rows, of_cols, _ = _part(first + i, S, CHANNELS, TILE_M, TILE_N)
                 other, of_count = ct.gather(x, (of_rows, of_cols)), _sizes(i, S, CHANNELS, TILE_M, TILE_N)
                 _publish(states, first + i, *_moments(other, of_rows, of_cols, of_count, block > -2, S, CHANNELS))
             while missing > 0:
-                found, missing = _look(states, first, parts, PARTS)
+                found, missing = look(states, first, parts, PARTS)
             tile = ct.gather(x, (rows, cols))  # which takes no registers until now
         means, squares = _numbers(found)
         index = ct.arange(PARTS, dtype=ct.int32)
@@ -167,7 +153,7 @@ def group_norm_parts_backward_kernel(
         if OVERLAP:
             ct.grid_dependency_control_wait()
         _publish(states, block, of_g, of_product)
-        found, missing = _wait(states, first, parts, patience, PARTS)
+        found, missing = wait(states, first, parts, patience, PARTS)
         if missing > 0:
             for i in range(parts):
                 of_rows, of_cols, of_channels = _part(first + i, S, CHANNELS, TILE_M, TILE_N)
@@ -176,7 +162,7 @@ def group_norm_parts_backward_kernel(
                 total, product = _sums(*other, mean, off, rstd)
                 _publish(states, first + i, ct.sum(total * of_w), ct.sum(product * of_w))
             while missing > 0:
-                found, missing = _look(states, first, parts, PARTS)
+                found, missing = look(states, first, parts, PARTS)
             up, row = ct.gather(dy, (rows, cols)), ct.gather(x, (rows, cols))  # which take no registers until now
         all_g, all_products = _numbers(found)
         of_g, of_product = ct.sum(all_g), ct.sum(all_products)

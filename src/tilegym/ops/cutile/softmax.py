@@ -17,6 +17,15 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.parts import CLEARED
+from tilegym.ops.cutile.parts import PATIENCE
+from tilegym.ops.cutile.parts import bits
+from tilegym.ops.cutile.parts import clear_kernel
+from tilegym.ops.cutile.parts import high
+from tilegym.ops.cutile.parts import look
+from tilegym.ops.cutile.parts import low
+from tilegym.ops.cutile.parts import publish
+from tilegym.ops.cutile.parts import wait
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -81,34 +90,10 @@ def _base(top):
     return ct.where(top == -math.inf, 0.0, top)
 
 
-@ct.kernel
-def clear_kernel(states, TILE: Int, OVERLAP: Bool):
-    if OVERLAP:
-        ct.grid_dependency_control_launch_dependents()
-    ct.scatter(states, span(ct.bid(0), TILE), ct.zeros((TILE,), ct.int64))
-
-
-def _bits(value):
-    return ct.bitcast(value, ct.int32).astype(ct.int64) & 0xFFFFFFFF
-
-
-def _low(state):
-    return ct.bitcast(state.astype(ct.int32), ct.float32)
-
-
-def _publish(states, index, state):
-    ct.atomic_xchg(states, index, state, memory_order=ct.MemoryOrder.RELAXED)
-
-
-def _seen(states, row, parts, PARTS: Int, WRITTEN: Bool):
-    """The states of a row's parts, [PARTS], and how many are missing; WRITTEN: none, since an earlier launch did."""
+def _written(states, first, parts, PARTS: Int):
+    """The states of a row's parts, [PARTS], which an earlier launch wrote."""
     index = ct.arange(PARTS, dtype=ct.int32)
-    place = ct.where(index < parts, row * parts + index, -1)
-    if WRITTEN:
-        return ct.gather(states, place), 0
-    # Atomics that change nothing: loads could be moved out of loops, and threads could see different values.
-    found = ct.atomic_add(states, place, ct.zeros((PARTS,), ct.int64), memory_order=ct.MemoryOrder.RELAXED)
-    return found, ct.sum(ct.where((index < parts) & (found == 0), 1, 0))
+    return ct.gather(states, ct.where(index < parts, first + index, -1))
 
 
 def _parts(x, TILE_N: Int):
@@ -125,12 +110,12 @@ def _state(part):
     """The maximum and the sum of a part's row, 32 bits each, which together are never 0."""
     top = ct.max(part).astype(ct.float32)
     total = ct.sum(_exp(part.astype(ct.float32) - _base(top), part.dtype))
-    return (_bits(top) << 32) | _bits(total)
+    return (bits(top) << 32) | bits(total)
 
 
 def _backward_state(out, up):
     """The sum of y * dy of a part, and a bit that says that it is there."""
-    return _bits(ct.sum(out.astype(ct.float32) * up.astype(ct.float32))) | (1 << 32)
+    return bits(ct.sum(out.astype(ct.float32) * up.astype(ct.float32))) | (1 << 32)
 
 
 @ct.kernel
@@ -150,24 +135,22 @@ def softmax_wide_kernel(
     if OVERLAP and FINISH:
         ct.grid_dependency_control_wait()  # for what is written to states
     if PUBLISH:
-        _publish(states, ct.bid(0), _state(part))
+        publish(states, ct.bid(0), _state(part))
     if FINISH:
-        found, missing = _seen(states, row, parts, PARTS, not PUBLISH)
         if PUBLISH:
-            looked = 0
-            while (missing > 0) & (looked < patience):
-                found, missing = _seen(states, row, parts, PARTS, False)
-                looked += 1
+            found, missing = wait(states, row * parts, parts, patience, PARTS)
             if missing > 0:
                 for i in range(parts):
-                    _publish(states, row * parts + i, _state(_part(x, row, i, TILE_N, -math.inf)))
+                    publish(states, row * parts + i, _state(_part(x, row, i, TILE_N, -math.inf)))
                 while missing > 0:
-                    found, missing = _seen(states, row, parts, PARTS, False)
+                    found, missing = look(states, row * parts, parts, PARTS)
                 part = _part(x, row, number, TILE_N, -math.inf)  # which takes no registers until now
+        else:
+            found = _written(states, row * parts, parts, PARTS)
         there = ct.arange(PARTS, dtype=ct.int32) < parts
-        tops = ct.where(there, _low(found >> 32), -math.inf)
+        tops = ct.where(there, high(found), -math.inf)
         base = _base(ct.max(tops))
-        total = ct.sum(ct.where(there, _low(found) * _exp(tops - base, x.dtype), 0.0))
+        total = ct.sum(ct.where(there, low(found) * _exp(tops - base, x.dtype), 0.0))
         out = _exp(_again(part, TWICE) - base, x.dtype) * (1.0 / total)
         ct.scatter(y, at(y, row, span(number, TILE_N)), out.astype(y.dtype))
 
@@ -184,23 +167,21 @@ def softmax_backward_wide_kernel(
     if OVERLAP and FINISH:
         ct.grid_dependency_control_wait()
     if PUBLISH:
-        _publish(states, ct.bid(0), _backward_state(out, up))
+        publish(states, ct.bid(0), _backward_state(out, up))
     if FINISH:
-        found, missing = _seen(states, row, parts, PARTS, not PUBLISH)
         if PUBLISH:
-            looked = 0
-            while (missing > 0) & (looked < patience):
-                found, missing = _seen(states, row, parts, PARTS, False)
-                looked += 1
+            found, missing = wait(states, row * parts, parts, patience, PARTS)
             if missing > 0:
                 for i in range(parts):
                     state = _backward_state(_part(y, row, i, TILE_N, 0), _part(dy, row, i, TILE_N, 0))
-                    _publish(states, row * parts + i, state)
+                    publish(states, row * parts + i, state)
                 while missing > 0:
-                    found, missing = _seen(states, row, parts, PARTS, False)
+                    found, missing = look(states, row * parts, parts, PARTS)
                 out, up = _part(y, row, number, TILE_N, 0), _part(dy, row, number, TILE_N, 0)
+        else:
+            found = _written(states, row * parts, parts, PARTS)
         there = ct.arange(PARTS, dtype=ct.int32) < parts
-        total = ct.sum(ct.where(there, _low(found), 0.0))
+        total = ct.sum(ct.where(there, low(found), 0.0))
         grad = _again(out, TWICE) * (_again(up, TWICE) - total)
         ct.scatter(dx, at(dx, row, span(number, TILE_N)), grad.astype(dx.dtype))
 
@@ -213,8 +194,6 @@ TWICE = ({16384: 3, 32768: 2}, {8192: 3, 16384: 2})
 # Columns of a part of longer rows, warps, blocks a multiprocessor: the fastest for 512 rows of 128256 and more.
 WIDE = ({2: (16384, 8, 4), 4: (8192, 8, 4)}, {2: (8192, 4, 4), 4: (4096, 4, 4)})
 FEW = (4096, 4, None)
-PATIENCE = 1000  # about a millisecond
-CLEARED = 1024  # states a block
 MAX_COLUMNS = 2**25  # of more parts no block could hold the states
 
 
