@@ -6,18 +6,19 @@ import torch
 from common import randn
 
 
-def arguments(batch, tokens, key_heads, heads, key_dim, value_dim, dtype=torch.float32, normalize=True):
+def arguments(batch, tokens, key_heads, heads, key_dim, value_dim, dtype=torch.float32, normalize=True, seed=0):
     """Keyword arguments of both ops, with a state from before, and the state behind the last token asked for."""
-    query, key = (randn(batch, tokens, key_heads, key_dim, dtype=dtype, seed=seed) for seed in (0, 1))
+    seed *= 100
+    query, key = (randn(batch, tokens, key_heads, key_dim, dtype=dtype, seed=seed + i) for i in (0, 1))
     if not normalize:  # longer keys than that make the state grow without bound
         key = key / key_dim**0.5
     return dict(
         query=query,
         key=key,
-        value=randn(batch, tokens, heads, value_dim, dtype=dtype, seed=2),
-        g=-0.3 * randn(batch, tokens, heads, seed=3).exp(),
-        beta=randn(batch, tokens, heads, seed=4).sigmoid(),
-        initial_state=randn(batch, heads, key_dim, value_dim, seed=5),
+        value=randn(batch, tokens, heads, value_dim, dtype=dtype, seed=seed + 2),
+        g=-0.3 * randn(batch, tokens, heads, seed=seed + 3).exp(),
+        beta=randn(batch, tokens, heads, seed=seed + 4).sigmoid(),
+        initial_state=randn(batch, heads, key_dim, value_dim, seed=seed + 5),
         output_final_state=True,
         use_qk_l2norm_in_kernel=normalize,
     )

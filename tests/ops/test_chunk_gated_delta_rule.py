@@ -18,6 +18,7 @@ from delta_rule import arguments
 from delta_rule import final_in_dtype
 from delta_rule import floating
 from delta_rule import in_one_dtype
+from tensor_cores import tensor_cores
 
 from tilegym.backend import dispatcher
 from tilegym.errors import FallbackWarning
@@ -36,6 +37,12 @@ GPU_SHAPES = [(1, 2048, 16, 32, 128, 128), (3, 777, 4, 8, 64, 128), (1, 300, 2, 
 def sizes_differ(t):
     """``t`` with rows of very different lengths."""
     return t * torch.linspace(-4, 3, t.shape[1], device=t.device).exp()[None, :, None, None]
+
+
+def repeated_keys(dtype, seed):
+    kwargs = arguments(1, 128, 1, 1, 32, 16, dtype=dtype, seed=seed)
+    kwargs["key"] = kwargs["key"][:, :1].expand(-1, 128, -1, -1)
+    return kwargs | {"beta": torch.ones_like(kwargs["beta"]), "g": torch.zeros_like(kwargs["g"])}
 
 
 class Test_ChunkGatedDeltaRule(PyTestCase):
@@ -102,13 +109,18 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
             only(chunk_gated_delta_rule), only(reference), kwargs, {"backend": "cutile"}, gradient=wanted
         )
 
+    @pytest.mark.parametrize("seed", [0, 2])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_repeated_keys(self, dtype):
+    def test_repeated_keys(self, dtype, seed):
         """All tokens alike and nothing forgotten, where sums of powers of the system lose all digits."""
-        kwargs = arguments(1, 128, 1, 1, 32, 16, dtype=dtype)
-        kwargs["key"] = kwargs["key"][:, :1].expand(-1, 128, -1, -1)
-        kwargs["beta"], kwargs["g"] = torch.ones_like(kwargs["beta"]), torch.zeros_like(kwargs["g"])
-        self.check(kwargs)
+        self.check(repeated_keys(dtype, seed))
+
+    @pytest.mark.skipif(HAS_GPU, reason="it has tensor cores")
+    @pytest.mark.parametrize("seed", [0, 2])
+    def test_repeated_keys_on_tensor_cores(self, seed):
+        """What they cut off of a token's numbers beside another's, one after the other, adds up."""
+        with tensor_cores():
+            self.check(repeated_keys(torch.float32, seed))
 
     @pytest.mark.parametrize(("g", "rtol"), [(0.0, 1e-4), (-1e-30, 1e-4), (-30.0, 1e-3), (-1e4, 0.1), (-3e38, 1e-4)])
     def test_extreme_decays(self, g, rtol):

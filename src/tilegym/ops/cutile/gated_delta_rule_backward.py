@@ -37,6 +37,7 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import matrix_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import numbers_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import product
 from tilegym.ops.cutile.gated_delta_rule_tiles import product_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import product_of_system
 from tilegym.ops.cutile.gated_delta_rule_tiles import product_onto
 from tilegym.ops.cutile.gated_delta_rule_tiles import rows_left
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
@@ -74,7 +75,7 @@ def backward_scan_kernel(
         dnew = product(ct.transpose(matrix_of(scores, row, chunk, 0, CHUNK, CHUNK)), up, dnew, PRECISION)
         rate = factor(factors, row, chunk, RATE)
         inverse = rows_left(matrix_of(solved, row, chunk, 0, CHUNK, CHUNK), rate)
-        da = product_of(ct.transpose(inverse), dnew, PRECISION)
+        da = product_of_system(ct.transpose(inverse), dnew, PRECISION)
         store_matrix(dall, row, chunk, column, da)
         dstate = dstate * chunk_decay(factors, row, chunk)
         dstate = product(ct.transpose(qt), factor(factors, row, chunk, OF_READ) * up, dstate, PRECISION)

@@ -55,6 +55,7 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import matrix_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import numbers_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import product
 from tilegym.ops.cutile.gated_delta_rule_tiles import product_of
+from tilegym.ops.cutile.gated_delta_rule_tiles import product_of_system
 from tilegym.ops.cutile.gated_delta_rule_tiles import solve
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_matrix
@@ -125,7 +126,7 @@ def chunk_scan_kernel(
         vt = chunk_of(v, batch, chunk, head, column, TILE_V).astype(ct.float32)
         rate = factor(factors, row, chunk, RATE)
         left = vt - factor(factors, row, chunk, OF_HELD) * product_of(kt, state, PRECISION)
-        miss = product_of(columns_left(matrix_of(solved, row, chunk, 0, CHUNK, CHUNK), rate), left, PRECISION)
+        miss = product_of_system(columns_left(matrix_of(solved, row, chunk, 0, CHUNK, CHUNK), rate), left, PRECISION)
         new = rate * miss
         if SAVE:
             store_matrix(states, row, chunk, column, state)

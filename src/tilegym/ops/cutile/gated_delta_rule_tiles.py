@@ -82,6 +82,27 @@ def product_of(a, b, PRECISION: Int):
     return product_onto(a, b, zeros, PRECISION)
 
 
+def product_of_system(a, b, PRECISION: Int):
+    """``a @ b`` in fp32, for :func:`rows_left` or :func:`columns_left` as ``a``, or these transposed.
+
+    Where keys repeat, this is about the differences of neighbouring rows of b, which may be much smaller than the rows,
+    and small numbers in a correct them. Tensor cores would cut their products off beside the large ones, all of them
+    toward zero, which adds up along the sequence. So a is cut into multiples of 2^-7, of 2^-15, and what is left, of 16
+    bits, whose products are added up by themselves.
+    """
+    zeros = ct.zeros((a.shape[0], b.shape[1]), ct.float32)
+    if PRECISION != BF16_SPLIT:
+        return product_onto(a, b, zeros, PRECISION)
+    high = ((a + 1.5 * 2.0**16) - 1.5 * 2.0**16).astype(ct.bfloat16)
+    rest = a - high.astype(ct.float32)
+    middle = ((rest + 1.5 * 2.0**8) - 1.5 * 2.0**8).astype(ct.bfloat16)
+    rest = rest - middle.astype(ct.float32)
+    low = rest.astype(ct.bfloat16)
+    y = thirds(b)
+    small = ct.mma((rest - low.astype(ct.float32)).astype(ct.bfloat16), y[0], zeros)
+    return ct.mma(high, y[0], zeros) + smaller_products((high, middle, low), y, small)
+
+
 def product(a, b, acc, PRECISION: Int):
     """``a @ b + acc`` in fp32, for an ``acc`` that may be much larger than the product."""
     if PRECISION != TF32:
