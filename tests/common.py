@@ -6,6 +6,7 @@ from the oracle as the reference is. Without a GPU a cuTile kernel runs in the i
 """
 
 import contextlib
+import functools
 import re
 import struct
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel
 
 from tilegym import interpreter
 from tilegym.backend import get_available_backends_for_op
@@ -99,6 +102,18 @@ def waits_for_registers(cubin: bytes) -> bool:
     (registers,) = struct.unpack_from("<I", cubin, cubin.index(b"\4\x2f\x08\0") + 8)  # EIATTR_REGCOUNT
     groups = threads // 128
     return max(asked) + min(left) * (groups - 1) > registers * groups
+
+
+def of_plain_sdpa(reference: Callable) -> Callable:
+    """``reference`` with SDPA's unfused kernel: for fp32 on a GPU another one splits numbers in two, and makes NaN of
+    the second half of infinity."""
+
+    @functools.wraps(reference)
+    def call(**kwargs):
+        with sdpa_kernel(SDPBackend.MATH):
+            return reference(**kwargs)
+
+    return call
 
 
 def assert_launches_compile(call: Callable[[], Any], architectures: tuple[str, ...] = ARCHITECTURES) -> None:

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from tilegym import kernel
 from tilegym.backend import dispatch
 from tilegym.backend import register_impl
+from tilegym.backend import slower
 from tilegym.backend import use_backend
 from tilegym.backend.cutile.launch import launch
 from tilegym.errors import UnsupportedError
@@ -139,15 +140,17 @@ def a_language_model() -> None:
         exact = copy.deepcopy(model).double()(ids).logits
         patches = monkey_patch.apply(model, use_cutile=True, use_attn=True)
         print(patches)
-        with lesson.counted_calls() as counts:
+        with slower.ignored(), lesson.counted_calls() as counts:
             patched_logits = model(ids).logits
             patched_tokens = model.generate(ids, **options)
 
     lesson.step(
         "Is it still the same model?",
         """
-        Every patched call ran on cuTile kernels (a count that stays empty is how a patch fails in silence). The
-        logits are as near to the fp64 model's as before, and greedy decoding gives the same tokens.
+        Every patched call ran on cuTile kernels (a count that stays empty is how a patch fails in silence). That is
+        because of slower.ignored(): else calls that were measured to be faster in PyTorch go there, as products in
+        fp32 on an H200 do. The logits are as near to the fp64 model's as before, and greedy decoding gives the same
+        tokens.
         """,
     )
     for (op, backend), count in sorted(counts.items()):

@@ -123,7 +123,8 @@ class Test_RMSNorm(PyTestCase):
         ],
     )
     def test_launches_of_the_backward_pass(self, shape, kernels):
-        x, w, rstd = randn(*shape), randn(shape[1]), torch.ones(shape[0])
+        # What is recorded are launches on the CPU.
+        x, w, rstd = randn(*shape).cpu(), randn(shape[1]).cpu(), torch.ones(shape[0])
         with recorded_launches() as launches:
             norm_backward(x, x, None, w, None, rstd, 0.0, 1, True, False, torch.float32)
         assert [kernel._pyfunc.__name__ for kernel, _ in launches] == kernels

@@ -91,11 +91,12 @@ def test_exact_gelu_and_packed_gelu():
         model, ids = make_model(family, **options), tokens(1, 7)
         with torch.no_grad():
             expected = model(ids).logits
-            with monkey_patch.apply(model, use_cutile=False) as report, observed() as calls:
+            # On a GPU PyTorch's attention rounds otherwise than transformers' way of calling it.
+            with monkey_patch.apply(model, use_cutile=False, use_attn=False) as report, observed() as calls:
                 assert torch.equal(model(ids).logits, expected)
         # Llama's flag is swiglu; what is no swiglu stays as it was.
         assert ("geglu" in {op for op, _ in calls}) == (family == "gemma3")
-        assert {e.compute for e in report.skipped} <= {"swiglu", "decode_step"}
+        assert {e.compute for e in report.skipped} <= {"swiglu", "decode_step", "graph"}
     mlp = modeling_phi3.Phi3MLP(make_model("phi3", hidden_act="gelu").config)
     x = torch.randn(3, 96)
     forward = layers.gated_mlp_forward("pytorch", layers.find_gated_mlp(type(mlp).forward), "gelu")
