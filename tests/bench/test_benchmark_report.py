@@ -302,6 +302,17 @@ def test_runs_are_merged_case_by_case(run, tmp_path):
     assert text.count("### llama-3.1-8b") == 1
 
 
+def test_host_times_are_of_the_run_in_which_the_machine_was_least_busy(run):
+    def timed(date, ours, torch):
+        rows = [("rms_norm", OURS, ours), ("rms_norm", "torch", torch), ("softmax", OURS, ours)]
+        host = [HostResult(op, {}, name, "ok", seconds=s, low=s, high=s) for op, name, s in rows]
+        return dataclasses.replace(run, machine=run.machine | {"date": date}, results=[], host=host)
+
+    merged = merge([timed("2026-11-02", 9e-6, 20e-6), timed("2026-11-01", 10e-6, 12e-6)])
+    assert merged.host["rms_norm"][0] == 1 and merged.host["rms_norm"][1][OURS].seconds == 10e-6
+    assert merged.host["softmax"][0] == 0, "without others the latest run counts"
+
+
 def test_runs_of_different_gpus_or_dtypes_are_not_merged(run):
     for field, other in (("machine", {"gpu": "NVIDIA A100"}), ("settings", {"dtype": "fp16"})):
         changed = dataclasses.replace(run, **{field: getattr(run, field) | other})

@@ -82,7 +82,8 @@ HOST = """\
 
 Microseconds of the CPU for one call on tiny tensors, without autograd: medians over batches of 20 calls, between which
 the GPU is waited for, so that its queue never fills. Behind them half the distance between the 20th and the 80th
-percentile. They grow where other programs keep the machine busy, and so do the others' in the same row.
+percentile. They grow where other programs keep the machine busy, and so do the others' in the same row; of several runs
+a row is of the one in which the others took the least.
 """
 
 TRAINING = """\

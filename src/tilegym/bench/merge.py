@@ -1,4 +1,7 @@
-"""Several runs as one: of every case the latest run that compared something; rows of two runs are never in one case."""
+"""Several runs as one: of every case the latest run that compared something; rows of two runs are never in one case.
+
+Of host times it is the run in which the machine was least busy, by the other providers' times.
+"""
 
 from dataclasses import dataclass
 
@@ -39,6 +42,12 @@ def _worth(row: dict) -> int:
     return 2 if any(result.measured for name, result in row.items() if name not in OWN) else 1
 
 
+def _calmer(row: dict[str, HostResult], other: dict[str, HostResult]) -> bool:
+    """Whether the providers that are not ours took the host less time in ``row``, those that both measured."""
+    both = [n for n in row if n in other and n not in OWN and row[n].measured and other[n].measured]
+    return bool(both) and sum(row[n].seconds for n in both) < sum(other[n].seconds for n in both)
+
+
 def merge(runs: list[Run]) -> Merged:
     """Merges ``runs`` of one GPU and dtype.
 
@@ -60,7 +69,8 @@ def merge(runs: list[Run]) -> Merged:
             timed.setdefault(result.op, {})[result.provider] = result
         for known, rows in ((found, cases(run.results)), (host, timed)):
             for key, row in rows.items():
-                if key not in known or _worth(row) > _worth(known[key][1]):
+                worth = _worth(row) - (_worth(known[key][1]) if key in known else -1)
+                if worth > 0 or (worth == 0 and known is host and _calmer(row, known[key][1])):
                     known[key] = number, row
     ranks = {op: rank for rank, op in enumerate(by_importance([*{op for op, _, _ in found} | set(host)]))}
     return Merged(
