@@ -217,7 +217,8 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         dim: the dimension that sums to one.
 
     Returns:
-        x's shape and dtype. Differentiable.
+        x's shape and dtype. Differentiable. The same bits in every run, unless other work keeps the blocks of a long
+        row apart for a millisecond: another one then computes their sums, which may be rounded otherwise.
     """
 
 
