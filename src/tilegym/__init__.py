@@ -7,9 +7,19 @@ from tilegym import env
 from tilegym import ops
 from tilegym.backend import set_backend
 from tilegym.backend import use_backend
+from tilegym.backend.in_place import set_gradients_in_place
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "apply", "kernelize_model", "ops", "revert", "set_backend", "use_backend"]
+__all__ = [
+    "__version__",
+    "apply",
+    "kernelize_model",
+    "ops",
+    "revert",
+    "set_backend",
+    "set_gradients_in_place",
+    "use_backend",
+]
 
 # Who needs the ops alone does not wait for these.
 _LAZY = {"apply": "tilegym.integrate.apply", "revert": "tilegym.integrate.apply", "kernelize_model": "tilegym.kernel"}

@@ -26,6 +26,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.in_place import may_run_again
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile import pointwise
 from tilegym.ops.cutile.cross_entropy import add_losses
@@ -283,16 +284,11 @@ def linear_cross_entropy_chunks(
     return losses, dh, dw, db
 
 
-def _may_run_again() -> bool:
-    """Whether the graph that now runs backward may do so again, and what it saved has to stay as it is."""
-    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """gradient * scale in ``dtype``, computed in fp32 and rounded once: in place of what is saved, where it may be."""
     if scale is None:
         return gradient.to(dtype)
-    if gradient.dtype != dtype or gradient.dim() != 2 or _may_run_again():
+    if gradient.dtype != dtype or gradient.dim() != 2 or may_run_again():
         return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
     device = gradient.get_device()
     (blocks,), *tiles = pointwise.plan(*gradient.shape, device)

@@ -6,6 +6,7 @@ Backward: ``da = dy * b * s * (1 + a * (1 - s))`` with s = sigmoid(a), ``db = dy
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
@@ -15,6 +16,7 @@ from tilegym.ops.cutile.pointwise import over_one_plus_exp
 from tilegym.ops.cutile.pointwise import plan
 from tilegym.ops.cutile.pointwise import small_or_flat
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.checks import check_floating
@@ -35,22 +37,24 @@ def gated(gate, up):
 
 
 @ct.kernel
-def swiglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int):
+def swiglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int, INPLACE: Bool):
+    """INPLACE: da is written over a, db over b, and da and db stand for nothing."""
     at = indices(dy, TILE_M, TILE_N)
     gate, up, g = ct.gather(a, at), ct.gather(b, at), ct.gather(dy, at)
     sigmoid = over_one_plus_exp(1.0, gate, gate.dtype)
     gate, up, g = gate.astype(ct.float32), up.astype(ct.float32), g.astype(ct.float32)
     silu = gate * sigmoid
-    ct.scatter(db, at, (g * silu).astype(db.dtype))
-    ct.scatter(da, at, (g * up * (sigmoid + silu * (1.0 - sigmoid))).astype(da.dtype))
+    ct.scatter(b if INPLACE else db, at, (g * silu).astype(b.dtype))
+    ct.scatter(a if INPLACE else da, at, (g * up * (sigmoid + silu * (1.0 - sigmoid))).astype(a.dtype))
 
 
 def launch_swiglu_backward(
-    dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, da: torch.Tensor, db: torch.Tensor
+    dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, da: torch.Tensor | None = None, db: torch.Tensor | None = None
 ) -> None:
-    """Writes the gradients of swiglu(a, b) into da and db; all are [M, N] or [B, S, N], any strides."""
+    """Writes the gradients of swiglu(a, b) into da and db, or over a and b; all are [M, N] or [B, S, N], any strides."""
     grid, tile_m, tile_n = plan(*size_of(dy), dy.get_device())
-    launch(dy, grid, swiglu_backward_kernel, (dy, a, b, da, db, tile_m, tile_n))
+    outputs = (0, 0, tile_m, tile_n, True) if da is None else (da, db, tile_m, tile_n, False)
+    launch(dy, grid, swiglu_backward_kernel, (dy, a, b, *outputs))
 
 
 @compilable(fake=lambda a, b: torch.empty_like(a, memory_format=torch.contiguous_format))
@@ -77,12 +81,17 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)
+        ctx.in_place = in_place.wanted()
         return swiglu_forward(a, b)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return swiglu_backward(dy, *ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        if ctx.in_place and not in_place.may_run_again() and in_place.are_activations(*saved):
+            launch_swiglu_backward(*small_or_flat(dy, *saved))
+            return in_place.overwritten(*saved)
+        return swiglu_backward(dy, *saved)
 
 
 @register_impl("swiglu", "cutile")

@@ -1,0 +1,64 @@
+"""Gradients that are written over the activations that they belong to, so that a training step takes less memory."""
+
+import torch
+
+_enabled = False  # of this process: what is recomputed in a backward pass runs in autograd's own threads
+
+
+class set_gradients_in_place:
+    """Whether ops of the ``cutile`` backend write gradients over their inputs; off unless set. For the process.
+
+    Called it stays; in a ``with`` statement it holds for the block, as :class:`torch.set_grad_enabled` does. What holds
+    when a forward pass runs decides for its backward pass too:
+
+    - ``swiglu``, ``geglu``, ``rms_norm``, ``layer_norm``, ``fused_add_rms_norm`` and ``cross_entropy`` write the
+      gradients of activations over these in the backward pass (``fused_add_rms_norm``: over the sum that it returned);
+    - ``apply_rope_base`` rotates q and k in the forward pass where they are.
+
+    The activations have then changed for everybody who holds them. Autograd raises its error where another operation
+    saved one of them. Tensors are left alone that autograd did not compute (parameters and other leaves, views of
+    them), that share memory, or of which the graph may be needed once more (``retain_graph=True``); also in code that
+    torch.compile compiles, which plans memory itself.
+
+    Args:
+        mode: whether to write in place.
+    """
+
+    def __init__(self, mode: bool) -> None:
+        global _enabled
+        self._before = _enabled
+        _enabled = bool(mode)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_) -> None:
+        global _enabled
+        _enabled = self._before
+
+
+def wanted() -> bool:
+    """Whether the forward pass that now runs shall have its gradients written in place."""
+    return _enabled and not torch.compiler.is_compiling()
+
+
+def may_run_again() -> bool:
+    """Whether the graph that now runs backward may do so again, and what it saved has to stay as it is."""
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def are_activations(*tensors: torch.Tensor) -> bool:
+    """Whether all are results of autograd's, with memory of their own, none of it for two of their elements."""
+    if len({t.untyped_storage().data_ptr() for t in tensors}) < len(tensors):
+        return False
+    for t in tensors:
+        base = t if t._base is None else t._base
+        if t.grad_fn is None or base.grad_fn is None or torch._debug_has_internal_overlap(t) != 0:
+            return False
+    return True
+
+
+def overwritten(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors with what a kernel has written over them, as new ones; autograd is told that the old have changed."""
+    torch.autograd.graph.increment_version(tensors)
+    return tuple(t.detach() for t in tensors)
