@@ -64,6 +64,7 @@ class FakeGPU:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_gpu_gets_it_on_its_own_stream(monkeypatch, overlap, fails):
+    monkeypatch.setattr(launch_module.allocation, "one_gpu", lambda: False)
     gpu_of = types.SimpleNamespace(is_cuda=True, get_device=lambda: 1)
     here = FakeGPU(monkeypatch, 1, fails)
     launch(gpu_of, (2,), add_one_kernel, (), overlap)
