@@ -11,10 +11,13 @@ Where weight has a gradient the logits take no memory of their own: they are whe
 room for the logits of R <= H tokens, transposed: [V, R] from the start of its memory on. A chunk has so many tokens,
 and the last chunk's gradients of logits stay there. Slices of weight's gradient are written over them from the last
 class to the first: the logits of the classes before v end before row v of the gradient begins, so that what is still
-to be read stays as it is. Before a slice is written, its gradients of logits are copied to a small buffer. Those for
-the tokens of other chunks are computed again into the same buffer, with the sums known. So there are 3 GEMMs for R
-tokens, and up to 4 for more. In fp16, whose range sums over tokens may leave, weight's gradient is held in fp32, which
-gives room for twice the tokens.
+to be read stays as it is. Where all tokens are stored, and fewer than there is room for, the logits of even more
+classes end there: all but R / H of the classes are one slice, all but R / H of the others the next, and each is written
+by one GEMM that reads its gradients of logits where they are. Before any other slice is written, the last few classes
+or those of more tokens than R, its gradients of logits are copied to a small buffer. Those for the tokens of other
+chunks are computed again into the same buffer, with the sums known. So there are 3 GEMMs for R tokens, and up to 4 for
+more. In fp16, whose range sums over tokens may leave, weight's gradient is held in fp32, which gives room for twice the
+tokens.
 """
 
 import functools
@@ -44,9 +47,10 @@ from tilegym.ops.pytorch.fused_linear_cross_entropy import check_fused_linear_cr
 # Shorter chunks leave a GPU's multiprocessors idle (hidden states' gradient, 1024x4096, is 128 tiles of 128x256); so
 # many elements of logits are little beside a large model's other tensors.
 FEWEST_ROWS, FEW_ELEMENTS = 1024, 2**26
-# A slice has as many classes as make this many logits (of 8192 tokens: 2048, whose GEMMs are 256 tiles of 128x256), but
-# no fewer than would leave multiprocessors idle.
+# A slice that is copied has as many classes as make this many logits (of 8192 tokens: 2048, whose GEMMs are 256 tiles
+# of 128x256), but no fewer than would leave multiprocessors idle.
 SLICE_ELEMENTS, FEWEST_CLASSES = 2**24, 1024
+CLASSES_OF_TILE = 128  # of a GEMM's result; slices are of whole tiles
 MOST_PARTS = 64
 # A chunk_size, the default, from which on a chunk has all tokens that there is room for: in memory that is taken anyway
 # more cost nothing, and fewer logits are computed twice.
@@ -139,9 +143,28 @@ def rows_stored(tokens: int, room: int, chunk_size: int) -> tuple[int, int]:
 
 
 def classes_of_slice(tokens: int, vocabulary: int, chunk_size: int) -> int:
-    """How many classes a slice has, whose logits for all tokens are to be no more than those of a chunk."""
+    """How many classes a slice that is copied has, whose logits for all tokens are to be no more than a chunk's."""
     classes = min(max(FEWEST_CLASSES, SLICE_ELEMENTS // tokens), max(1, chunk_size * vocabulary // tokens), vocabulary)
-    return classes // 128 * 128 or classes
+    return classes // CLASSES_OF_TILE * CLASSES_OF_TILE or classes
+
+
+def direct_slices(vocabulary: int, width: int, room: int, classes: int) -> tuple[list[slice], int]:
+    """Slices of weight's gradient, from the last class on, that can be written without a copy, and how many classes are
+    left.
+
+    In one memory a class takes ``width`` elements of logits' gradients, and ``room`` of weight's. No slice lies over
+    what it or a later one reads. Each has at least as many ``classes`` as one that is copied, as that costs time; where
+    each is half of what is left or more, and only few are short, at least FEWEST_CLASSES, as that takes less memory.
+    """
+    fewest = min(classes, FEWEST_CLASSES) if 2 * width <= room else classes
+    slices, end = [], vocabulary
+    while True:
+        start = -(-end * width // room)
+        start = -(-start // CLASSES_OF_TILE) * CLASSES_OF_TILE
+        if end - start < fewest:
+            return slices, end
+        slices.append(slice(start, end))
+        end = start
 
 
 @functools.lru_cache(maxsize=1024)
@@ -210,12 +233,17 @@ def _gradients(hidden, weight, dhidden, dweight, dbias):
 
 
 def _write_slices(stored, hidden, weight, bias, target, lses, scale, ignore_index, classes, dw):
-    """Writes weight's gradient dw a slice of ``classes`` at a time. In its memory, the gradients of logits of the first
-    tokens are ``stored``, [V, R]; those of the others are computed."""
-    tokens, first = len(target), stored.shape[1]
-    buffer = hidden.new_empty(classes, aligned(tokens))
-    for start in reversed(range(0, len(weight), classes)):
-        rows = slice(start, min(start + classes, len(weight)))
+    """Writes weight's gradient dw, of which a slice that is copied has ``classes``. In its memory, the gradients of
+    logits of the first tokens are ``stored``, [V, R]; those of the others are computed."""
+    tokens, first, left = len(target), stored.shape[1], len(weight)
+    if first == tokens:
+        room = dw.shape[1] * dw.itemsize // stored.itemsize
+        direct, left = direct_slices(left, stored.stride(0), room, classes)
+        for rows in direct:
+            _product(stored[rows], hidden, dw[rows])
+    buffer = hidden.new_empty(min(classes, left), aligned(tokens))
+    for start in reversed(range(0, left, classes)):
+        rows = slice(start, min(start + classes, left))
         part = buffer[: rows.stop - start]
         part[:, :first].copy_(stored[rows])
         if first < tokens:
