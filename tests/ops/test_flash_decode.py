@@ -24,6 +24,7 @@ from tilegym.ops import splitk_reduce
 from tilegym.ops.cutile import flash_decode_plan
 from tilegym.ops.cutile.flash_decode import decode_forward
 from tilegym.ops.cutile.flash_decode import decode_kernel
+from tilegym.ops.cutile.flash_decode_fp32 import decode_rows_kernel
 from tilegym.ops.cutile.flash_decode_plan import LAST_BLOCK
 from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
 from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
@@ -149,7 +150,7 @@ class Test_FlashDecode(PyTestCase):
     def test_splits_do_not_depend_on_lengths(self):
         """A captured graph replays with other lengths: the grid must be that of the cache."""
         grids = []
-        kwargs = {k: v.cpu() for k, v in tensors(*SHAPES[0]).items()}
+        kwargs = {k: v.cpu() for k, v in tensors(*SHAPES[0], dtype=torch.bfloat16).items()}
         for kv_len in ([1, 1], [150, 150]):
             with recorded_launches() as launches:
                 fmha_decode(**kwargs, kv_len=torch.tensor(kv_len), backend="cutile")
@@ -159,7 +160,8 @@ class Test_FlashDecode(PyTestCase):
 
     def test_ways_to_merge_splits(self, monkeypatch):
         """By another launch, in turns, at once or in order, and by the last block, in order too."""
-        kwargs = {k: v.cpu() for k, v in (tensors(*SHAPES[0]) | OPTIONS["lengths beyond the ends"]).items()}
+        given = tensors(*SHAPES[0], dtype=torch.bfloat16) | OPTIONS["lengths beyond the ends"]
+        kwargs = {k: v.cpu() for k, v in given.items()}
         scaling, results, ways = 80**-0.5, [], []
         for at_once, in_order in ((0, 0), (64, 0), (64, 32)):
             monkeypatch.setattr(flash_decode_plan, "MERGED_AT_ONCE", at_once)
@@ -177,10 +179,10 @@ class Test_FlashDecode(PyTestCase):
         assert torch.equal(last, results[-1])
         for result in results:
             torch.testing.assert_close(result, results[0])
-            torch.testing.assert_close(result, reference(**kwargs))
+            torch.testing.assert_close(result, reference(**kwargs), rtol=1e-2, atol=1e-2)
 
     def test_the_last_block_leaves_its_counters_at_zero(self):
-        kwargs = {k: v.cpu() for k, v in tensors(*SHAPES[0]).items()}
+        kwargs = {k: v.cpu() for k, v in tensors(*SHAPES[0], dtype=torch.bfloat16).items()}
         with recorded_launches(run=True) as launches:
             fmha_decode(**kwargs, backend="cutile")
         ((_, args),) = launches
@@ -289,6 +291,16 @@ class Test_FlashDecode(PyTestCase):
         flags = (False, False, 0, 1, False, True, dtype == torch.float32, LAST_BLOCK, splits, True)
         arrays = (q, k, v, out, partial, counters, 0, 0, kv_len)
         assert_compiles(decode_kernel, (*arrays, 0.1, 1.0, 0, *sizes, *flags), ("sm_90",))
+
+    @pytest.mark.parametrize("head_dim, group", [(128, 4), (256, 4), (128, 1), (64, 8)])
+    def test_real_tiles_of_fp32_compile(self, head_dim, group, monkeypatch):
+        monkeypatch.setattr(flash_decode_plan, "choose_tiles", lambda *a: choose_tiles(*a[:-1], 0))  # those of a GPU
+        q, k = torch.empty(1, 2 * group, 1, head_dim), torch.empty(1, 2, 600, head_dim)
+        with recorded_launches() as launches:
+            fmha_decode(q, k, k, kv_len_per_split=128, kv_len=torch.tensor([500]), backend="cutile")
+        (kernel, args), _ = launches
+        assert kernel is decode_rows_kernel
+        assert_compiles(kernel, args, ("sm_80", "sm_90"))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     def test_many_heads_on_one_kv_head_compile(self, dtype, monkeypatch):

@@ -25,6 +25,7 @@ from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import truth
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
+from tilegym.ops.cutile.flash_decode_fp32 import decode_rows_kernel
 from tilegym.ops.cutile.flash_decode_plan import LAST_BLOCK
 from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
 from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
@@ -214,7 +215,10 @@ def _forward(
         0 if sinks is None else sinks,
         0 if kv_len is None else kv_len,
     )
-    kernel, overlap = wide_decode_kernel if plan.wide else decode_kernel, plan.overlap
+    kernel, overlap = (
+        decode_rows_kernel if plan.rows else wide_decode_kernel if plan.wide else decode_kernel,
+        plan.overlap,
+    )
     how = (merge, plan.tile_s if merge == LAST_BLOCK else 1, overlap)
     launch(out, grid, kernel, (*arrays, *plan.scalars, *plan.constants, *how), overlap)
     if merge == NEXT_LAUNCH:

@@ -26,6 +26,7 @@ from tilegym.ops.cutile.workspace import COUNTERS
 TILE_BYTES = 32768
 # More heads than this share a kv head in few models (Falcon-7B: 71); their tiles need the registers of more warps.
 MAX_TILE_M = 64
+MAX_GROUP = 8  # whose sums the registers of decode_rows_kernel hold
 MAX_TILE_N = 128
 MAX_SPLITS = 256
 UNSPLIT_KEYS = 512
@@ -44,6 +45,8 @@ def choose_tiles(group: int, head_dim: int, v_dim: int, itemsize: int, device_in
     # Queries are columns of the right operand of ct.mma, of which eight will do.
     tile_m, tile_d, tile_dv = max(8, next_power_of_2(group)), tile_of(head_dim), tile_of(v_dim)
     tile_n = 16 if device_index < 0 else min(MAX_TILE_N, TILE_BYTES // (max(tile_d, tile_dv) * itemsize))
+    if itemsize == 4 and group <= MAX_GROUP and device_index >= 0:
+        tile_n = min(32, max(8, 8192 // (max(tile_d, tile_dv) * next_power_of_2(group))))
     if tile_m > MAX_TILE_M and itemsize == 4:
         tile_n = min(tile_n, 32)  # larger ones compile for a quarter of a minute
     return tile_m, tile_n, tile_d, tile_dv
@@ -96,6 +99,7 @@ class Plan(NamedTuple):
     """What a call needs to know of its arguments besides where they are."""
 
     grid: tuple[int, int]
+    rows: bool  # by decode_rows_kernel
     wide: bool  # needs more warps
     scalars: tuple[float, float, int]  # scaling, soft_cap, window
     constants: tuple[int | bool, ...]  # those of decode_kernel
@@ -125,8 +129,13 @@ def make_plan(
     dtype, device_index = q.dtype, q.get_device()
     group = heads // kv_heads
     visible = keys if window_size is None else min(keys, window_size)
-    splits = choose_splits(batch * kv_heads, visible, kv_len_per_split, device_index)
+    rows = dtype == torch.float32 and group <= MAX_GROUP
     tiles = choose_tiles(group, head_dim, v_dim, dtype.itemsize, device_index)
+    if rows and kv_len_per_split is None and device_index >= 0:
+        # Without tensor cores the products take longer than the reading: two tiles are enough for a block.
+        splits = min(-(-visible // (2 * tiles[1])), max_splits(batch * kv_heads, device_index))
+    else:
+        splits = choose_splits(batch * kv_heads, visible, kv_len_per_split, device_index)
     overlap = overlaps(device_index)
     mask_kind, mask = prepare_mask(attention_mask, keys)
     constants = (
@@ -144,9 +153,12 @@ def make_plan(
     how = IN_ORDER if splits <= MERGED_IN_ORDER else AT_ONCE if splits <= MERGED_AT_ONCE else IN_TURNS
     tile_s = TILE_S if how == IN_TURNS else next_power_of_2(splits)
     merge = choose_merge(batch * kv_heads, group, visible, splits, tiles, device_index)
+    if rows and merge == LAST_BLOCK:
+        merge = NEXT_LAUNCH
     unit = 1.0 if soft_cap is not None or mask_kind == ADDITIVE_MASK else float(scaling)
     return Plan(
         (batch * kv_heads, splits if keys else 0),
+        rows,
         tiles[0] > MAX_TILE_M,
         (float(scaling), 1.0 if soft_cap is None else float(soft_cap), 0 if window_size is None else window_size),
         constants,
