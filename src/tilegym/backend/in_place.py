@@ -2,6 +2,8 @@
 
 import torch
 
+# Where hooks save tensors autograd cannot tell who else needs them: then these may share memory with no others.
+ALWAYS, ALONE = 1, 2
 _enabled = False  # of this process: what is recomputed in a backward pass runs in autograd's own threads
 
 
@@ -11,14 +13,17 @@ class set_gradients_in_place:
     Called it stays; in a ``with`` statement it holds for the block, as :class:`torch.set_grad_enabled` does. What holds
     when a forward pass runs decides for its backward pass too:
 
-    - ``swiglu``, ``geglu``, ``rms_norm``, ``layer_norm``, ``fused_add_rms_norm`` and ``cross_entropy`` write the
-      gradients of activations over these in the backward pass (``fused_add_rms_norm``: over the sum that it returned);
+    - ``swiglu``, ``geglu``, ``silu_and_mul``, ``rms_norm``, ``layer_norm``, ``fused_add_rms_norm`` and
+      ``cross_entropy`` write the gradients of activations over these in the backward pass (``fused_add_rms_norm``: over
+      the sum that it returned);
     - ``apply_rope_base`` rotates q and k in the forward pass where they are.
 
-    The activations have then changed for everybody who holds them. Autograd raises its error where another operation
-    saved one of them. Tensors are left alone that autograd did not compute (parameters and other leaves, views of
-    them), that share memory, or of which the graph may be needed once more (``retain_graph=True``); also in code that
-    torch.compile compiles, which plans memory itself.
+    The activations have then changed for everybody who holds them, what non-reentrant checkpointing was given as a
+    block's arguments included. Autograd raises its error where another operation saved one of them. Tensors are left
+    alone that autograd did not compute (parameters and other leaves, views of them), that share memory or have gaps in
+    it, or of which the graph may be needed once more (``retain_graph=True``); where hooks save tensors, as in
+    non-reentrant checkpointing, also all that another tensor shares memory with, and q and k; and everything in code
+    that torch.compile compiles, which plans memory itself.
 
     Args:
         mode: whether to write in place.
@@ -37,9 +42,11 @@ class set_gradients_in_place:
         _enabled = self._before
 
 
-def wanted() -> bool:
-    """Whether the forward pass that now runs shall have its gradients written in place."""
-    return _enabled and not torch.compiler.is_compiling()
+def wanted() -> int:
+    """How the forward pass that now runs shall have its gradients written in place: 0 (not), ALWAYS or ALONE."""
+    if not _enabled or torch.compiler.is_compiling():
+        return 0
+    return ALWAYS if torch._C._autograd._top_saved_tensors_default_hooks(True) is None else ALONE
 
 
 def may_run_again() -> bool:
@@ -56,6 +63,25 @@ def are_activations(*tensors: torch.Tensor) -> bool:
         if t.grad_fn is None or base.grad_fn is None or torch._debug_has_internal_overlap(t) != 0:
             return False
     return True
+
+
+def may_overwrite(how: int, *saved: torch.Tensor) -> bool:
+    """Whether the backward pass that now runs may write over what its forward pass saved, row by row.
+
+    Args:
+        how: what :func:`wanted` returned in the forward pass.
+    """
+    if not how or may_run_again() or not are_activations(*saved):
+        return False
+    # Of others, and of more dimensions, kernels would get copies.
+    if not all(t.is_contiguous() or t.dim() == 2 for t in saved):
+        return False
+    return how == ALWAYS or all(map(_is_alone, saved))
+
+
+def _is_alone(t: torch.Tensor) -> bool:
+    storage = t.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor and ``storage``
 
 
 def overwritten(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -16,6 +16,7 @@ import math
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
@@ -334,6 +335,22 @@ def cross_entropy_backward(
     return dx
 
 
+@compilable(fake=lambda *_: None, mutates=("logits",))
+def cross_entropy_backward_in_place(
+    scale: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    lse: torch.Tensor,
+    ignore_index: int,
+    softcap: float,
+    smoothing: float,
+    z_loss: float,
+) -> None:
+    """As :func:`cross_entropy_backward`, over the logits, which are 2-D or contiguous."""
+    rows, scale = rows_of(logits), scale.flatten() if scale.dim() else scale.view(1)
+    launch_backward(scale, rows, target.reshape(-1), lse.view(-1, 2), None, ignore_index, softcap, smoothing, z_loss)
+
+
 class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, ignore_index, softcap, smoothing, z_loss, reduction):
@@ -343,7 +360,7 @@ class CrossEntropy(torch.autograd.Function):
         if reduction != "none":
             loss, number = add_losses(losses, target, ignore_index, reduction == "mean")
         ctx.save_for_backward(logits, target, lse, number if reduction == "mean" else None)
-        ctx.options = options
+        ctx.options, ctx.in_place = options, in_place.wanted()
         return loss
 
     @staticmethod
@@ -352,7 +369,12 @@ class CrossEntropy(torch.autograd.Function):
         logits, target, lse, number = ctx.saved_tensors
         if number is not None:
             dloss = dloss / number
-        dx = cross_entropy_backward(dloss.expand(target.shape), logits, target, lse, *ctx.options)
+        args = (dloss.expand(target.shape), logits, target, lse, *ctx.options)
+        if ctx.in_place and in_place.may_overwrite(ctx.in_place, logits):
+            cross_entropy_backward_in_place(*args)
+            (dx,) = in_place.overwritten(logits)
+        else:
+            dx = cross_entropy_backward(*args)
         return dx, None, None, None, None, None, None
 
 

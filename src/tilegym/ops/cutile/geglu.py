@@ -10,6 +10,7 @@ import math
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
@@ -110,13 +111,14 @@ def geglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, TANH: Bool):
 
 
 @ct.kernel
-def geglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int, TANH: Bool):
+def geglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int, TANH: Bool, INPLACE: Bool):
+    """INPLACE: da is written over a, db over b, and da and db stand for nothing."""
     at = indices(dy, TILE_M, TILE_N)
     gate, up, g = ct.gather(a, at), ct.gather(b, at), ct.gather(dy, at)
     wide, up, g = gate.astype(ct.float32), up.astype(ct.float32), g.astype(ct.float32)
     p, slope = _gate(wide, gate.dtype, TANH)
-    ct.scatter(db, at, (g * (wide * p)).astype(db.dtype))
-    ct.scatter(da, at, (g * up * (p + wide * slope)).astype(da.dtype))
+    ct.scatter(b if INPLACE else db, at, (g * (wide * p)).astype(b.dtype))
+    ct.scatter(a if INPLACE else da, at, (g * up * (p + wide * slope)).astype(a.dtype))
 
 
 def _like(t: torch.Tensor, *_) -> torch.Tensor:
@@ -137,21 +139,33 @@ def geglu_backward(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tanh: boo
     da, db = _like(a), _like(b)
     rows = small_or_flat(dy, a, b, da, db)
     grid, tile_m, tile_n = plan(*size_of(rows[0]), dy.get_device())
-    launch(dy, grid, geglu_backward_kernel, (*rows, tile_m, tile_n, tanh))
+    launch(dy, grid, geglu_backward_kernel, (*rows, tile_m, tile_n, tanh, False))
     return da, db
+
+
+@compilable(fake=lambda dy, a, b, tanh: None, mutates=("a", "b"))
+def geglu_backward_in_place(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tanh: bool) -> None:
+    """Writes the gradients over a and b, which are 2-D or contiguous."""
+    rows = small_or_flat(dy, a, b)
+    grid, tile_m, tile_n = plan(*size_of(rows[0]), dy.get_device())
+    launch(dy, grid, geglu_backward_kernel, (*rows, 0, 0, tile_m, tile_n, tanh, True))
 
 
 class GEGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, tanh):
         ctx.save_for_backward(a, b)
-        ctx.tanh = tanh
+        ctx.tanh, ctx.in_place = tanh, in_place.wanted()
         return geglu_forward(a, b, tanh)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return *geglu_backward(dy, *ctx.saved_tensors, ctx.tanh), None
+        saved = ctx.saved_tensors
+        if ctx.in_place and in_place.may_overwrite(ctx.in_place, *saved):
+            geglu_backward_in_place(dy, *saved, ctx.tanh)
+            return *in_place.overwritten(*saved), None
+        return *geglu_backward(dy, *saved, ctx.tanh), None
 
 
 @register_impl("geglu", "cutile")

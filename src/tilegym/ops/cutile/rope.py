@@ -8,6 +8,7 @@ import functools
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
@@ -54,14 +55,17 @@ def _rotate(x, y, cos, sin, block, HALF: Int, REST: Int, TILE_H: Int, TILE_S: In
 @ct.kernel
 def rope_kernel(
     q, k, cos, sin, q_out, k_out, q_blocks, HALF: Int, REST: Int, Q_HEADS: Int, Q_TOKENS: Int, K_HEADS: Int,
-    K_TOKENS: Int, BATCHED: Bool, INVERSE: Bool,
+    K_TOKENS: Int, BATCHED: Bool, INVERSE: Bool, INPLACE: Bool,
 ):  # fmt: skip
-    """The first q_blocks blocks rotate q, the others k. HALF: dimensions in a rotated half; REST: those not rotated."""
+    """The first q_blocks blocks rotate q, the others k. HALF: dimensions in a rotated half; REST: those copied besides.
+    INPLACE: q and k themselves, and q_out and k_out stand for nothing."""
     block = ct.bid(0)
     if block < q_blocks:
-        _rotate(q, q_out, cos, sin, block, HALF, REST, Q_HEADS, Q_TOKENS, BATCHED, INVERSE)
+        out = q if INPLACE else q_out
+        _rotate(q, out, cos, sin, block, HALF, REST, Q_HEADS, Q_TOKENS, BATCHED, INVERSE)
     else:
-        _rotate(k, k_out, cos, sin, block - q_blocks, HALF, REST, K_HEADS, K_TOKENS, BATCHED, INVERSE)
+        out = k if INPLACE else k_out
+        _rotate(k, out, cos, sin, block - q_blocks, HALF, REST, K_HEADS, K_TOKENS, BATCHED, INVERSE)
 
 
 def _tile(heads: int, tokens: int, rows: int, heads_inside: bool) -> tuple[int, int]:
@@ -87,20 +91,30 @@ def plan(
     return (q_blocks + k_blocks,), q_blocks, (*q_tile, *k_tile)
 
 
+def _launch(q, k, cos, sin, q_out, k_out, rotary, inverse, in_place) -> None:
+    batch, q_heads, tokens, dim = q.shape
+    half, strides = rotary // 2, q.stride()
+    grid, q_blocks, tiles = plan(batch, q_heads, k.shape[1], tokens, half, strides[1] < strides[2])
+    if max(*strides, *k.stride()) > INT32_MAX:
+        q, k = q.contiguous(), k.contiguous()
+    constants = (half, 0 if in_place else dim - rotary, *tiles, cos.shape[0] > 1, inverse, in_place)
+    launch(q, grid, rope_kernel, (q, k, cos, sin, q_out, k_out, q_blocks, *constants))
+
+
 @compilable(fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)))
 def rope_forward(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k [B, H, S, D] with the first ``rotary`` dimensions rotated, backwards if ``inverse``."""
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    batch, q_heads, tokens, dim = q.shape
-    half, strides = rotary // 2, q.stride()
-    grid, q_blocks, tiles = plan(batch, q_heads, k.shape[1], tokens, half, strides[1] < strides[2])
-    if max(*strides, *k.stride()) > INT32_MAX:
-        q, k = q.contiguous(), k.contiguous()
-    constants = (half, dim - rotary, *tiles, cos.shape[0] > 1, inverse)
-    launch(q, grid, rope_kernel, (q, k, cos, sin, q_out, k_out, q_blocks, *constants))
+    _launch(q, k, cos, sin, q_out, k_out, rotary, inverse, False)
     return q_out, k_out
+
+
+@compilable(fake=lambda q, k, *_: None, mutates=("q", "k"))
+def rope_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> None:
+    """As :func:`rope_forward`, where q and k are; their strides fit 32 bits."""
+    _launch(q, k, cos, sin, 0, 0, rotary, False, True)
 
 
 class RoPE(torch.autograd.Function):
@@ -108,6 +122,11 @@ class RoPE(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, rotary):
         ctx.save_for_backward(cos, sin)
         ctx.rotary = rotary
+        # Under hooks q and k may be what checkpointing rotates once more in the backward pass.
+        if in_place.wanted() == in_place.ALWAYS and in_place.are_activations(q, k):
+            if max(*q.stride(), *k.stride()) <= INT32_MAX:
+                rope_in_place(q, k, cos, sin, rotary)
+                return in_place.overwritten(q, k)
         return rope_forward(q, k, cos, sin, rotary, False)
 
     @staticmethod

@@ -3,6 +3,7 @@
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
@@ -64,16 +65,27 @@ def silu_and_mul_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return dx
 
 
+@compilable(fake=lambda dy, x: None, mutates=("x",))
+def silu_and_mul_backward_in_place(dy: torch.Tensor, x: torch.Tensor) -> None:
+    """Writes the gradient over x, which is 2-D or contiguous."""
+    launch_swiglu_backward(rows_of(dy), *_halves(rows_of(x)))
+
+
 class SiluAndMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
+        ctx.in_place = in_place.wanted()
         return silu_and_mul_forward(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return silu_and_mul_backward(dy, *ctx.saved_tensors)
+        (x,) = ctx.saved_tensors
+        if ctx.in_place and in_place.may_overwrite(ctx.in_place, x):
+            silu_and_mul_backward_in_place(dy, x)
+            return in_place.overwritten(x)
+        return silu_and_mul_backward(dy, x)
 
 
 @register_impl("silu_and_mul", "cutile")

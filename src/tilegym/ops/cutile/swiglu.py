@@ -51,7 +51,7 @@ def swiglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int, INPLACE: 
 def launch_swiglu_backward(
     dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, da: torch.Tensor | None = None, db: torch.Tensor | None = None
 ) -> None:
-    """Writes the gradients of swiglu(a, b) into da and db, or over a and b; all are [M, N] or [B, S, N], any strides."""
+    """Writes the gradients of swiglu(a, b) into da and db, or over a and b; all are [M, N] or [B, S, N]."""
     grid, tile_m, tile_n = plan(*size_of(dy), dy.get_device())
     outputs = (0, 0, tile_m, tile_n, True) if da is None else (da, db, tile_m, tile_n, False)
     launch(dy, grid, swiglu_backward_kernel, (dy, a, b, *outputs))
@@ -77,6 +77,12 @@ def swiglu_backward(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple
     return da, db
 
 
+@compilable(fake=lambda dy, a, b: None, mutates=("a", "b"))
+def swiglu_backward_in_place(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Writes the gradients over a and b, which are 2-D or contiguous."""
+    launch_swiglu_backward(*small_or_flat(dy, a, b))
+
+
 class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b):
@@ -88,8 +94,8 @@ class SwiGLU(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         saved = ctx.saved_tensors
-        if ctx.in_place and not in_place.may_run_again() and in_place.are_activations(*saved):
-            launch_swiglu_backward(*small_or_flat(dy, *saved))
+        if ctx.in_place and in_place.may_overwrite(ctx.in_place, *saved):
+            swiglu_backward_in_place(dy, *saved)
             return in_place.overwritten(*saved)
         return swiglu_backward(dy, *saved)
 
