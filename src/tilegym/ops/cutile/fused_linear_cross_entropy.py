@@ -149,12 +149,12 @@ def classes_of_slice(tokens: int, vocabulary: int, chunk_size: int) -> int:
 
 
 def direct_slices(vocabulary: int, width: int, room: int, classes: int) -> tuple[list[slice], int]:
-    """Slices of weight's gradient, from the last class on, that can be written without a copy, and how many classes are
-    left.
+    """Slices of weight's gradient, from the last class on, that are written without a copy; how many classes are left.
 
-    In one memory a class takes ``width`` elements of logits' gradients, and ``room`` of weight's. No slice lies over
-    what it or a later one reads. Each has at least as many ``classes`` as one that is copied, as that costs time; where
-    each is half of what is left or more, and only few are short, at least FEWEST_CLASSES, as that takes less memory.
+    A class takes ``width`` elements of the memory for the gradient of its logits, and ``room`` for that of weight. No
+    slice lies over what it or a later one reads. So that there are no more GEMMs than with copies, a slice has no fewer
+    ``classes`` than one that is copied. Where it has at least half of those that are left there are few slices anyway:
+    there it may be as short as FEWEST_CLASSES, and the buffer is small.
     """
     fewest = min(classes, FEWEST_CLASSES) if 2 * width <= room else classes
     slices, end = [], vocabulary
