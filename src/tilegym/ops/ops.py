@@ -402,8 +402,9 @@ def fused_linear_cross_entropy(
     """``cross_entropy(hidden_states @ weight.T + bias, target)`` without ever holding all of the logits.
 
     Logits exist for a chunk of rows at a time. Where weight needs a gradient they are in the memory of that, and the
-    call takes, beside the gradients, the memory of 2^24 logits, or of 1024 for every row if that is more. In fp16 the
-    gradient of weight is held in fp32 until the backward pass. The call never waits for the GPU.
+    call takes, beside the gradients, the memory of 2^24 logits, or of 1024 for every row if that is more; if no
+    more than H / 2 rows make more than 2^24 logits, of at most 2304 for every row. In fp16 the gradient of weight is
+    held in fp32 until the backward pass. The call never waits for the GPU.
 
     Args:
         hidden_states: [..., H], fp32, fp16 or bf16.
