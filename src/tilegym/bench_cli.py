@@ -82,11 +82,12 @@ def bench(
             raise spec.BenchmarkError(f"--skip {output}: its results would be overwritten, give another --output")
         tasks, hosted = _without(tasks, hosted, skip, dtype)
     tasks = in_rounds(tasks)
+    backend = backend or (get_current_backend() if gpu else "pytorch")
     if list_only:
-        _print_list(tasks, gpu)
+        _print_list(tasks, gpu, backend)
         return
     if not gpu:
-        if backend not in (None, "pytorch"):
+        if backend != "pytorch":
             raise spec.BenchmarkError(f"--backend {backend}: without a GPU only the pytorch backend is measured")
         if write_docs:
             raise spec.BenchmarkError("--write-docs: docs/benchmarks.md is about a GPU, and none is visible")
@@ -96,13 +97,12 @@ def bench(
             "These figures say nothing about the kernels; small tensors stay in the cache, so that they can pass the "
             "roofline of a large copy."
         )
-    backend = backend or (get_current_backend() if gpu else "pytorch")
     only = tuple(only or ())
     if warm is not None:
         from tilegym.bench.warm import jobs_of
         from tilegym.bench.warm import run_jobs
 
-        run_jobs(jobs_of([*hosted, *tasks], only, compile_sweep), spec.DTYPES[dtype], backend, warm)
+        run_jobs(jobs_of([*hosted, *tasks], only, compile_sweep, backend), spec.DTYPES[dtype], backend, warm)
         return
     flags = {"--quick": quick, "--host-only": host_only, "--compile-sweep": compile_sweep}
     command = [*(ops or ()), *(flag for flag, given in flags.items() if given), "--dtype", dtype, "--backend", backend]
@@ -199,13 +199,15 @@ def _without(tasks: list, hosted: list, folders: list[Path], dtype: str) -> tupl
     return [task for task in left if task[2]], [task for task in hosted if task[0].op not in timed]
 
 
-def _print_list(tasks: list, gpu: bool) -> None:
+def _print_list(tasks: list, gpu: bool, backend: str) -> None:
+    from tilegym.bench.spec import FORWARD
     from tilegym.bench.spec import OURS
 
     width = max((len(benchmark.op) for benchmark, _, _ in tasks), default=0)
     for benchmark, shape, modes in tasks:
         measured = benchmark.providers if gpu else {OURS, *benchmark.extra}
         names = [name for name, provider in benchmark.providers.items() if name in measured and not provider.missing()]
+        names += benchmark.in_training(backend) if gpu and modes != (FORWARD,) else ()
         print(f"{benchmark.op:{width}} {shape.label:40} {', '.join(modes)}; {', '.join(names)}")
 
 

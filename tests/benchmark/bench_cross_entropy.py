@@ -56,6 +56,7 @@ BENCHMARKS = [
         oracle=formula,
         peers=usual_peers(formula, liger),
         differentiable=("logits",),
+        activations=("logits",),
         forward=forward,
         backward=backward,
         quick_modes=(FORWARD, BACKWARD, BOTH),

@@ -52,6 +52,7 @@ BENCHMARKS = [
         oracle=formula,
         peers=usual_peers(formula, liger),
         differentiable=("x", "residual", "weight"),
+        activations=("x", "residual"),
         forward=forward,
         backward=backward,
         quick_modes=(FORWARD, BACKWARD, BOTH),

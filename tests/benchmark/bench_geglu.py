@@ -49,6 +49,7 @@ BENCHMARKS = [
         oracle=formula,
         peers=usual_peers(formula, liger),
         differentiable=("a", "b"),
+        activations=("a", "b"),
         forward=forward,
         backward=backward,
         quick_modes=(FORWARD, BACKWARD, BOTH),

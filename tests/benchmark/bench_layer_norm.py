@@ -51,6 +51,7 @@ BENCHMARKS = [
         oracle=formula,
         peers=usual_peers(formula, liger),
         differentiable=("x", "weight", "bias"),
+        activations=("x",),
         forward=forward,
         backward=backward,
         quick_modes=(FORWARD, BACKWARD, BOTH),

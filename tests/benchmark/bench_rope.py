@@ -70,6 +70,7 @@ BENCHMARKS = [
         oracle=formula,
         peers=usual_peers(formula, liger),
         differentiable=("q", "k"),
+        activations=("q", "k"),
         forward=work,
         backward=work,
         quick_modes=(FORWARD, BACKWARD, BOTH),

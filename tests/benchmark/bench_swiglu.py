@@ -68,6 +68,7 @@ def benchmark(op, inputs, ours, formula, liger, differentiable):
         oracle=formula,
         peers=usual_peers(formula, liger),
         differentiable=differentiable,
+        activations=differentiable,
         forward=forward,
         backward=backward,
         quick_modes=(FORWARD, BACKWARD, BOTH),

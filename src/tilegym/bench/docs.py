@@ -6,20 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from tilegym.backend import slower
+from tilegym.bench import docs_training
 from tilegym.bench import slower_table
 from tilegym.bench.merge import Merged
 from tilegym.bench.merge import merge
-from tilegym.bench.report import INEXACT
 from tilegym.bench.report import HostResult
 from tilegym.bench.report import Result
 from tilegym.bench.report import Run
+from tilegym.bench.report import beside
+from tilegym.bench.report import markdown
 from tilegym.bench.report import microseconds
 from tilegym.bench.report import rate
 from tilegym.bench.report import spread
 from tilegym.bench.runner import COPY
+from tilegym.bench.runner import OVERWRITES
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import BOTH
 from tilegym.bench.spec import FORWARD
+from tilegym.bench.spec import IN_PLACE
 from tilegym.bench.spec import OURS
 from tilegym.bench.spec import BenchmarkError
 
@@ -66,7 +70,8 @@ METHOD = """\
   allow for this work, over the time measured.
 - For the others, the time is followed by what multiple it is of TileGym's: above 1.00x TileGym is faster.
 - *pytorch backend* is the op called with `backend="pytorch"`, to which dispatch turns where the kernels are slower;
-  *cutile backend* are the kernels where it does so.
+  *cutile backend* are the kernels where it does so. *tilegym in place* writes gradients over activations:
+  forward and backward together in the table against Liger, which says how, backward in the ops' own.
 - torch.compile is measured at the headline shapes, in ops that are bound by memory, or where attention has a form of
   its own (flex).
 - *A copy of as many bytes* is PyTorch's copy of a tensor that causes the same traffic, start and end of the launch
@@ -84,12 +89,6 @@ Microseconds of the CPU for one call on tiny tensors, without autograd: medians 
 the GPU is waited for, so that its queue never fills. Behind them half the distance between the 20th and the 80th
 percentile. They grow where other programs keep the machine busy, and so do the others' in the same row; of several runs
 a row is of the one in which the others took the least.
-"""
-
-TRAINING = """\
-## Training ops against Liger
-
-Forward and backward together: time, and peak memory beyond the inputs. Above 1.00x TileGym is faster, or needs less.
 """
 
 TO_PYTORCH = """\
@@ -165,24 +164,18 @@ def page(merged: Merged, models: dict[str, str], note: str = "") -> str:
     parts = [PREAMBLE, _machines(merged), *([f"{note}\n"] if note else []), METHOD]
     if not all(run.complete for run in merged.runs):
         parts.append("**A run ended before it had measured everything: what none has reached is missing below.**\n")
-    parts += [section for section in (_training(merged), _to_pytorch(merged)) if section]
+    parts += [section for section in (docs_training.section(merged), _to_pytorch(merged)) if section]
     if merged.host:
         parts.append(f"{HOST}\n{_host_table(merged)}")
     if merged.cases:
         parts.append("## Ops\n")
         for op, mode in dict.fromkeys((op, mode) for op, mode, _ in merged.cases):
             rows = {shape: found for (o, m, shape), found in merged.cases.items() if (o, m) == (op, mode)}
-            parts.append(f"### {op}, {mode}\n\n{_op_table(rows, merged)}")
+            parts.append(f"### {op}, {mode}\n\n{_op_table(rows, merged, mode)}")
     if models:
         parts.append(f"{MODELS}\n")
         parts += [models[name] for name in sorted(models)]
     return "\n".join(parts)
-
-
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    header = list(header)
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 
 def _machines(merged: Merged) -> str:
@@ -192,7 +185,7 @@ def _machines(merged: Merged) -> str:
     rows = [(name, *(str(c[name]) for c in columns)) for name in columns[0] if any(c[name] != "-" for c in columns)]
     title = "## The machine, and its ceilings in " + ("each run" if several else "this run")
     none = "\nWithout a GPU these figures say nothing about the kernels.\n" if columns[0]["GPU"] == "-" else ""
-    return f"{title}\n\n{_table(header, rows)}{none}"
+    return f"{title}\n\n{markdown(header, rows)}{none}"
 
 
 def _machine(run: Run) -> dict[str, str]:
@@ -230,8 +223,9 @@ def _others(rows: Iterable[dict[str, Result]]) -> list[str]:
     return [name for name in names if any(row[name].status != "missing" for row in rows if name in row)]
 
 
-def _op_table(rows: dict[str, tuple[int, dict[str, Result]]], merged: Merged) -> str:
-    others = _others(row for _, row in rows.values())
+def _op_table(rows: dict[str, tuple[int, dict[str, Result]]], merged: Merged, mode: str) -> str:
+    # In place forward and backward together stand in the table against Liger.
+    others = [n for n in _others(row for _, row in rows.values()) if (n, mode) != (IN_PLACE, BOTH)]
     has_copy = any(COPY in row for _, row in rows.values())
     several = len(merged.runs) > 1
     header = ["Shape", "TileGym, us", "Rate", "Of the roofline", *(f"{name}, us" for name in others)]
@@ -247,17 +241,18 @@ def _op_table(rows: dict[str, tuple[int, dict[str, Result]]], merged: Merged) ->
             line += [f"{microseconds(ours.seconds)} ± {spread(ours)}", rate(ours), f"{ours.roofline_share:.0%}"]
         else:
             line += [ours.status if ours else "-", "-", "-"]
-        line += [_other(row.get(name), ours if measured else None) for name in others]
+        line += [beside(row.get(name), ours if measured else None) for name in others]
         if has_copy:
-            line.append(_other(row.get(COPY), ours if measured else None))
+            line.append(beside(row.get(COPY), ours if measured else None))
         line += [_memory(row, others), f"{ours.error:.1e}" if measured else "-"]
         lines.append(line + ([merged.run_of(number)] if several else []))
         for result in row.values():
-            if result.note and result.status != "missing":
+            implied = result.provider == IN_PLACE and result.note == OVERWRITES
+            if result.note and result.status != "missing" and not implied:
                 who = "TileGym" if result.provider == OURS else result.provider
                 notes.setdefault(f"{who}: {result.note}", []).append(shape)
     told = [f"\n- {note} ({', '.join(shapes)})." for note, shapes in notes.items()]
-    return _table(header, lines) + "".join(told) + ("\n" if told else "")
+    return markdown(header, lines) + "".join(told) + ("\n" if told else "")
 
 
 def _memory(row: dict[str, Result], others: list[str]) -> str:
@@ -272,35 +267,6 @@ def _memory(row: dict[str, Result], others: list[str]) -> str:
     return (of(OURS) or "-") + (f" ({told})" if told else "")
 
 
-def _other(result: Result | HostResult | None, ours: Result | HostResult | None) -> str:
-    if result is None or result.status == "missing":
-        return "-"
-    if not result.measured:
-        return result.status
-    text = microseconds(result.seconds)
-    text += f" ({result.seconds / ours.seconds:.2f}x)" if ours is not None else ""
-    return f"{text} {INEXACT}" if result.status == INEXACT else text
-
-
-def _training(merged: Merged) -> str:
-    """Ours beside Liger's, forward and backward together, where both were measured."""
-    lines = []
-    for (op, mode, shape), (number, row) in merged.cases.items():
-        ours, liger = row.get(OURS), row.get("liger")
-        if mode != BOTH or not (ours and liger and ours.measured and liger.measured):
-            continue
-        memory = ["-", "-"]
-        if ours.peak_bytes and liger.peak_bytes:
-            memory = [f"{ours.peak_bytes / 1e6:.0f}"]
-            memory.append(f"{liger.peak_bytes / 1e6:.0f} ({liger.peak_bytes / ours.peak_bytes:.2f}x)")
-        line = [op, shape, microseconds(ours.seconds), _other(liger, ours), *memory]
-        lines.append(line + ([merged.run_of(number)] if len(merged.runs) > 1 else []))
-    if not lines:
-        return ""
-    header = ["Op", "Shape", "TileGym, us", "Liger, us", "TileGym's peak memory, MB", "Liger's, MB"]
-    return f"{TRAINING}\n{_table(header + (['Run'] if len(merged.runs) > 1 else []), lines)}"
-
-
 def _to_pytorch(merged: Merged) -> str:
     """The calls that PyTorch serves better, each by the run that the tables show."""
     lines = []
@@ -311,7 +277,7 @@ def _to_pytorch(merged: Merged) -> str:
             if case.goes_to_pytorch and merged.cases[case.op, mode, case.shape][0] == number:
                 passes = "forward and backward" if case.gradients else "forward"
                 lines.append((case.op, passes, case.shape, microseconds(case.kernels), microseconds(case.pytorch)))
-    table = _table(("Op", "Passes", "Shape", "Kernels, us", "PyTorch, us"), lines) if lines else ""
+    table = markdown(("Op", "Passes", "Shape", "Kernels, us", "PyTorch, us"), lines) if lines else ""
     parts = [part for part in (table, _from_rows(merged)) if part]
     return "\n".join((TO_PYTORCH, *parts)) if parts else ""
 
@@ -322,7 +288,7 @@ def _from_rows(merged: Merged) -> str:
     lines = [
         (op, f"`{kind}`", str(least)) for op, kinds in sorted(rows.items()) for kind, least in sorted(kinds.items())
     ]
-    return f"{FROM_ROWS}\n{_table(('Op', 'Arguments', 'From rows'), lines)}" if lines else ""
+    return f"{FROM_ROWS}\n{markdown(('Op', 'Arguments', 'From rows'), lines)}" if lines else ""
 
 
 def _host_table(merged: Merged) -> str:
@@ -332,12 +298,12 @@ def _host_table(merged: Merged) -> str:
     for op, (number, row) in merged.host.items():
         figures = [_host(row.get(name)) for name in (OURS, *shown)]
         lines.append([op, *figures, *([merged.run_of(number)] if several else [])])
-    return _table(("Op", "TileGym", *shown, *(("Run",) if several else ())), lines)
+    return markdown(("Op", "TileGym", *shown, *(("Run",) if several else ())), lines)
 
 
 def _host(result: HostResult | None) -> str:
     if result is None or not result.measured:
-        return _other(result, None)
+        return beside(result, None)
     return f"{microseconds(result.seconds)} ± {spread(result)}"  # no multiple: these are absolute goals
 
 
@@ -363,7 +329,7 @@ def _inference(summary: dict[str, Any]) -> str:
         ("Peak memory, GB", lambda m: _number(m["peak_memory_bytes"] / 1e9, ".2f")),
     )
     sides = {label: summary[key] for label, key in (("Unpatched", "unpatched"), ("TileGym", "patched")) if summary[key]}
-    table = _table(("", *sides), ([label, *(show(side) for side in sides.values())] for label, show in figures))
+    table = markdown(("", *sides), ([label, *(show(side) for side in sides.values())] for label, show in figures))
     lines = [head, table]
     coverage, comparison = summary.get("kernel_coverage"), summary.get("comparison")
     if coverage:

@@ -10,13 +10,13 @@ from tilegym.bench.report import Result
 from tilegym.bench.report import Run
 from tilegym.bench.report import cases
 from tilegym.bench.runner import COPY
-from tilegym.bench.runner import CUTILE
+from tilegym.bench.runner import OF_OURS
 from tilegym.bench.schedule import by_importance
 from tilegym.bench.spec import OURS
 from tilegym.bench.spec import BenchmarkError
 
 Case = tuple[str, str, str]  # op, mode, shape
-OWN = (OURS, COPY, CUTILE)
+OWN = (*OF_OURS, COPY)
 
 
 @dataclass(frozen=True)

@@ -64,25 +64,53 @@ def _floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def leaves_of(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {k: v.detach().requires_grad_() if k in names else v for k, v in values.items()}
+class _Computed(torch.autograd.Function):
+    """The same memory as a result of autograd's."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
-def steps(function: Callable, inputs: Inputs, mode: str, pristine: Inputs | None) -> tuple[Callable, Callable]:
+def leaves_of(values: dict[str, Any], names: tuple[str, ...], activations: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The values with new leaves for ``names``; for the ``activations`` among them results of autograd's.
+
+    All share the memory of ``values``.
+    """
+    leaves = {k: v.detach().requires_grad_() if k in names else v for k, v in values.items()}
+    return leaves | {name: _Computed.apply(leaves[name]) for name in activations}
+
+
+def wanted_gradients(leaves: dict[str, Any], names: tuple[str, ...]) -> list:
+    """What torch.autograd.grad is to be asked for; to be called before an op that may change activations.
+
+    An activation's gradient ends at the node that it came from, which does not run.
+    """
+    return [t if t.is_leaf else torch.autograd.graph.get_gradient_edge(t) for t in map(leaves.get, names)]
+
+
+def steps(
+    function: Callable, inputs: Inputs, mode: str, pristine: Inputs | None, activations: tuple[str, ...] = ()
+) -> tuple[Callable, Callable]:
     """(setup, call) of a pass in ``mode``: what happens before the clock starts, and what is timed."""
     names = inputs.benchmark.differentiable
 
     def fresh(gradients: bool) -> dict[str, Any]:
         if pristine is not None:
             inputs.restore(pristine)
-        return leaves_of(inputs.values, names) if gradients else inputs.values
+        return leaves_of(inputs.values, names, activations) if gradients else inputs.values
 
-    def run_forward(leaves: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-        return check.tensors(function(**leaves)), leaves
+    def run_forward(leaves: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], list]:
+        wanted = wanted_gradients(leaves, names)
+        return check.tensors(function(**leaves)), wanted
 
-    def run_backward(state: tuple[tuple[torch.Tensor, ...], dict[str, Any]]) -> tuple[torch.Tensor, ...]:
-        outputs, leaves = state
-        return torch.autograd.grad(outputs, [leaves[name] for name in names], inputs.upstream)
+    def run_backward(state: tuple[tuple[torch.Tensor, ...], list]) -> tuple[torch.Tensor, ...]:
+        outputs, wanted = state
+        return torch.autograd.grad(outputs, wanted, inputs.upstream)
 
     if mode == FORWARD:
         return lambda: fresh(False), lambda values: function(**values)
@@ -106,5 +134,6 @@ def run_once(provider: Provider, inputs: Inputs, gradients: bool) -> None:
     outputs = check.tensors(function(**inputs.values))
     if gradients:
         inputs.upstream = tuple(torch.ones_like(output) for output in outputs)
-        setup, call = steps(function, inputs, BOTH, None)
+        activations = inputs.benchmark.activations if provider.on_activations else ()
+        setup, call = steps(function, inputs, BOTH, None, activations)
         call(setup())

@@ -10,6 +10,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from tilegym.bench.spec import IN_PLACE
 from tilegym.bench.spec import OURS
 from tilegym.bench.spec import BenchmarkError
 
@@ -125,7 +126,7 @@ class Run:
     @property
     def wrong(self) -> list[Result | HostResult]:
         """Results of ours that are wrong or failed: a run that has any is a failure."""
-        return [row for row in (*self.results, *self.host) if row.provider == OURS and row.status != OK]
+        return [row for row in (*self.results, *self.host) if row.provider in (OURS, IN_PLACE) and row.status != OK]
 
 
 def _is_unsteady(row: Result) -> bool:
@@ -168,6 +169,24 @@ def microseconds(seconds: float) -> str:
 def spread(result: Result | HostResult) -> str:
     """Half the distance of the 20th and 80th percentile, in percent of the median."""
     return f"{50 * (result.high - result.low) / result.seconds:.0f}%"
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of a page."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def beside(result: Result | HostResult | None, ours: Result | HostResult | None) -> str:
+    """Another provider's time, and what multiple it is of ours; what kept it from being measured; "-"."""
+    if result is None or result.status == "missing":
+        return "-"
+    if not result.measured:
+        return result.status
+    text = microseconds(result.seconds)
+    text += f" ({result.seconds / ours.seconds:.2f}x)" if ours is not None else ""
+    return f"{text} {INEXACT}" if result.status == INEXACT else text
 
 
 def cases(results: Iterable[Result]) -> dict[tuple[str, str, str], dict[str, Result]]:

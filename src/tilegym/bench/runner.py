@@ -24,6 +24,7 @@ from tilegym.bench.passes import Inputs
 from tilegym.bench.passes import compiled
 from tilegym.bench.passes import leaves_of
 from tilegym.bench.passes import steps
+from tilegym.bench.passes import wanted_gradients
 from tilegym.bench.report import INEXACT
 from tilegym.bench.report import OK
 from tilegym.bench.report import HostResult
@@ -32,6 +33,7 @@ from tilegym.bench.roofline import MEMORY
 from tilegym.bench.roofline import Roofline
 from tilegym.bench.spec import BOTH
 from tilegym.bench.spec import FORWARD
+from tilegym.bench.spec import IN_PLACE
 from tilegym.bench.spec import OURS
 from tilegym.bench.spec import PYTORCH
 from tilegym.bench.spec import Benchmark
@@ -45,7 +47,10 @@ from tilegym.errors import UnsupportedError
 
 COPY = "copy of as many bytes"
 CUTILE = "cutile backend"  # the kernels where the table of slower calls passes them by
+LATER = (CUTILE, IN_PLACE, PYTORCH, COPY)  # in this order behind a benchmark's providers
+OF_OURS = (OURS, CUTILE, IN_PLACE)  # they have to be right, and are nobody's rivals
 LISTED = "measured to be the faster one here"
+OVERWRITES = "overwrites its inputs"
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,9 @@ class Session:
             return False
         return not self.only or name in self.only
 
-    def providers(self, benchmark: Benchmark, sweep: bool) -> dict[str, Provider]:
-        """Those to measure, at a shape of a ``sweep`` or at a headline shape."""
-        found = dict(benchmark.providers)
+    def providers(self, benchmark: Benchmark, sweep: bool, gradients: bool = False) -> dict[str, Provider]:
+        """Those to measure, at a shape of a ``sweep`` or at a headline shape; with ``gradients``, or forward alone."""
+        found = benchmark.providers | (benchmark.in_training(self.backend) if gradients else {})
         if self.backend == "cutile" and hasattr(ops, benchmark.op):
             found.setdefault(PYTORCH, _on_pytorch(benchmark))
         if sweep and not self.compile_sweep:
@@ -126,11 +131,12 @@ class Candidate:
         self.pristine, self.inputs = inputs, inputs
         self.overwrites = False
         self._handed_over: dict[str, str] = {}  # mode to the reason why the backend did not serve it
+        self.activations = inputs.benchmark.activations if provider.on_activations else ()
         self.function = compiled(provider)
 
     def _find_server(self, mode: str) -> None:
         """Finds out whether the chosen backend serves ``mode`` itself, or hands it to ``pytorch``."""
-        setup, call = steps(self.function, self.pristine.copy(), mode, None)
+        setup, call = steps(self.function, self.pristine.copy(), mode, None, self.activations)
         served: set[tuple[str, str]] = set()
 
         def observe(op: str, backend: str) -> contextlib.AbstractContextManager:
@@ -149,8 +155,8 @@ class Candidate:
         """The backend that serves ``mode``, where the provider is ours, and what there is to know about it."""
         reason = self._handed_over.get(FORWARD if mode == FORWARD else BOTH)
         notes = [f"served by pytorch: {reason}"] if reason else []
-        notes += ["overwrites its inputs"] if self.overwrites else []
-        backend = ("pytorch" if reason else self.session.backend) if self.name in (OURS, CUTILE) else ""
+        notes += [OVERWRITES] if self.overwrites else []
+        backend = ("pytorch" if reason else self.session.backend) if self.name in OF_OURS else ""
         return {"backend": "pytorch" if self.name == PYTORCH else backend, "note": "; ".join(notes)}
 
     @property
@@ -160,7 +166,7 @@ class Candidate:
 
     def results(self, gradients: bool) -> tuple[torch.Tensor, ...]:
         """Outputs; if asked, also the outputs under autograd and the gradients. On copies of the inputs."""
-        if self.name in (OURS, CUTILE):
+        if self.name in OF_OURS:
             for mode in (FORWARD, BOTH) if gradients else (FORWARD,):
                 self._find_server(mode)
         trial = self.pristine.copy()
@@ -168,10 +174,11 @@ class Candidate:
         if gradients:
             # With gradients an op may take another path than without: its outputs count once more.
             trial.restore(self.pristine)
-            leaves = leaves_of(trial.values, trial.benchmark.differentiable)
+            leaves = leaves_of(trial.values, trial.benchmark.differentiable, self.activations)
+            wanted = wanted_gradients(leaves, trial.benchmark.differentiable)
             outputs = check.tensors(self.function(**leaves))
             found += tuple(output.detach().clone() for output in outputs)
-            found += torch.autograd.grad(outputs, [leaves[k] for k in trial.benchmark.differentiable], trial.upstream)
+            found += torch.autograd.grad(outputs, wanted, trial.upstream)
         if not trial.equals(self.pristine):
             self.overwrites = True
             self.inputs = self.pristine.copy()
@@ -179,7 +186,8 @@ class Candidate:
 
     def trial(self, mode: str, written: int) -> tuple[Trial, int | None]:
         """Ready to be timed in ``mode``; and the peak memory."""
-        setup, call = steps(self.function, self.inputs, mode, self.pristine if self.overwrites else None)
+        pristine = self.pristine if self.overwrites else None
+        setup, call = steps(self.function, self.inputs, mode, pristine, self.activations)
         trial = self.session.timer.trial(call, setup, written)
         return trial, self.session.timer.peak_memory(call, setup)
 
@@ -231,7 +239,7 @@ def _checked(
         row = {"provider": name, "error": verdict.worst.rms, "largest_error": verdict.worst.largest}
         if not verdict.wrong:
             yield candidate, row | {"status": OK}
-        elif verdict.near and name not in (OURS, CUTILE):
+        elif verdict.near and name not in OF_OURS:
             yield candidate, row | {"status": INEXACT, "note": verdict.wrong}
         else:
             yield None, row | {"status": "WRONG", "note": verdict.wrong}
@@ -252,14 +260,14 @@ def measure_shape(benchmark: Benchmark, shape: Shape, modes: tuple[str, ...], se
         try:
             with session.spending("inputs"):
                 inputs = Inputs(benchmark, shape, session.device, session.dtype, session.seed)
-            providers = session.providers(benchmark, sweep=not benchmark.is_headline(shape))
+            providers = session.providers(benchmark, not benchmark.is_headline(shape), gradients)
             verdicts = list(_checked(benchmark, providers, inputs, session, gradients))
         except Exception as error:  # out of memory, say: the other shapes are still measured
             note = f"nothing to check against: {_why(error)}"
             for mode in modes:
                 yield Result(**common, mode=mode, provider=OURS, status="failed", note=note)
             return
-        order = {name: position for position, name in enumerate((*benchmark.providers, CUTILE, PYTORCH, COPY))}
+        order = {name: position for position, name in enumerate([*benchmark.providers, *LATER])}
         for mode in modes:
             try:
                 with session.spending("timing"):
@@ -289,6 +297,8 @@ def _measure_mode(
     bound = session.roofline.bound(work)
     timed: list[tuple[dict[str, Any], Trial, int | None, Provider, int]] = []
     for candidate, verdict in verdicts:
+        if mode == FORWARD and verdict["provider"] == IN_PLACE:
+            continue
         row = common | {"mode": mode} | verdict
         if candidate is None:
             yield Result(**row)

@@ -11,11 +11,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tilegym.backend.in_place import set_gradients_in_place
 from tilegym.errors import TileGymError
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
@@ -23,6 +25,7 @@ MODES = (FORWARD, BACKWARD, BOTH)
 OURS = "tilegym"
 # The op with backend="pytorch". Measured beside ours on a GPU; a benchmark whose formula it is has it among its peers.
 PYTORCH = "pytorch backend"
+IN_PLACE = "tilegym in place"  # ours under tilegym.set_gradients_in_place(True), on activations
 TOKENS = (1, 16, 512, 8192)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -104,6 +107,8 @@ class Provider:
             measurement, in processes beside each other.
         headline_only: whether to leave it out of sweeps, because it compiles for seconds at every shape. So does
             everything with ``compile``.
+        on_activations: whether the benchmark's ``activations`` come to it as what they are in a model, results of
+            autograd's, rather than as leaves; it is measured in training passes only.
     """
 
     call: Callable[..., Any]
@@ -112,6 +117,7 @@ class Provider:
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     jit: bool = False
     headline_only: bool = False
+    on_activations: bool = False
 
     def missing(self) -> str | None:
         """Why the provider cannot be used here, or None."""
@@ -140,6 +146,8 @@ class Benchmark:
         forward: ``forward(itemsize, **dims)``, the least work of a forward pass.
         backward: the same of a backward pass.
         differentiable: the inputs whose gradients are measured; empty: forward only.
+        activations: those of them that are no parameters, if the op can write their gradients over them, or over what
+            it made of them; ours is measured doing so as well then (:data:`IN_PLACE`).
         shapes, quick, small: the sweep; the headline shapes, which ``--quick`` measures alone, the most telling one
             first; those for a machine without a GPU.
         host: the sizes at which host time is measured, so small that the GPU never holds the host up.
@@ -159,6 +167,7 @@ class Benchmark:
     small: tuple[Shape, ...]
     backward: Callable[..., Work] | None = None
     differentiable: tuple[str, ...] = ()
+    activations: tuple[str, ...] = ()
     quick_modes: tuple[str, ...] = (FORWARD,)
     baseline: str = "torch"
     reads_all: bool = True
@@ -169,11 +178,20 @@ class Benchmark:
             raise BenchmarkError(f"benchmark {self.op!r}: its baseline {self.baseline!r} is not among its peers")
         if bool(self.differentiable) != (self.backward is not None):
             raise BenchmarkError(f"benchmark {self.op!r}: give both differentiable and backward, or neither")
+        if not set(self.activations) <= set(self.differentiable):
+            raise BenchmarkError(f"benchmark {self.op!r}: activations {self.activations} must be differentiable")
 
     @property
     def providers(self) -> dict[str, Provider]:
         """Ours first, then the peers, then those of plug-in files."""
         return {OURS: Provider(self.ours, jit=True)} | self.peers | self.extra
+
+    def in_training(self, backend: str) -> dict[str, Provider]:
+        """What is measured besides ``providers`` in training passes where ``backend`` serves ours."""
+        if not self.activations or backend != "cutile":
+            return {}
+        context = partial(set_gradients_in_place, True)
+        return {IN_PLACE: Provider(self.ours, context=context, jit=True, on_activations=True)}
 
     @property
     def every_shape(self) -> tuple[Shape, ...]:

@@ -30,13 +30,14 @@ def default_processes() -> int:
     return max(0, min(14, (os.cpu_count() or 1) - 2))
 
 
-def jobs_of(tasks: list[Task], only: tuple[str, ...], compile_sweep: bool) -> list[Job]:
+def jobs_of(tasks: list[Task], only: tuple[str, ...], compile_sweep: bool, backend: str = "cutile") -> list[Job]:
     """Everything that compiles, in the order of the tasks; what takes longest first among those of one round."""
     jobs = []
     for benchmark, shape, modes in tasks:
         host = shape.label == HOST
         headline = not host and benchmark.is_headline(shape)
-        for name, provider in benchmark.providers.items():
+        trained = benchmark.in_training(backend) if modes != (FORWARD,) else {}
+        for name, provider in (benchmark.providers | trained).items():
             slow = provider.compile or provider.headline_only
             wanted = (not only or name in only) and (not slow or headline or (compile_sweep and not host))
             if (provider.jit or provider.compile) and wanted and not provider.missing():
