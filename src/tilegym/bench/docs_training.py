@@ -23,9 +23,9 @@ Forward and backward together: time, and peak memory beyond the inputs. Above 1.
 WRITTEN_OVER = """\
 *In place* is TileGym under `tilegym.set_gradients_in_place(True)`; in brackets Liger's figure as a multiple of it. Its
 activations are results of another operation, as in a model, and their gradients are written over them, or over what
-the op made of them. In the other columns inputs are leaves; Liger writes over inputs or upstream gradients in any case.
-In all columns both are there before the pass and until after it: they are not counted, and what is written over them
-adds nothing. They are restored between calls, outside the time measured.
+the op made of them. In the other columns inputs are leaves; where Liger writes over these, or over the upstream
+gradients, it does so in any case. In all columns both are there before the pass and until after it: they are not
+counted, and what is written over them adds nothing. They are restored between calls, outside the time measured.
 """
 
 
