@@ -46,7 +46,7 @@ class Squares(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         activation = in_place.are_activations(x)
-        Squares.calls.append((ctx.in_place, activation, in_place.are_activations(weight), x.clone()))
+        Squares.calls.append((bool(ctx.in_place), activation, in_place.are_activations(weight), x.clone()))
         dweight = (dy * x * x).sum(0)
         if ctx.in_place and activation and not in_place.may_run_again():
             with torch.no_grad():
@@ -148,10 +148,21 @@ def test_the_ops_that_write_in_place():
         dataclasses.replace(BENCHMARKS["rms_norm"], activations=("eps",))
 
 
-def test_swiglu_writes_over_its_inputs():
-    found = measure(BENCHMARKS["swiglu"], spec.shape(tokens=7, intermediate=100), only=(OURS, IN_PLACE))
+SMALL = {
+    "swiglu": {"tokens": 7, "intermediate": 100},
+    "silu_and_mul": {"tokens": 7, "intermediate": 100},
+    "geglu": {"tokens": 7, "intermediate": 100},
+    "apply_rope_base": {"batch": 1, "tokens": 5, "heads": 2, "kv_heads": 1, "head_dim": 16},
+    "cross_entropy": {"tokens": 7, "vocab": 100},
+}
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_kernels_write_over_their_inputs(op):
+    found = measure(BENCHMARKS[op], spec.shape(**SMALL[op]), only=(OURS, IN_PLACE))
     for mode in (BACKWARD, BOTH):
         assert found[IN_PLACE, mode].status == "ok" and found[IN_PLACE, mode].note == runner.OVERWRITES
+        assert found[OURS, mode].status == "ok" and not found[OURS, mode].note
 
 
 @pytest.mark.gpu
