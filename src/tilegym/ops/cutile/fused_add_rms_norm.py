@@ -10,6 +10,7 @@ import functools
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
@@ -28,7 +29,7 @@ from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.row_norms import store
 from tilegym.ops.cutile.row_norms import sums_dtype
 from tilegym.ops.cutile.row_norms import whole_rows
-from tilegym.ops.cutile.row_norms_backward import norm_backward
+from tilegym.ops.cutile.row_norms_backward import norm_gradients
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import SMALL
 from tilegym.ops.cutile.tiling import Bool
@@ -170,6 +171,7 @@ class AddRMSNorm(torch.autograd.Function):
         y, total, rstd = add_rms_norm_forward_rstd(x, residual, weight, eps, offset, rounded)
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset = offset
+        ctx.in_place = in_place.wanted()
         ctx.set_materialize_grads(False)  # behind a model's last norm nothing uses total: no zeros for its gradient
         return y, total
 
@@ -181,7 +183,8 @@ class AddRMSNorm(torch.autograd.Function):
         if dy is None:
             return dtotal, dtotal, torch.zeros_like(weight) if dweight else None, None, None, None
         dtype = sums_dtype(weight, None)
-        dx, dw, _ = norm_backward(dy, total, dtotal, weight, None, rstd, ctx.offset, 1, dweight, False, dtype)
+        args = dy, total, dtotal, weight, None, rstd, ctx.offset, 1, dweight, False, dtype
+        dx, dw, _ = norm_gradients(ctx.in_place, *args)
         return dx, dx, dw if dweight else None, None, None, None
 
 

@@ -11,6 +11,7 @@ import math
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
@@ -30,7 +31,7 @@ from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.row_norms import store
 from tilegym.ops.cutile.row_norms import sums_dtype
 from tilegym.ops.cutile.row_norms import whole_rows
-from tilegym.ops.cutile.row_norms_backward import norm_backward
+from tilegym.ops.cutile.row_norms_backward import norm_gradients
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -174,6 +175,7 @@ class LayerNorm(torch.autograd.Function):
         y, mean, rstd = layer_norm_forward_save(x, weight, bias, eps, dims)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.dims = dims
+        ctx.in_place = in_place.wanted()
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -183,7 +185,8 @@ class LayerNorm(torch.autograd.Function):
         x, weight, mean, rstd = ctx.saved_tensors
         _, dweight, dbias, *_ = ctx.needs_input_grad
         dtype = sums_dtype(weight, ctx.bias_dtype)
-        dx, dw, db = norm_backward(dy, x, None, weight, mean, rstd, 0.0, ctx.dims, dweight, dbias, dtype)
+        args = dy, x, None, weight, mean, rstd, 0.0, ctx.dims, dweight, dbias, dtype
+        dx, dw, db = norm_gradients(ctx.in_place, *args)
         shape = x.shape[-ctx.dims :]
         dw = dw.to(weight.dtype).view(shape) if dweight else None
         db = db.to(ctx.bias_dtype).view(shape) if dbias else None

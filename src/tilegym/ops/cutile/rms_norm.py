@@ -9,6 +9,7 @@ import functools
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
@@ -25,7 +26,7 @@ from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.row_norms import store
 from tilegym.ops.cutile.row_norms import sums_dtype
 from tilegym.ops.cutile.row_norms import whole_rows
-from tilegym.ops.cutile.row_norms_backward import norm_backward
+from tilegym.ops.cutile.row_norms_backward import norm_gradients
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
@@ -182,6 +183,7 @@ class RMSNorm(torch.autograd.Function):
         y, rstd = rms_norm_forward_rstd(x, weight, bias, eps, mode, offset, rounded)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
+        ctx.in_place = in_place.wanted()
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -191,7 +193,8 @@ class RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         _, dweight, dbias, *_ = ctx.needs_input_grad
         dtype = sums_dtype(weight, ctx.bias_dtype)
-        dx, dw, db = norm_backward(dy, x, None, weight, None, rstd, ctx.offset, 1, dweight, dbias, dtype)
+        args = dy, x, None, weight, None, rstd, ctx.offset, 1, dweight, dbias, dtype
+        dx, dw, db = norm_gradients(ctx.in_place, *args)
         dw = dw.to(weight.dtype) if dweight else None
         db = db.to(ctx.bias_dtype) if dbias else None
         return dx, dw, db, None, None, None, None

@@ -5,6 +5,7 @@ import functools
 import cuda.tile as ct
 import torch
 
+from tilegym.backend import in_place
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.ops.cutile.row_norms import MAX_CACHED_BACKWARD
@@ -52,11 +53,11 @@ def _load_pieces(x, tile, TILE_M: Int, TILE_N: Int, PIECES: Int, LATENCY: Int, C
 
 
 def _load_rows(
-    dy, x, means, rstds, tile, TILE_M: Int, TILE_N: Int, PIECES: Int, LATENCY: Int, CENTER: Bool, CHECK: Bool
+    dy, x, means, rstds, tile, last, TILE_M: Int, TILE_N: Int, PIECES: Int, LATENCY: Int, CENTER: Bool, CHECK: Bool
 ):
     """What the backward pass needs of TILE_M rows."""
     if LATENCY == 0 and not CHECK:
-        tile = min(tile, x.shape[0] // TILE_M - 1)  # in the end the last rows once more
+        tile = min(tile, last)  # in the end the last rows once more
     rows = span(tile, TILE_M)
     rstd = ct.gather(rstds, rows, check_bounds=CHECK)[:, None]
     mean = ct.gather(means, rows, check_bounds=CHECK)[:, None] if CENTER else rstd
@@ -81,14 +82,15 @@ def _store_sums(sums, parts, TILE_N: Int, PIECES: Int, CHECK: Bool):
 def backward_kernel(
     dy, x, through, weight, means, rstds, dx, dweight, dbias, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int,
     PIECES: Int, LATENCY: Int, CHECK: Bool, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool,
-    OVERLAP: Bool,
+    OVERLAP: Bool, INPLACE: Bool,
 ):  # fmt: skip
     """Whole rows in registers, as PIECES tiles; blocks stride over them, and row ``bid`` of dweight and dbias is that
     block's sum.
 
     ``through`` is a gradient that is added to dx. LATENCY: what the compiler's own pipeline of loads is told, through
     shared memory; with 0 the next rows are read into registers before these are worked on. CHECK: whether some of a
-    tile may lie outside of the rows. OVERLAP: the launch that adds the sums may begin, and waits.
+    tile may lie outside of the rows. OVERLAP: the launch that adds the sums may begin, and waits. INPLACE: dx is
+    written over x, and stands for nothing itself.
     """
     if OVERLAP:
         ct.grid_dependency_control_launch_dependents()
@@ -97,15 +99,19 @@ def backward_kernel(
         ws = (*ws, load_vector(weight, span(piece, TILE_N), WEIGHT, CHECK))
     dws = _zeros(TILE_M, TILE_N, PIECES)
     dbs = _zeros(TILE_M, TILE_N, PIECES)
+    last = x.shape[0] // TILE_M - 1
+    if INPLACE:  # of this block: the others' rows are being overwritten
+        last -= (last - ct.bid(0)) % ct.num_blocks(0)
     if LATENCY == 0:
-        following = _load_rows(dy, x, means, rstds, ct.bid(0), TILE_M, TILE_N, PIECES, 0, CENTER, CHECK)
+        following = _load_rows(dy, x, means, rstds, ct.bid(0), last, TILE_M, TILE_N, PIECES, 0, CENTER, CHECK)
     for tile in range(ct.bid(0), ct.cdiv(x.shape[0], TILE_M), ct.num_blocks(0)):
         if LATENCY == 0:
             ups, xs, mean, rstd = following
             later = tile + ct.num_blocks(0)
-            following = _load_rows(dy, x, means, rstds, later, TILE_M, TILE_N, PIECES, 0, CENTER, CHECK)
+            following = _load_rows(dy, x, means, rstds, later, last, TILE_M, TILE_N, PIECES, 0, CENTER, CHECK)
         else:
-            ups, xs, mean, rstd = _load_rows(dy, x, means, rstds, tile, TILE_M, TILE_N, PIECES, LATENCY, CENTER, CHECK)
+            tiles = TILE_M, TILE_N, PIECES, LATENCY
+            ups, xs, mean, rstd = _load_rows(dy, x, means, rstds, tile, last, *tiles, CENTER, CHECK)
         added = _load_pieces(through, tile, TILE_M, TILE_N, PIECES, LATENCY, CHECK) if THROUGH else ups
         products = ct.zeros((TILE_M, TILE_N), ct.float32)
         totals = ct.zeros((TILE_M, TILE_N), ct.float32)
@@ -125,7 +131,7 @@ def backward_kernel(
             up, xhat = ups[piece].astype(ct.float32), _normed(xs[piece], mean, rstd, CENTER)
             g = up * scale_of(ws[piece], OFFSET)
             grad = ((g - total if CENTER else g) - xhat * product) * rstd
-            put(dx, tile, piece, grad + added[piece].astype(ct.float32) if THROUGH else grad)
+            put(x if INPLACE else dx, tile, piece, grad + added[piece].astype(ct.float32) if THROUGH else grad)
             new_dws = (*new_dws, dws[piece] + up * xhat if DWEIGHT else dws[piece])
             new_dbs = (*new_dbs, dbs[piece] + up if DBIAS else dbs[piece])
         dws, dbs = new_dws, new_dbs
@@ -197,7 +203,7 @@ def row_means_kernel(
 @ct.kernel
 def backward_columns_kernel(
     dy, x, through, weight, means, rstds, mean_g, mean_product, dx, dweight, dbias, OFFSET: Float, TILE_M: Int,
-    TILE_N: Int, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool,
+    TILE_N: Int, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool, INPLACE: Bool,
 ):  # fmt: skip
     """As ``backward_kernel``, given the rows' means: blocks stride over the rows of one tile of columns each."""
     cols = span(ct.bid(1), TILE_N)
@@ -213,7 +219,7 @@ def backward_columns_kernel(
         if CENTER:
             grad = grad - ct.gather(mean_g, rows)[:, None]
         grad = grad * ct.gather(rstds, rows)[:, None]
-        store(dx, rows, cols, grad + added if THROUGH else grad)
+        store(x if INPLACE else dx, rows, cols, grad + added if THROUGH else grad)
         if DWEIGHT:
             dw = dw + up * xhat
         if DBIAS:
@@ -226,20 +232,23 @@ def backward_columns_kernel(
 
 @functools.lru_cache(maxsize=1024)
 def backward_plan(
-    rows: int, n: int, device: int, plain: bool
+    rows: int, n: int, device: int, plain: bool, in_place: bool = False
 ) -> tuple[ct.kernel, int, tuple[int, int, int, int, bool]]:
     """(kernel, blocks, (TILE_M, TILE_N, PIECES, LATENCY, CHECK)) of the backward pass in registers, for rows of up to
-    MAX_CACHED_BACKWARD. ``plain``: without a mean, and nothing is added.
+    MAX_CACHED_BACKWARD. ``plain``: without a mean, and nothing is added. ``in_place``: dx over x.
 
     The fastest on an H200 in bf16, without spills: 8192 rows of 2048, 2560, 4096, 5120 and 8192, and 65536 of 512.
     Without checks plain rows of 2048 take 36.8 us instead of 38.1, of 4096 62.1 instead of 63.3, of 2560 in five pieces
     41.5 instead of 44.9; rows with a mean are slower without them.
+
+    In place the compiler's pipeline loads no row before the one before it is stored, and what it makes of plain rows in
+    one tile of 2048 neither: they are read into registers, in pieces.
     """
     rows = rows if n else 0
     tile_n, pieces, latency = next_power_of_2(n), 1, 0
     if n > 4096:
         warps, occupancy, tile_n, latency = (8, 1, 4096, 6) if n > 6144 else (8, 1, 2048, 4)
-        if n % 8:  # the pipeline copies rows that begin at 16 bytes
+        if n % 8 or in_place:  # the pipeline copies rows that begin at 16 bytes
             tile_n, latency = 2048, 0
     elif n == 2560 and plain:
         warps, occupancy, tile_n = 4, 4, 512
@@ -248,7 +257,8 @@ def backward_plan(
         warps, occupancy, tile_n = (4, 3, 1024) if n <= 3072 else (8, 2, 2048)
     else:
         warps, occupancy = 4, 4
-    if n > 2048:
+        tile_n = min(tile_n, 1024) if in_place and plain else tile_n
+    if n > tile_n:
         pieces = ct.cdiv(n, tile_n)
     tile_m = max(1, min(2048 // (tile_n * pieces), next_power_of_2(rows // (occupancy * sm_count(device)))))
     kernel = hinted(backward_kernel, num_worker_warps=warps, occupancy=occupancy)
@@ -298,25 +308,50 @@ def norm_backward(
     The rows are over the last ``dims`` dimensions of x, ``mean`` and ``rstd`` [M] their statistics, None for a mean
     that is not taken off; ``through`` is added to dx.
     """
-    dx, dy, rows = contiguous_like(x), rows_over(dy, dims), rows_over(x, dims)
+    dx = contiguous_like(x)
+    return dx, *_launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweight, dbias, dtype)
+
+
+@compilable(fake=lambda *args: _fake_backward(*args)[1:], mutates=("x",))
+def norm_backward_in_place(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    through: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    offset: float,
+    dims: int,
+    dweight: bool,
+    dbias: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`norm_backward`, but writes dx over x, which is contiguous."""
+    return _launch_backward(None, dy, x, through, weight, mean, rstd, offset, dims, dweight, dbias, dtype)
+
+
+def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweight, dbias, dtype):
+    """Writes dx, or over x without one, and returns the gradients of weight and bias."""
+    over_x, dy, rows = dx is None, rows_over(dy, dims), rows_over(x, dims)
     m, n = rows.shape
-    device, out = x.get_device(), dx.view(m, n)
+    device, out = x.get_device(), 0 if over_x else dx.view(m, n)
     center, add, weighted = mean is not None, through is not None, weight is not None
     through = rows_over(through, dims) if add else rows
     w = weight.reshape(-1) if weighted else rows
     means = mean if center else rstd
-    sums = dweight or dbias
-    if sums and 1 < m <= MOST_ROWS * sm_count(device) and LEAST_COLUMNS <= n <= MAX_CACHED_BACKWARD:
+    # The blocks that sum up read all rows, while others would overwrite them.
+    few = (dweight or dbias) and not over_x
+    if few and 1 < m <= MOST_ROWS * sm_count(device) and LEAST_COLUMNS <= n <= MAX_CACHED_BACKWARD:
         dw, db = (rstd.new_empty(n if wanted else 0, dtype=dtype) for wanted in (dweight, dbias))
         slices = ct.cdiv(n, SLICE)
         tiles = next_power_of_2(n), min(FEW_ROWS, next_power_of_2(m)), SLICE
         constants = (offset, n, *tiles, center, add, weighted, dweight, dbias)
         kernel = hinted(backward_few_kernel, num_worker_warps=8, occupancy=2)
         launch(x, (slices + m,), kernel, (dy, rows, through, w, means, rstd, out, dw, db, slices, *constants))
-        return dx, dw, db
+        return dw, db
     cached = n <= MAX_CACHED_BACKWARD
     if cached:
-        kernel, blocks, tiles = backward_plan(m, n, device, not center and not add)
+        kernel, blocks, tiles = backward_plan(m, n, device, not center and not add, over_x)
         if tiles[3]:  # rows that repeat cannot be copied by the pipeline
             dy, rows, through = (t.contiguous() if 0 in t.stride() else t for t in (dy, rows, through))
     else:
@@ -325,7 +360,7 @@ def norm_backward(
     biases = sums_of_blocks(rstd, blocks, n, dbias, dtype)
     parts = weights[0], biases[0]
     if cached:
-        constants = (offset, n, *tiles, center, add, weighted, dweight, dbias, overlaps(device))
+        constants = (offset, n, *tiles, center, add, weighted, dweight, dbias, overlaps(device), over_x)
         launch(x, (blocks,), kernel, (dy, rows, through, w, means, rstd, out, *parts, *constants))
     else:
         mean_g, mean_product = (torch.empty_like(rstd) for _ in range(2))
@@ -333,7 +368,17 @@ def norm_backward(
         kernel = hinted(row_means_kernel, num_worker_warps=8)
         launch(x, (m,), kernel, (dy, rows, w, means, rstd, mean_g, mean_product, *constants))
         arrays = (dy, rows, through, w, means, rstd, mean_g, mean_product, out, *parts)
-        constants = (offset, WIDE_M, WIDE_N, center, add, weighted, dweight, dbias)
+        constants = (offset, WIDE_M, WIDE_N, center, add, weighted, dweight, dbias, over_x)
         launch(x, (blocks, ct.cdiv(n, WIDE_N)), backward_columns_kernel, (*arrays, *constants))
     add_blocks(blocks, weights, biases)
-    return dx, weights[1], biases[1]
+    return weights[1], biases[1]
+
+
+def norm_gradients(
+    wanted: bool, dy: torch.Tensor, x: torch.Tensor, *args: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`norm_backward`, with dx written over x if that is wanted and nothing needs x any more."""
+    if wanted and not in_place.may_run_again() and x.is_contiguous() and in_place.are_activations(x):
+        sums = norm_backward_in_place(dy, x, *args)
+        return *in_place.overwritten(x), *sums
+    return norm_backward(dy, x, *args)
