@@ -202,7 +202,7 @@ def apply_rope_base(
         partial_rotary_factor: the share of D that is rotated.
 
     Returns:
-        (q, k) rotated, new tensors. Differentiable in q and k.
+        (q, k) rotated, new tensors (but see ``tilegym.set_gradients_in_place``). Differentiable in q and k.
     """
 
 
