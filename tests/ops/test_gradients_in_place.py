@@ -381,6 +381,22 @@ def test_checkpointing_of_what_others_need_too(call, shapes):
         assert_equal(torch.autograd.grad(arguments_of_two(*activations_of(leaves)), leaves), expected[1])
 
 
+def test_two_norms_of_one_activation_in_a_checkpointed_block():
+    x, weight = randn(8, 64).requires_grad_(), randn(64, seed=1)
+
+    def block(x):
+        x = x * 1.5
+        first, second = (ops.rms_norm(x, 64, w, 1e-6, backend="cutile") for w in (weight, None))
+        return first * weight + second
+
+    def run():
+        return backward((checkpoint(block, x, use_reentrant=False),), (x,))
+
+    expected = run()
+    with tilegym.set_gradients_in_place(True):
+        assert_equal(run(), expected)
+
+
 @one_each
 def test_hooks_that_save_elsewhere(call, shapes, written):
     leaves = leaves_of(shapes)

@@ -18,12 +18,11 @@ class set_gradients_in_place:
       the sum that it returned);
     - ``apply_rope_base`` rotates q and k in the forward pass where they are.
 
-    The activations have then changed for everybody who holds them, what non-reentrant checkpointing was given as a
-    block's arguments included. Autograd raises its error where another operation saved one of them. Tensors are left
-    alone that autograd did not compute (parameters and other leaves, views of them), that share memory or have gaps in
-    it, or of which the graph may be needed once more (``retain_graph=True``); where hooks save tensors, as in
-    non-reentrant checkpointing, also all that another tensor shares memory with, and q and k; and everything in code
-    that torch.compile compiles, which plans memory itself.
+    The activations have then changed for everybody who holds them. Autograd raises its error where another operation
+    saved one of them. Tensors are left alone that autograd did not compute (parameters and other leaves, views of
+    them), that share memory or have gaps in it, or of which the graph may be needed once more (``retain_graph=True``);
+    where hooks save tensors, as in non-reentrant checkpointing, also q and k, and all that other tensors share memory
+    with; and everything in code that torch.compile compiles, which plans memory itself.
 
     Args:
         mode: whether to write in place.

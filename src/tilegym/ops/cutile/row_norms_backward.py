@@ -375,10 +375,10 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
 
 
 def norm_gradients(
-    wanted: bool, dy: torch.Tensor, x: torch.Tensor, *args: object
+    wanted: int, dy: torch.Tensor, x: torch.Tensor, *args: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`norm_backward`, with dx written over x if that is wanted and nothing needs x any more."""
-    if wanted and not in_place.may_run_again() and x.is_contiguous() and in_place.are_activations(x):
+    if wanted and x.is_contiguous() and in_place.may_overwrite(wanted, x):
         sums = norm_backward_in_place(dy, x, *args)
         return *in_place.overwritten(x), *sums
     return norm_backward(dy, x, *args)
