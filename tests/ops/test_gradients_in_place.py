@@ -6,12 +6,23 @@ import pytest
 import torch
 from common import HAS_GPU
 from common import assert_launches_compile
-from common import device
 from common import dtypes
 from common import randn
 from common import sanitized
+from in_place_calls import CALLS
+from in_place_calls import activations_of
+from in_place_calls import angles
+from in_place_calls import assert_equal
+from in_place_calls import backward
+from in_place_calls import backward_calls
+from in_place_calls import calls
+from in_place_calls import leaves_of
+from in_place_calls import one_each
+from in_place_calls import rope
+from in_place_calls import step
+from in_place_calls import swiglu
+from in_place_calls import tuple_of
 from peak_memory import PeakMemory
-from torch.utils.checkpoint import checkpoint
 
 import tilegym
 from tilegym import interpreter
@@ -22,83 +33,6 @@ from tilegym.ops.cutile.geglu import geglu_backward_in_place
 from tilegym.ops.cutile.rope import rope_in_place
 from tilegym.ops.cutile.silu_and_mul import silu_and_mul_backward_in_place
 from tilegym.ops.cutile.swiglu import swiglu_backward_in_place
-
-
-def angles(tokens, width):
-    return torch.arange(0.0, tokens * 3, 6 / width, device=device()).view(1, tokens, -1).repeat(1, 1, 2)
-
-
-def rope(q, k, rotated=None):
-    angle = angles(q.shape[2], rotated or q.shape[3])
-    factor = angle.shape[2] / q.shape[3]
-    tables = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
-    return ops.apply_rope_base(q, k, *tables, partial_rotary_factor=factor, backend="cutile")
-
-
-def cross_entropy(x, **options):
-    target = torch.arange(x[..., 0].numel(), device=x.device).view(x.shape[:-1]) % x.shape[-1]
-    target.view(-1)[1::3] = -100
-    return ops.cross_entropy(x, target, **options, backend="cutile")
-
-
-def swiglu(a, b):
-    return ops.swiglu(a, b, backend="cutile")
-
-
-# For each op the call, and shapes of what it overwrites.
-CALLS = {
-    "swiglu": (swiglu, [(37, 130), (37, 130)]),
-    "swiglu 3-D": (swiglu, [(2, 3, 1000), (2, 3, 1000)]),
-    "geglu": (lambda a, b: ops.geglu(a, b, backend="cutile"), [(2, 5, 77), (2, 5, 77)]),
-    "geglu none": (lambda a, b: ops.geglu(a, b, "none", backend="cutile"), [(1, 3), (1, 3)]),
-    "silu_and_mul": (lambda x: ops.silu_and_mul(x, backend="cutile"), [(7, 2 * 65)]),
-    "silu_and_mul 3-D": (lambda x: ops.silu_and_mul(x, backend="cutile"), [(2, 3, 2 * 40)]),
-    "cross_entropy": (cross_entropy, [(5, 130)]),
-    "cross_entropy 3-D": (
-        lambda x: cross_entropy(x, softcap=3.0, label_smoothing=0.1, z_loss=0.1, reduction="none"),
-        [(2, 3, 5000)],
-    ),
-    "rope": (rope, [(2, 4, 9, 64), (2, 2, 9, 64)]),
-    "rope partial": (lambda q, k: rope(q, k, 20), [(1, 5, 3, 80), (1, 1, 3, 80)]),
-}
-# What backward passes overwrite.
-BACKWARD = {name: case for name, case in CALLS.items() if not name.startswith("rope")}
-calls = pytest.mark.parametrize(("call", "shapes"), CALLS.values(), ids=CALLS)
-backward_calls = pytest.mark.parametrize(("call", "shapes"), BACKWARD.values(), ids=BACKWARD)
-ONE_EACH = {name: CALLS[name] for name in ("swiglu", "geglu", "silu_and_mul", "cross_entropy", "rope")}
-one_each = pytest.mark.parametrize(("call", "shapes"), ONE_EACH.values(), ids=ONE_EACH)
-
-
-def leaves_of(shapes, dtype=torch.float32):
-    return [randn(*shape, dtype=dtype, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
-
-
-def activations_of(leaves):
-    """What is computed of leaves, saving nothing; [B, H, S, D] with the heads of a token side by side."""
-    made = [leaf * 1.5 for leaf in leaves]
-    return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in made] if made[0].dim() == 4 else made
-
-
-def tuple_of(outputs):
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def backward(outputs, inputs, **options):
-    upstream = [randn(*o.shape, dtype=o.dtype, seed=7) for o in outputs]
-    return torch.autograd.grad(outputs, inputs, upstream, **options)
-
-
-def step(call, leaves, make=activations_of):
-    """(activations, outputs as they were, gradients of the leaves)."""
-    given = make(leaves)
-    outputs = tuple_of(call(*given))
-    copies = [o.detach().clone() for o in outputs]
-    return given, copies, backward(outputs, leaves)
-
-
-def assert_equal(got, expected):
-    for g, e in zip(got, expected, strict=True):
-        torch.testing.assert_close(g, e, rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -331,84 +265,6 @@ def test_compiled(call, shapes, written):
     assert_equal([*got[0], *got[1]], [*expected[1], *expected[2]])
     assert_equal([t.detach() for t in given], [t.detach() for t in expected[0]])
     assert not written
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", CALLS)
-def test_checkpointing(name, reentrant, written):
-    (call, shapes), rotation = CALLS[name], name.startswith("rope")
-    leaves = leaves_of(shapes)
-
-    def run(reentrant=None):
-        def block(*given):
-            return call(*activations_of(given))
-
-        outputs = block(*leaves) if reentrant is None else checkpoint(block, *leaves, use_reentrant=reentrant)
-        upstream = [randn(*o.shape, dtype=o.dtype, seed=7) for o in tuple_of(outputs)]
-        torch.autograd.backward(outputs, upstream)
-        gradients = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        return gradients
-
-    expected = run()
-    with tilegym.set_gradients_in_place(True):
-        assert_equal(run(reentrant), expected)
-    # Where hooks save tensors q and k may be rotated once more: they stay.
-    assert len(written) == (0 if rotation and not reentrant else len(shapes))
-
-
-@one_each
-def test_checkpointing_of_what_others_need_too(call, shapes):
-    """In non-reentrant checkpointing autograd cannot tell that something has changed."""
-    leaves = leaves_of(shapes)
-
-    def saved_by_another(*given):
-        given = activations_of(given)
-        other = given[-1].sin().sum()
-        return other + sum(o.sum() for o in tuple_of(call(*given)))
-
-    def run(block, given):
-        return torch.autograd.grad(checkpoint(block, *given, use_reentrant=False), leaves)
-
-    def arguments_of_two(*given):
-        first = checkpoint(lambda *ts: sum(t.sin().sum() for t in ts), *given, use_reentrant=False)
-        return first + checkpoint(lambda *ts: sum(o.sum() for o in tuple_of(call(*ts))), *given, use_reentrant=False)
-
-    expected = run(saved_by_another, leaves), torch.autograd.grad(arguments_of_two(*activations_of(leaves)), leaves)
-    with tilegym.set_gradients_in_place(True):
-        assert_equal(run(saved_by_another, leaves), expected[0])
-        assert_equal(torch.autograd.grad(arguments_of_two(*activations_of(leaves)), leaves), expected[1])
-
-
-def test_two_norms_of_one_activation_in_a_checkpointed_block():
-    x, weight = randn(8, 64).requires_grad_(), randn(64, seed=1)
-
-    def block(x):
-        x = x * 1.5
-        first, second = (ops.rms_norm(x, 64, w, 1e-6, backend="cutile") for w in (weight, None))
-        return first * weight + second
-
-    def run():
-        return backward((checkpoint(block, x, use_reentrant=False),), (x,))
-
-    expected = run()
-    with tilegym.set_gradients_in_place(True):
-        assert_equal(run(), expected)
-
-
-@one_each
-def test_hooks_that_save_elsewhere(call, shapes, written):
-    leaves = leaves_of(shapes)
-    expected = step(call, leaves)
-    for hooks in (
-        torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-    ):
-        with tilegym.set_gradients_in_place(True), hooks:
-            given, *got = step(call, leaves)
-        assert_equal([*got[0], *got[1]], [*expected[1], *expected[2]])
-        assert_equal([t.detach() for t in given], [t.detach() for t in expected[0]])
 
 
 M, N = 256, 512
