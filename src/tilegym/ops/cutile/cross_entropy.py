@@ -190,10 +190,11 @@ def cross_entropy_finish_kernel(
 
 @ct.kernel
 def cross_entropy_backward_kernel(
-    scale, x, target, lses, dx, ignore_index, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float, TILE_M: Int, TILE_N: Int,
-    INPLACE: Bool,
+    scale, number, x, target, lses, dx, ignore_index, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float, TILE_M: Int,
+    TILE_N: Int, MEAN: Bool, INPLACE: Bool,
 ):  # fmt: skip
-    """Writes ``scale`` [M] times the gradient into dx; INPLACE: over x itself, dx standing for nothing."""
+    """Writes ``scale`` [M] times the gradient into dx, over ``number`` [1] if MEAN; INPLACE: over x itself, dx standing
+    for nothing."""
     rows, cols = indices(x, TILE_M, TILE_N)
     value = _capped(ct.gather(x, (rows, cols)).astype(ct.float32), SOFTCAP)
     label, top, log_sum = ct.gather(target, rows), ct.gather(lses, (rows, 0)), ct.gather(lses, (rows, 1))
@@ -206,7 +207,10 @@ def cross_entropy_backward_kernel(
     if SOFTCAP > 0.0:
         ratio = value / SOFTCAP
         grad = grad * (1.0 - ratio * ratio)
-    grad = ct.where(label == ignore_index, 0.0, grad * ct.gather(scale, rows)).astype(x.dtype)
+    factor = ct.gather(scale, rows)
+    if MEAN:
+        factor = factor / ct.gather(number, 0)
+    grad = ct.where(label == ignore_index, 0.0, grad * factor).astype(x.dtype)
     if INPLACE:
         ct.scatter(x, (rows, cols), grad)
     else:
@@ -248,8 +252,10 @@ MOST_PARTS = 1024  # of a row
 def parts_of(m: int, n: int, device: int) -> int:
     """Into how many parts each row of logits [m, n] is cut; 0: whole rows are enough work for all multiprocessors."""
     parts = ct.cdiv(n, PART)
-    # Two parts are read at once by one block of the other kernel, whose launch is the only one.
-    return parts if m < sm_count(device) and 2 < parts <= MOST_PARTS else 0
+    # Two parts are read at once by one block of the other kernel, whose launch is the only one. On an H200 in bf16 256
+    # rows of 128256 columns take 26.5 us instead of 30.0, of 32768 12.4 instead of 13.0, 384 rows as long.
+    most = 2 * sm_count(device) if parts >= 8 else sm_count(device) - 1
+    return parts if m <= most and 2 < parts <= MOST_PARTS else 0
 
 
 def _like_targets(logits, target, *_):
@@ -271,7 +277,7 @@ def cross_entropy_forward(
     args = (*arrays, ignore_index, softcap, smoothing, z_loss)
     if parts := parts_of(m, n, device):
         overlap, states = overlaps(device), losses.new_empty((m * parts, 3))
-        kernel = hinted(cross_entropy_parts_kernel, num_worker_warps=4)
+        kernel = hinted(cross_entropy_parts_kernel, num_worker_warps=4, occupancy=8)
         launch(logits, (m * parts,), kernel, (rows, states, softcap, smoothing, PART, overlap))
         tile = (states, PART, next_power_of_2(parts), overlap)
         launch(logits, (m,), cross_entropy_finish_kernel, (*args, *tile), overlap=overlap)
@@ -302,11 +308,14 @@ def add_losses(
     return out, number
 
 
-def launch_backward(scale, rows, target, lse, dx, ignore_index, softcap, smoothing, z_loss) -> None:
-    """Writes the gradient of logits ``rows`` [M, V] into dx, or over them if dx is None; lse [M, 2], the others [M]."""
+def _launch_backward(scale, rows, target, lse, dx, ignore_index, softcap, smoothing, z_loss, number) -> None:
+    """Writes the gradient of logits ``rows`` [M, V] into dx [M, V], or over them if dx is None."""
     grid, tile_m, tile_n = pointwise.plan(*rows.shape, rows.get_device())
-    arrays = (scale, rows, target, lse, lse if dx is None else dx)
-    options = (ignore_index, softcap, smoothing, z_loss, tile_m, tile_n, dx is None)
+    # A scale that is the same for all rows has stride 0, and stays so.
+    scale = scale.flatten() if scale.dim() else scale.view(1)
+    mean, lse = number is not None, lse.view(-1, 2)
+    arrays = (scale, number.view(1) if mean else 0, rows, target.reshape(-1), lse, lse if dx is None else dx)
+    options = (ignore_index, softcap, smoothing, z_loss, tile_m, tile_n, mean, dx is None)
     launch(rows, grid, cross_entropy_backward_kernel, (*arrays, *options))
 
 
@@ -324,14 +333,13 @@ def cross_entropy_backward(
     softcap: float,
     smoothing: float,
     z_loss: float,
+    number: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of logits, from that of every row's loss: ``scale``, of the shape of target, in fp32."""
+    """The gradient of logits, from that of every row's loss: ``scale``, of the shape of target, in fp32, over
+    ``number`` [] where that is given."""
     rows, dx = rows_of(logits), _like(scale, logits)
-    # A scale that is the same for all rows has stride 0, and stays so.
-    scale = scale.flatten() if scale.dim() else scale.view(1)
-    launch_backward(
-        scale, rows, target.reshape(-1), lse.view(-1, 2), dx.view(rows.shape), ignore_index, softcap, smoothing, z_loss
-    )
+    options = (ignore_index, softcap, smoothing, z_loss, number)
+    _launch_backward(scale, rows, target, lse, dx.view(rows.shape), *options)
     return dx
 
 
@@ -345,10 +353,11 @@ def cross_entropy_backward_in_place(
     softcap: float,
     smoothing: float,
     z_loss: float,
+    number: torch.Tensor | None = None,
 ) -> None:
     """As :func:`cross_entropy_backward`, over the logits, which are 2-D or contiguous."""
-    rows, scale = rows_of(logits), scale.flatten() if scale.dim() else scale.view(1)
-    launch_backward(scale, rows, target.reshape(-1), lse.view(-1, 2), None, ignore_index, softcap, smoothing, z_loss)
+    options = (ignore_index, softcap, smoothing, z_loss, number)
+    _launch_backward(scale, rows_of(logits), target, lse, None, *options)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -367,9 +376,7 @@ class CrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss):
         logits, target, lse, number = ctx.saved_tensors
-        if number is not None:
-            dloss = dloss / number
-        args = (dloss.expand(target.shape), logits, target, lse, *ctx.options)
+        args = (dloss.expand(target.shape), logits, target, lse, *ctx.options, number)
         if ctx.in_place and in_place.may_overwrite(ctx.in_place, logits):
             cross_entropy_backward_in_place(*args)
             (dx,) = in_place.overwritten(logits)
