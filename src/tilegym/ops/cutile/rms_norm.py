@@ -17,6 +17,7 @@ from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
 from tilegym.ops.cutile.row_norms import at_once
 from tilegym.ops.cutile.row_norms import behind
+from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
@@ -132,18 +133,19 @@ def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.k
 def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):
     rows = small_or_rows(x)
     m, n = size_of(rows)
-    y = torch.empty_like(rows)
+    y = _like_rows(x)  # no view: what is a view of memory that autograd does not know cannot be written over
     rstd = torch.empty(m, dtype=torch.float32, device=x.device) if with_rstd else 0
     kernel, grid, tiles = forward_plan(mode, m, n, x.get_device())
     w = 0 if weight is None else weight
     b = 0 if bias is None else bias
     flags = (weight is not None, bias is not None, rounded, with_rstd)
-    launch(x, grid, kernel, (rows, w, b, y, rstd, eps, offset, n, *tiles, *flags))
-    return (y if rows is x else y.view(x.shape)), rstd
+    out = y if rows is x else y.view(m, n)
+    launch(x, grid, kernel, (rows, w, b, out, rstd, eps, offset, n, *tiles, *flags))
+    return y, rstd
 
 
 def _like_rows(x, *_):
-    return torch.empty_like(rows_of(x)).view(x.shape)
+    return torch.empty_like(x) if x.dim() == 2 else contiguous_like(x)
 
 
 def _fake_forward_rstd(x, *_):
