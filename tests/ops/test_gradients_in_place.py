@@ -195,13 +195,32 @@ def test_retained_graph(call, shapes, written):
     assert len(written) == len(shapes)
 
 
-@one_each
-def test_an_error_where_another_operation_saved_the_activation(call, shapes):
+@pytest.mark.parametrize("save", [torch.sin, lambda t: t.view(-1).sin()], ids=["itself", "a view"])
+@backward_calls
+def test_what_another_operation_saved(call, shapes, save, written):
+    """What ran before runs its backward pass after; what ran later has run its own by then."""
     leaves = leaves_of(shapes)
-    with tilegym.set_gradients_in_place(True):
+
+    def run(early):
         given = activations_of(leaves)
-        other = given[-1].sin().sum()
-        total = other + sum(o.sum() for o in tuple_of(call(*given)))
+        total = sum(save(t).sum() for t in given) if early else 0.0
+        total = total + sum(o.sum() for o in tuple_of(call(*given)))
+        total = total if early else total + sum(save(t).sum() for t in given)
+        return torch.autograd.grad(total, leaves)
+
+    for early in (True, False):
+        expected = run(early)
+        with tilegym.set_gradients_in_place(True):
+            assert_equal(run(early), expected)
+        assert len(written) == (0 if early else len(shapes))
+
+
+def test_an_error_where_another_operation_saved_what_is_rotated():
+    leaves = leaves_of([(2, 4, 9, 64), (2, 2, 9, 64)])
+    with tilegym.set_gradients_in_place(True):
+        q, k = activations_of(leaves)
+        other = k.sin().sum()
+        total = other + sum(t.sum() for t in rope(q, k))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             total.backward()
 

@@ -18,11 +18,12 @@ class set_gradients_in_place:
       the sum that it returned);
     - ``apply_rope_base`` rotates q and k in the forward pass where they are.
 
-    The activations have then changed for everybody who holds them. Autograd raises its error where another operation
-    saved one of them. Tensors are left alone that autograd did not compute (parameters and other leaves, views of
-    them), that share memory or have gaps in it, or of which the graph may be needed once more (``retain_graph=True``);
-    where hooks save tensors, as in non-reentrant checkpointing, also q and k, and all that other tensors share memory
-    with; and everything in code that torch.compile compiles, which plans memory itself.
+    The activations have then changed for everybody who holds them. Tensors are left alone that autograd did not compute
+    (parameters and other leaves, views of them), that share memory or have gaps in it, that another operation saved
+    and needs still, or of which the graph may be needed once more (``retain_graph=True``); where hooks save tensors, as
+    in non-reentrant checkpointing, also q and k, and all that other tensors share memory with; and everything in code
+    that torch.compile compiles, which plans memory itself. Autograd raises its error where an operation saved q or k
+    before they are rotated.
 
     Args:
         mode: whether to write in place.
@@ -75,7 +76,12 @@ def may_overwrite(how: int, *saved: torch.Tensor) -> bool:
     # Of others, and of more dimensions, kernels would get copies.
     if not all(t.is_contiguous() or t.dim() == 2 for t in saved):
         return False
-    return how == ALWAYS or all(map(_is_alone, saved))
+    return all(map(_is_alone if how == ALONE else _saved_once, saved))
+
+
+def _saved_once(t: torch.Tensor) -> bool:
+    """Whether no other operation has saved it, or a view of it, and needs it still."""
+    return t._use_count() <= 2  # by this operation, which may hold a copy, and by Python
 
 
 def _is_alone(t: torch.Tensor) -> bool:
