@@ -89,6 +89,12 @@ def gather_rows(x, indices, y, rows: ConstInt, columns: ConstInt):
 
 
 @ct.kernel
+def gather_one_of_each_row(x, indices, y):
+    row = ct.bid(0)
+    ct.scatter(y, row, ct.gather(x, (row, ct.gather(indices, row))))
+
+
+@ct.kernel
 def overlapping_tiles(x, y, size: ConstInt, step: ConstInt):
     view = x.tiled_view((size,), traversal_steps=(step,), padding_mode=ZERO)
     for i in range(view.num_tiles(0)):

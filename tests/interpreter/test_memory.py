@@ -96,6 +96,14 @@ def test_gather_of_rows_pads_with_zero():
     assert equal(y, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_gather_of_single_numbers_pads_with_zero(dtype):
+    """Numbers, not tiles: negative ones, such as a target that is ignored, lie outside."""
+    x, y = matrix(torch.float32, 4, 12), torch.ones(4)
+    launch((4,), K.gather_one_of_each_row, (x, torch.tensor([-100, 11, -1, 12], dtype=dtype), y), sanitize=True)
+    assert torch.equal(y, torch.stack((torch.tensor(0.0), x[1, 11], torch.tensor(0.0), torch.tensor(0.0))))
+
+
 def test_rows_by_advanced_indexing():
     x, y = matrix(torch.float32, 9, 12), torch.zeros(9, 12)
     launch((1,), K.rows_at, (x, torch.tensor([8, 0, 9, 3], dtype=torch.int32), y, 6, 4, 8), sanitize=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from cuda.tile import PaddingMode
+from cuda.tile import int64
 
 from . import _cutile
 from ._cutile import ops as O
+from .dtypes import wrap
 from .errors import OutOfBoundsError
 from .memory import Pointer
 from .memory import View
@@ -193,8 +195,8 @@ def pointer_offset(builder, op):
 
     def step(r):
         base, distance = r[pointer], r[offset]
-        if not isinstance(distance, int):
-            distance = distance.to(torch.int64)
+        # A negative index is a large unsigned one by now.
+        distance = wrap(distance, int64) if isinstance(distance, int) else distance.to(torch.int64)
         r[out] = Pointer(base.memory, base.offset + distance)
 
     builder.emit(step, op.loc, (pointer, offset), (out,))
