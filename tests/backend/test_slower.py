@@ -78,6 +78,20 @@ def test_listed_calls_go_to_pytorch(table):
     assert served(lambda: (ops.softmax(x), ops.softmax(x.half()), ops.softmax(x))) == ["pytorch", "cutile", "pytorch"]
 
 
+def test_calls_listed_exactly(table, monkeypatch):
+    slower.file_of(GPU, slower.FOLDER).write_text(
+        json.dumps({"gpu": GPU, "slower": {"linear": ["exactly float32[4,24] float32[12,24]"]}})
+    )
+    slower._entries.cache_clear()
+    monkeypatch.setattr(ops.linear.op, "is_slower", slower.lookup_of("linear"))
+    weight = torch.randn(12, 24)
+    assert served(lambda: ops.linear(torch.randn(5, 24), weight)) == ["pytorch"], "rows are rounded"
+    assert served(lambda: ops.linear(torch.randn(1, 4, 24), weight)) == ["pytorch"]
+    assert served(lambda: ops.linear(torch.randn(4, 24), torch.randn(11, 24))) == ["cutile"]
+    assert served(lambda: ops.linear(torch.randn(4, 23), torch.randn(12, 23))) == ["cutile"]
+    assert served(lambda: ops.linear(torch.randn(7, 24), weight)) == ["cutile"]
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -305,9 +319,18 @@ def test_forward_and_backward_stand_for_both():
     assert _listed(passes[1], _rows("relu", {"tokens": 1, "intermediate": 4}, "forward", 1.0, 2.0)) == {}
 
 
-def test_shapes_that_the_table_cannot_tell_apart_must_agree():
+def test_shapes_of_the_same_powers_of_two_that_disagree_are_listed_exactly():
     near = {"tokens": 1, "hidden": 4000}
-    assert _listed(_rows("rms_norm", ONE, "forward", 6.0, 5.0), _rows("rms_norm", near, "forward", 6.0, 7.0)) == {}
+    better, worse = _rows("rms_norm", near, "forward", 6.0, 5.0), _rows("rms_norm", ONE, "forward", 6.0, 7.0)
+    assert _listed(better, worse) == {"rms_norm": ["exactly bfloat16[4000] bfloat16[4000]"]}
+    assert _listed(better, _rows("rms_norm", ONE, "forward", 6.0, 5.0)) == {
+        "rms_norm": ["bfloat16[4096] bfloat16[4096]"]
+    }
+    # Rows are rounded in either case.
+    more = [
+        _rows("rms_norm", {"tokens": rows, "hidden": 4000}, "forward", 6.0, us) for rows, us in ((500, 5.0), (512, 7.0))
+    ]
+    assert _listed(*more) == {}
 
 
 def test_time_of_the_host_counts():

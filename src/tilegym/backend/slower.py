@@ -1,11 +1,12 @@
 """Calls that PyTorch serves faster than the cuTile kernels do, as measured, and which go to PyTorch therefore.
 
 ``cutile/slower/<gpu>.json`` lists them by op: whether gradients are wanted, the tensor arguments with their sizes
-rounded to powers of two, and the options given. ``tests/benchmark/write_slower.py`` writes it from the results of
-``tilegym bench``. Besides it says from how many rows on PyTorch wins whatever the sizes are: without tensor cores, in
-fp32, matrix products do; ``tests/benchmark/sweep_float32.py`` measures where. Only calls that leave the choice of the
-backend to TileGym are looked up, those of patched models among them: not those with ``backend=``, nor those that
-torch.compile traces, whose sizes may vary. Ops without an entry are not touched.
+rounded to powers of two, and the options given. Where calls of the same powers of two differ, it lists those of exact
+sizes, apart from rows. ``tests/benchmark/write_slower.py`` writes it from the results of ``tilegym bench``. Besides it
+says from how many rows on PyTorch wins whatever the sizes are: without tensor cores, in fp32, matrix products do;
+``tests/benchmark/sweep_float32.py`` measures where. Only calls that leave the choice of the backend to TileGym are
+looked up, those of patched models among them: not those with ``backend=``, nor those that torch.compile traces, whose
+sizes may vary. Ops without an entry are not touched.
 """
 
 import contextlib
@@ -70,20 +71,25 @@ def rows_to_pytorch(gpu: str | None) -> dict[str, dict[str, int]]:
     return {op: entries.from_rows for op, entries in _entries().get(gpu, {}).items() if entries.from_rows}
 
 
-def describe(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> str:
+def describe(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any], exactly: bool = False) -> str:
     """A call of an op of this signature as the files name it: ``gradients bfloat16[8192,4096] approximate=tanh``.
+
+    Sizes are rounded to powers of two; ``exactly``, only those of the first tensor, but its last one:
+    ``exactly bfloat16[512,10240] bfloat16[2560,10240]``.
 
     Leading dimensions of 1 do not count: models have batches of one, benchmarks none. Flags and names count unless they
     are the default; a number only by being given where the default is None, and a scale not at all.
     """
     bound = signature.bind(*args, **kwargs).arguments
-    parts = ["gradients"] if _wants_gradients(bound.values()) else []
+    parts = ["exactly"] if exactly else []
+    parts += ["gradients"] if _wants_gradients(bound.values()) else []
+    first = next((id(tensor) for tensor in _tensors(bound.values())), None)
     for name, value in bound.items():
         default = signature.parameters[name].default
         if isinstance(value, torch.Tensor):
-            parts.append(_described(value))
+            parts.append(_described(value, exactly, id(value) == first))
         elif isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
-            parts.append(f"[{' '.join(map(_described, value))}]")
+            parts.append(f"[{' '.join(_described(v, exactly, id(v) == first) for v in value)}]")
         elif isinstance(value, bool | str):
             parts += [f"{name}={value}"] if value != default else []
         elif value is not None and default is None and name not in SCALES:
@@ -108,7 +114,7 @@ def rows_of(args: tuple, kwargs: dict[str, Any]) -> int:
     return 0
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _described(tensor: torch.Tensor, exactly: bool, first: bool) -> str:
     from tilegym.backend.cutile.tuning_key import bucket  # here: it imports cuda.tile
 
     sizes = list(tensor.shape)
@@ -117,7 +123,8 @@ def _described(tensor: torch.Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype is torch.float32 and _fp32_precision() == "tf32":
         dtype = "tfloat32"  # other kernels, of either side
-    return f"{dtype}[{','.join(str(bucket(size)) for size in sizes)}]"
+    rounded = (len(sizes) - 1 if first else 0) if exactly else len(sizes)  # how many, from the front
+    return f"{dtype}[{','.join(str(bucket(size) if i < rounded else size) for i, size in enumerate(sizes))}]"
 
 
 def _fp32_precision() -> str:
@@ -165,13 +172,15 @@ class Lookup:
         entries = _entries().get(gpu, {}).get(self.op) if gpu is not None else None
         if entries is None:
             return False
+        signature = dispatcher._op(self.op).signature
         try:
-            call = describe(dispatcher._op(self.op).signature, args, kwargs)
+            call, exact = (describe(signature, args, kwargs, exactly) for exactly in (False, True))
         except TypeError:  # arguments that the op does not take: the call itself says so
             return False
         kinds = (kind_of(call), kind_of(call, widths=True))
         least = [entries.from_rows[kind] for kind in kinds if kind in entries.from_rows]
-        return call in entries.calls or (bool(least) and rows_of(args, kwargs) >= min(least))
+        is_listed = call in entries.calls or exact in entries.calls
+        return is_listed or (bool(least) and rows_of(args, kwargs) >= min(least))
 
 
 def _gpu_of(values: tuple) -> str | None:

@@ -1,8 +1,8 @@
 """Which calls PyTorch serves faster than the kernels do, from runs that measured both backends side by side.
 
 A kind of calls, of whatever sizes, goes to PyTorch from a number of rows on (:func:`from_rows`). A single call is
-listed only where PyTorch wins beyond the noise, costs the host no more time, and needs no more memory; and only if that
-holds at every measured shape that the table cannot tell from it.
+listed only where PyTorch wins beyond the noise, costs the host no more time, and needs no more memory. If that holds at
+every measured shape of the same powers of two, these are listed, else those of its exact sizes.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,9 @@ class _Seen(Exception):
     """Carries the arguments of a call that does not have to be computed."""
 
 
-def described_call(benchmark: Benchmark, dims: dict[str, Any], dtype: torch.dtype, gradients: bool) -> str:
+def described_call(
+    benchmark: Benchmark, dims: dict[str, Any], dtype: torch.dtype, gradients: bool, exactly: bool = False
+) -> str:
     """How ``slower.describe`` names the op's call that the benchmark makes at these sizes."""
 
     def make(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -83,7 +85,7 @@ def described_call(benchmark: Benchmark, dims: dict[str, Any], dtype: torch.dtyp
     op = getattr(ops, benchmark.op).op
 
     def catch(*args, **kwargs):
-        raise _Seen(slower.describe(op.signature, args, kwargs))
+        raise _Seen(slower.describe(op.signature, args, kwargs, exactly))
 
     kept = dict(op.impls)
     op.impls.update(dict.fromkeys(kept, catch))
@@ -167,11 +169,15 @@ def slower_calls(runs: list[Run], benchmarks: dict[str, Benchmark]) -> dict[str,
         latest |= {(case.op, case.shape, case.gradients, dtype): case for case in cases(run, newest_first)}
     if not latest:
         raise BenchmarkError(f"nothing was measured on both backends: run on a GPU, with the provider {PYTORCH!r}")
-    verdicts: dict[tuple[str, str], bool] = {}
+    verdicts: dict[str, dict[str, dict[str, bool]]] = {}  # by op, call, and call of exact sizes
     for (op, _, gradients, dtype), case in latest.items():
-        call = op, described_call(benchmarks[op], case.dims, DTYPES[dtype], gradients)
-        verdicts[call] = verdicts.get(call, True) and case.goes_to_pytorch
+        benchmark, dtype = benchmarks[op], DTYPES[dtype]
+        call, exact = (described_call(benchmark, case.dims, dtype, gradients, exactly) for exactly in (False, True))
+        of_call = verdicts.setdefault(op, {}).setdefault(call, {})
+        of_call[exact] = of_call.get(exact, True) and case.goes_to_pytorch
     found: dict[str, list[str]] = {}
-    for op, call in sorted(call for call, better in verdicts.items() if better):
-        found.setdefault(op, []).append(call)
+    for op, calls in sorted(verdicts.items()):
+        for call, exact in calls.items():
+            found.setdefault(op, []).extend([call] if all(exact.values()) else [e for e in exact if exact[e]])
+    found = {op: sorted(calls) for op, calls in found.items() if calls}
     return found
