@@ -41,6 +41,12 @@ class Test_FusedAddRMSNorm(PyTestCase):
         kwargs = arguments(*shape, dtype=torch.bfloat16, casting=casting, offset=1.0)
         self.assertCorrectness(fused_add_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    @dtypes()
+    @pytest.mark.parametrize("n", [1500, 2048])
+    def test_what_is_added_to_rows_in_two_tiles(self, n, dtype):
+        kwargs = arguments(600 if HAS_GPU else 9, n, dtype=dtype)
+        self.assertCorrectness(fused_add_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
     @dtypes(torch.bfloat16)
     def test_equals_the_two_ops(self, dtype):
         kwargs = arguments(40, 256, dtype=dtype)
@@ -161,7 +167,7 @@ class Test_FusedAddRMSNorm(PyTestCase):
             norm_backward.operator, (dy, total, dtotal, w, None, rstd, 0.0, 1, True, False, torch.float32)
         )
 
-    @pytest.mark.parametrize("n", [4096, 20000])
+    @pytest.mark.parametrize("n", [2048, 4096, 20000])
     def test_compiles_for_every_architecture(self, n):
         x, residual, dy = (torch.empty(64, n, dtype=torch.bfloat16) for _ in range(3))
         w, rstd = torch.empty(n, dtype=torch.bfloat16), torch.empty(64)
