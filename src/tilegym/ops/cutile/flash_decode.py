@@ -30,6 +30,7 @@ from tilegym.ops.cutile.flash_decode_plan import LAST_BLOCK
 from tilegym.ops.cutile.flash_decode_plan import NEXT_LAUNCH
 from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
 from tilegym.ops.cutile.flash_decode_plan import make_plan
+from tilegym.ops.cutile.flash_decode_plan import tiles_of_split
 from tilegym.ops.cutile.splitk_reduce import merge_in_order
 from tilegym.ops.cutile.splitk_reduce import merge_kernel
 from tilegym.ops.cutile.splitk_reduce import product_in_parts
@@ -79,16 +80,7 @@ def decode_kernel(
     batch, kv_head = ct.bid(0) // k.shape[1], ct.bid(0) % k.shape[1]
     split = ct.bid(1)
     head, next_head = kv_head * GROUP, (kv_head + 1) * GROUP
-    keys = k.shape[2]
-    if KV_LEN:
-        keys = min(max(ct.load(kv_len, (batch,), (1,)).astype(ct.int32).item(), 0), keys)
-    first_key = max(keys - window, 0) if WINDOW else 0
-
-    # The tiles that hold a visible key, shared out evenly.
-    first_tile, last_tile = first_key // TILE_N, ct.cdiv(keys, TILE_N)
-    share = ct.cdiv(last_tile - first_tile, ct.num_blocks(1))
-    first = first_tile + split * share
-    last = min(first + share, last_tile)
+    first, last, first_key, keys = tiles_of_split(k, kv_len, batch, window, TILE_N, WINDOW, KV_LEN)
 
     # The group's queries, padded with zeros to what ct.mma takes, are the columns of the right operand; the left one,
     # which the tensor cores want tall, are the keys. So scores are [keys, queries], and the output is [Dv, queries].

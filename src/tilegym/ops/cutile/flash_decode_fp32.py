@@ -14,6 +14,7 @@ from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import cap_scores
 from tilegym.ops.cutile.attention_common import truth
 from tilegym.ops.cutile.flash_decode_plan import ONE_SPLIT
+from tilegym.ops.cutile.flash_decode_plan import tiles_of_split
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import begin
@@ -84,16 +85,7 @@ def decode_rows_kernel(
     zero = ct.PaddingMode.ZERO
     batch, kv_head = ct.bid(0) // k.shape[1], ct.bid(0) % k.shape[1]
     split, head = ct.bid(1), kv_head * GROUP
-    keys = k.shape[2]
-    if KV_LEN:
-        keys = min(max(ct.load(kv_len, (batch,), (1,)).astype(ct.int32).item(), 0), keys)
-    first_key = max(keys - window, 0) if WINDOW else 0
-
-    # The tiles that hold a visible key, shared out evenly.
-    first_tile, last_tile = first_key // TILE_N, ct.cdiv(keys, TILE_N)
-    share = ct.cdiv(last_tile - first_tile, ct.num_blocks(1))
-    first = first_tile + split * share
-    last = min(first + share, last_tile)
+    first, last, first_key, keys = tiles_of_split(k, kv_len, batch, window, TILE_N, WINDOW, KV_LEN)
 
     unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
     queries = queries_of(q, batch, head, ct.arange(TILE_D, dtype=ct.int32), GROUP)

@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+import cuda.tile as ct
 import torch
 
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
@@ -15,6 +16,8 @@ from tilegym.ops.cutile.splitk_reduce import IN_ORDER
 from tilegym.ops.cutile.splitk_reduce import IN_TURNS
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import TILE_S
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
@@ -37,6 +40,19 @@ ONE_SPLIT, LAST_BLOCK, NEXT_LAUNCH = 0, 1, 2
 MERGED_AT_ONCE, MERGED_IN_ORDER = 64, 16
 MERGED_BY_LAST = 8192  # numbers: half of the registers of the last block
 TILES_NOT_AHEAD = 2
+
+
+def tiles_of_split(k, kv_len, batch, window, TILE_N: Int, WINDOW: Bool, KV_LEN: Bool):
+    """In a kernel: the tiles of keys from ``first`` to ``last`` that this block's split has, and the visible keys, from
+    ``first_key`` to ``keys``: (first, last, first_key, keys). Tiles that hold a visible key are shared out evenly."""
+    keys = k.shape[2]
+    if KV_LEN:
+        keys = min(max(ct.load(kv_len, (batch,), (1,)).astype(ct.int32).item(), 0), keys)
+    first_key = max(keys - window, 0) if WINDOW else 0
+    first_tile, last_tile = first_key // TILE_N, ct.cdiv(keys, TILE_N)
+    share = ct.cdiv(last_tile - first_tile, ct.num_blocks(1))
+    first = first_tile + ct.bid(1) * share
+    return first, min(first + share, last_tile), first_key, keys
 
 
 @functools.lru_cache(maxsize=1024)
