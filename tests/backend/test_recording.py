@@ -12,6 +12,7 @@ from recording_fakes import served_op
 from recording_fakes import x
 
 from tilegym import backend
+from tilegym.backend import allocation
 from tilegym.backend import dispatcher
 from tilegym.backend import recording
 from tilegym.backend.cutile.launch import launch
@@ -198,6 +199,36 @@ def test_memory_that_is_lent_is_asked_for_again(served):
     memory[:] = [torch.zeros(2, 8), torch.zeros(2, 8)]
     assert served.calls_of((x(seed=1),)) == [2]
     assert torch.equal(memory[0][1], x(seed=1) + 0.5 + 1) and torch.equal(memory[1][0], memory[0][1] + 1)
+
+
+def test_memory_is_lent_when_all_is_allocated(served, monkeypatch):
+    lent, lacks = [], []
+
+    def empty(shape, strides, dtype):
+        if lacks:
+            raise MemoryError
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    def give():
+        lent.append(torch.zeros(2, 8))
+        return (lent[-1],)
+
+    def serve(x, by, other, several):
+        (kept,) = recording.lent(give)
+        y = torch.empty_like(x)
+        add(x, kept[1], by)
+        add(kept[1], y, 0.0)
+        return y
+
+    monkeypatch.setattr(allocation, "empty_on", lambda device: empty)
+    served.serve = serve
+    for n in range(1, 4):
+        assert torch.equal(served(x()), x() + 2.5)
+        assert len(lent) == n
+    lacks.append(True)
+    with pytest.raises(MemoryError):
+        served(x())
+    assert served.calls == 2 and len(lent) == 3
 
 
 def test_what_a_call_asks_for_is_asked_again(served):

@@ -95,6 +95,7 @@ class Repeat:
         self._parameters = [f"t{i}" for i in range(inputs)]
         self._constants: list[Any] = []
         self._making: list[str] = []
+        self._lending: list[str] = []
         self._launching: list[str] = []
 
     def constant(self, value: Any) -> str:
@@ -111,14 +112,15 @@ class Repeat:
 
     def make(self, source: str, make: Callable[[torch.Tensor], torch.Tensor]) -> str:
         """Makes a tensor of the one that is called ``source``; its name."""
-        name = f"m{len(self._making)}"
-        self._making.append(f"{name} = {self.constant(make)}({source})")
+        lines = self._lending if source[0] == "l" else self._making
+        name = f"{'l' if lines is self._lending else 'm'}{len(lines)}"
+        lines.append(f"{name} = {self.constant(make)}({source})")
         return name
 
     def lent(self, give: Callable[[], tuple[torch.Tensor, ...]], count: int) -> list[str]:
-        """Takes so many tensors that are given; their names."""
-        names = [f"l{len(self._making)}_{i}" for i in range(count)]
-        self._making.append(f"{several(names)} = {self.constant(give)}()")
+        """Takes so many tensors that are given, behind all allocation, for which memory may lack; their names."""
+        names = [f"l{len(self._lending)}_{i}" for i in range(count)]
+        self._lending.append(f"{several(names)} = {self.constant(give)}()")
         return names
 
     def launch(
@@ -131,7 +133,7 @@ class Repeat:
 
     def returning(self, result: str) -> Callable[..., Any]:
         """The function, which returns this."""
-        lines = [*self._making, *self._launching, f"return {result}"]
+        lines = [*self._making, *self._lending, *self._launching, f"return {result}"]
         return _bound(tuple(self._parameters), tuple(lines), len(self._constants))(*self._constants)
 
 
