@@ -16,6 +16,8 @@ from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import group_norm
 from tilegym.ops.cutile import group_norm as kernels
+from tilegym.ops.cutile import parts
+from tilegym.ops.cutile import workspace
 from tilegym.ops.cutile.group_norm import group_norm_backward
 from tilegym.ops.cutile.group_norm import group_norm_forward
 from tilegym.ops.pytorch.group_norm import group_norm as reference
@@ -45,11 +47,11 @@ class Test_GroupNorm(PyTestCase):
     @pytest.fixture(params=["parts", "given up", "two kernels"])
     def cut(self, request, monkeypatch):
         """As groups are cut that are larger than a block, by blocks that wait, or soon compute what they wait for."""
-        monkeypatch.setattr(kernels, "PARTS", {True: ((64, 1),) * 3, False: ((64, 1),) * 3})
+        monkeypatch.setattr(kernels, "PARTS", dict.fromkeys((True, False), (((64, 4, 1, 0),),) * 2))
         monkeypatch.setattr(kernels, "parts_plan", kernels.parts_plan.__wrapped__)
         monkeypatch.setattr(kernels, "sm_count", lambda device: 0 if request.param == "two kernels" else 1000)
         if request.param != "parts":
-            monkeypatch.setattr(kernels, "PATIENCE", 2)
+            monkeypatch.setattr(parts, "PATIENCE", 2)
         elif not HAS_GPU:
             at_once = functools.partial(interpreter.launch, order="threads", sanitize=False)
             monkeypatch.setattr(interpreter, "launch", at_once)
@@ -62,6 +64,20 @@ class Test_GroupNorm(PyTestCase):
     def test_groups_of_several_blocks(self, shape, num_groups, dtype, cut):
         kwargs = arguments(shape, num_groups, dtype=dtype)
         kwargs["input"] += 10.0
+        self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_launches_in_turns(self, cut, monkeypatch):
+        monkeypatch.setattr(workspace, "_turns", {})
+        if not HAS_GPU:
+            monkeypatch.setattr(parts, "shared_states", lambda like, number: workspace._next_turn(-1, number))
+        for seed, batch in enumerate((2, 1, 2, 2, 2, 2, 1, 2)):
+            kwargs = arguments((batch, 6, 50), 3)
+            kwargs["input"] = kwargs["input"] * (seed + 1) + seed
+            self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_more_groups_than_a_launch_takes(self, cut, monkeypatch):
+        monkeypatch.setattr(kernels, "MAX_GROUPS", 5)
+        kwargs = arguments((2, 6, 50), 3)
         self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("missing", [("bias",), ("weight",)], ids="+".join)

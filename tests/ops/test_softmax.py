@@ -15,7 +15,9 @@ from tilegym import interpreter
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import softmax
+from tilegym.ops.cutile import parts
 from tilegym.ops.cutile import softmax as kernels
+from tilegym.ops.cutile import workspace
 from tilegym.ops.cutile.softmax import softmax_backward
 from tilegym.ops.cutile.softmax import softmax_forward
 from tilegym.ops.pytorch.softmax import softmax as reference
@@ -74,7 +76,7 @@ class Test_Softmax(PyTestCase):
         """Wide rows in blocks that wait for others. Where those run later, or they are impatient, they do it all."""
         multiprocessors(12)
         if request.param != "patient":
-            monkeypatch.setattr(kernels, "PATIENCE", 2**30 if request.param == "threads" else 0)
+            monkeypatch.setattr(parts, "PATIENCE", 2**30 if request.param == "threads" else 0)
         if not HAS_GPU:
             options = {"order": request.param, "sanitize": False} if request.param == "threads" else {"seed": 1}
             options = {"order": request.param} | options
@@ -94,7 +96,46 @@ class Test_Softmax(PyTestCase):
         with recorded_launches(run=True) as launches:
             self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"}, gradient=True)
         if not HAS_GPU:
-            assert [kernel for kernel, _ in launches][::2] == [kernels.clear_kernel] * 2
+            assert [kernel for kernel, _ in launches][::2] == [parts.clear_kernel] * 2
+
+    @pytest.fixture
+    def in_turns(self, monkeypatch):
+        """Launches on the CPU share the memory of states as those on a stream of a GPU do."""
+        monkeypatch.setattr(workspace, "_turns", {})
+        if not HAS_GPU:
+            monkeypatch.setattr(parts, "shared_states", lambda like, number: workspace._next_turn(-1, number))
+
+    def test_launches_in_turns(self, in_turns, in_one_launch):
+        for seed, m in enumerate((8, 9, 8, 8, 8, 8, 9, 8)):
+            x = randn(m, 33001, dtype=torch.bfloat16, seed=seed) * 3
+            with recorded_launches(run=True) as launches:
+                self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"}, gradient=True)
+            sizes = [t.numel() for _, args in launches for t in args if getattr(t, "dtype", None) == torch.int64]
+            more = (
+                [size - workspace.TURNS * m * n for size, n in zip(sizes, (3, 5), strict=True)] if not HAS_GPU else []
+            )
+            assert all(n // workspace.SPACING in range(workspace.TURNS) for n in more)
+            if seed == 4:  # of another thread, or a launch that an exception prevents
+                parts.shared_states(x.to("cuda" if HAS_GPU else "cpu"), m * 3)
+
+    def test_a_launch_that_fails(self, in_turns, in_one_launch, monkeypatch):
+        kwargs = {"x": randn(8, 33001, dtype=torch.bfloat16)}
+
+        def fails(*args, **kwargs):
+            raise MemoryError
+
+        for _ in range(workspace.TURNS):
+            self.assertCorrectness(softmax, reference, kwargs, {"backend": "cutile"})
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(parts, "launch", fails)
+                softmax(kwargs["x"].to("cuda" if HAS_GPU else "cpu"), backend="cutile")
+            assert not workspace._turns
+
+    def test_more_rows_than_a_launch_takes(self, monkeypatch):
+        monkeypatch.setattr(kernels, "MAX_ROWS", 2)
+        with recorded_launches(run=True) as launches:
+            self.assertCorrectness(softmax, reference, {"x": randn(5, 33001)}, {"backend": "cutile"}, gradient=True)
+        assert HAS_GPU or len(launches) == 2 * 3 * 2
 
     def test_special_values_in_one_launch(self, in_one_launch):
         x = randn(8, 40000, dtype=torch.bfloat16)
@@ -102,6 +143,9 @@ class Test_Softmax(PyTestCase):
         x[1, 3] = float("nan")
         x[2, -1] = INF
         x[4] = 3e38
+        x[5, :9] = torch.tensor([32640.0, 32768.0, 33024.0]).repeat(3)
+        x[6] = -3e38
+        x[7] += 1000
         self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"})
 
     @pytest.mark.parametrize("n", [40, 20000, 33000])

@@ -6,6 +6,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilegym.ops.cutile import workspace as module
 from tilegym.ops.cutile.workspace import COUNTERS
+from tilegym.ops.cutile.workspace import SPACING
+from tilegym.ops.cutile.workspace import TURNS
+from tilegym.ops.cutile.workspace import forget_states
+from tilegym.ops.cutile.workspace import shared_states
 from tilegym.ops.cutile.workspace import workspace
 
 
@@ -21,6 +25,7 @@ def gpu_0(monkeypatch):
     """A GPU whose memory is the CPU's; its current stream, and whether that captures."""
     state = {"stream": 7, "capturing": False}
     monkeypatch.setattr(module, "_workspaces", {})
+    monkeypatch.setattr(module, "_turns", {})
     monkeypatch.setattr(module, "_device", lambda index: torch.device("cpu"))
     monkeypatch.setattr(module, "_raw_stream", lambda index: state["stream"])
     monkeypatch.setattr(module, "_capturing", lambda: state["capturing"])
@@ -71,3 +76,34 @@ def test_memory_is_real_where_a_mode_only_follows_shapes(gpu_0):
     with FakeTensorMode():
         parts, counters = workspace(OnGPU(), (4,))
     assert type(parts) is type(counters) is torch.Tensor
+
+
+@pytest.mark.parametrize("number", [4, 6, 1000])
+def test_launches_on_a_stream_use_states_in_turn(gpu_0, number):
+    given = [states for _ in range(2 * TURNS) for states in shared_states(OnGPU(), number)]
+    assert all(states.data_ptr() == given[0].data_ptr() and states.dtype == torch.int64 for states in given)
+    assert not any(states.any() or len(states) % SPACING or len(states) < TURNS * number for states in given)
+    assert [(len(states) - TURNS * number) // SPACING for states in given] == list(range(TURNS)) * 2
+    assert shared_states(OnGPU(), 7)[0].data_ptr() != given[0].data_ptr()
+    gpu_0["stream"] = 0
+    assert shared_states(OnGPU(), number)[0].data_ptr() != given[0].data_ptr()
+
+
+def test_states_are_bounded(gpu_0, monkeypatch):
+    monkeypatch.setattr(module, "MAX_NUMBERS", 3)
+    monkeypatch.setattr(module, "MAX_STATES", 10)
+    assert all(shared_states(OnGPU(), number) is not None for number in range(1, 11))
+    assert shared_states(OnGPU(), 11) is None
+    assert len(module._turns[0, 7]) <= 3
+
+
+def test_states_that_are_not_shared(gpu_0):
+    assert shared_states(torch.empty(1), 6) is None
+    gpu_0["capturing"] = True
+    assert shared_states(OnGPU(), 6) is None
+
+
+def test_states_are_given_anew_when_forgotten(gpu_0):
+    (memory,) = shared_states(OnGPU(), 6)
+    forget_states()
+    assert shared_states(OnGPU(), 6)[0].data_ptr() != memory.data_ptr()

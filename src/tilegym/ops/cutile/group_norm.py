@@ -23,9 +23,7 @@ from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.group_norm_parts import group_norm_parts_backward_kernel
 from tilegym.ops.cutile.group_norm_parts import group_norm_parts_kernel
 from tilegym.ops.cutile.group_norm_parts import known
-from tilegym.ops.cutile.parts import CLEARED
-from tilegym.ops.cutile.parts import PATIENCE
-from tilegym.ops.cutile.parts import clear_kernel
+from tilegym.ops.cutile.parts import launch_parts
 from tilegym.ops.cutile.row_norms import add_rows
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import load
@@ -36,13 +34,13 @@ from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
-from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.group_norm import check_group_norm
 
 MAX_GROUP = 8192  # channels, of whose statistics a block holds all
+MAX_GROUPS = 65535  # of several parts: blocks along axis 2
 
 
 @ct.kernel
@@ -163,10 +161,12 @@ def tile_plan(rows: int, s: int, channels: int, elements: int) -> tuple[tuple[in
     return (ct.cdiv(rows, tile_m) * ct.cdiv(s, tile_n),), tile_m, tile_n
 
 
-# Elements of a part, and blocks to a multiprocessor: in bf16, the fastest on an H200, and in other dtypes, of which a
-# thread holds half as many; in turn forward, backward, and where parts are few.
-PARTS = {True: ((8192, 6), (8192, 4), (4096, 8)), False: ((4096, 6), (4096, 4), (2048, 8))}
-FEW = 6  # to a multiprocessor
+# Elements of a part, warps, blocks to a multiprocessor, and how many there have to be: in bf16, the fastest on an H200,
+# and in other dtypes, of which a thread holds half as many; forward and backward.
+PARTS = {
+    True: (((16384, 8, 4, 6), (8192, 4, 7, 3), (4096, 4, 8, 0)), ((8192, 8, 4, 6), (4096, 4, 8, 0))),
+    False: (((4096, 4, 6, 6), (2048, 4, 8, 0)), ((4096, 8, 4, 6), (2048, 4, 8, 0))),
+}
 
 
 def tiles_of(s: int, channels: int, elements: int) -> tuple[int, int, int]:
@@ -180,25 +180,26 @@ def tiles_of(s: int, channels: int, elements: int) -> tuple[int, int, int]:
 def parts_plan(
     groups: int, s: int, channels: int, device: int, backward: bool, bf16: bool
 ) -> tuple[ct.kernel, int, tuple[int, int, int]] | None:
-    """(kernel, parts of all groups, (TILE_M, TILE_N, PARTS)), or None where a group has too many parts."""
-    elements, occupancy = PARTS[bf16][backward]
-    parts, *tiles = tiles_of(s, channels, elements)
-    if groups * parts < FEW * sm_count(device):
-        elements, occupancy = PARTS[bf16][2]
+    """(kernel, parts of a group, (TILE_M, TILE_N, PARTS)), or None where a group has too many parts."""
+    for how in PARTS[bf16][backward]:
+        elements, warps, occupancy, least = how
         parts, *tiles = tiles_of(s, channels, elements)
+        if groups * parts >= least * sm_count(device):
+            break
     # Blocks do not wait for others of which it is not sure that they run at the same time.
-    if parts > sm_count(device):
+    if parts > sm_count(device) or (parts > 1 and groups > MAX_GROUPS):
         return None
     kernel = group_norm_parts_backward_kernel if backward else group_norm_parts_kernel
-    kernel = hinted(kernel, num_worker_warps=4, occupancy=occupancy)
-    return kernel, groups * parts, (*tiles, next_power_of_2(parts))
+    kernel = hinted(kernel, num_worker_warps=warps, occupancy=occupancy)
+    return kernel, parts, (*tiles, next_power_of_2(parts))
 
 
-def _cleared(parts: int, x: torch.Tensor) -> torch.Tensor:
-    """States of so many parts, zeros."""
-    states = torch.empty(parts, dtype=torch.int64, device=x.device)
-    launch(x, (ct.cdiv(parts, CLEARED),), clear_kernel, (states, CLEARED, overlaps(x.get_device())))
-    return states
+def _launch_parts(x, groups, parts, kernel, arrays, constants):
+    """Launches ``kernel`` for so many groups of so many parts each."""
+    if parts > 1:
+        launch_parts(x, (1, parts, groups), kernel, arrays, constants)
+    else:
+        launch(x, (groups,), kernel, (*arrays, 0, 0, *constants, False, 1))
 
 
 def _channels(x: torch.Tensor) -> torch.Tensor:
@@ -225,11 +226,8 @@ def group_norm_forward(
     plan = parts_plan(len(statistics), s, in_group, device, False, x.dtype == torch.bfloat16) if m * s else None
     if plan is not None:
         kernel, parts, tiles = plan
-        overlap, states = False, 0
-        if tiles[-1] > 1:
-            overlap, states = overlaps(device), _cleared(parts, x)
-        args = (rows, *vectors, y.view(m, s), statistics, states, PATIENCE, eps, *sizes, *tiles, *given, overlap)
-        launch(x, (parts,), kernel, args, overlap=overlap)
+        arrays = (rows, *vectors, y.view(m, s), statistics)
+        _launch_parts(x, len(statistics), parts, kernel, arrays, (eps, *sizes, *tiles, *given))
         return y, statistics
     means, squares = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
     grid, tile_m, tile_n = reduction_plan(m, s, in_group)
@@ -265,11 +263,8 @@ def group_norm_backward(
         kernel, parts, tiles = plan
         lines = x.shape[0] * ct.cdiv(s, tiles[1])
         sums, products = (torch.empty(lines, c, dtype=torch.float32, device=x.device) for _ in range(2))
-        overlap, states = False, 0
-        if tiles[-1] > 1:
-            overlap, states = overlaps(device), _cleared(parts, x)
-        arrays = (dy, rows, statistics, w, dx.view(m, s), sums, products, states, PATIENCE)
-        launch(x, (parts,), kernel, (*arrays, *sizes, *tiles, weight is not None, overlap), overlap=overlap)
+        arrays = (dy, rows, statistics, w, dx.view(m, s), sums, products)
+        _launch_parts(x, len(statistics), parts, kernel, arrays, (*sizes, *tiles, weight is not None))
     else:
         empty = torch.empty if s else torch.zeros
         sums, products = (empty(m, dtype=torch.float32, device=x.device) for _ in range(2))

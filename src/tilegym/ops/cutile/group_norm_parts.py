@@ -13,11 +13,13 @@ OVERLAP: the launch before has to be waited for. A block that is its whole group
 import cuda.tile as ct
 
 from tilegym.ops.cutile.parts import bits
+from tilegym.ops.cutile.parts import clear_others
+from tilegym.ops.cutile.parts import exchange
 from tilegym.ops.cutile.parts import high
 from tilegym.ops.cutile.parts import look
 from tilegym.ops.cutile.parts import low
 from tilegym.ops.cutile.parts import publish
-from tilegym.ops.cutile.parts import wait
+from tilegym.ops.cutile.parts import turn_of
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 
@@ -36,11 +38,15 @@ def _again(row, true):
     return row.astype(ct.float32)
 
 
-def _part(number, S: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int):
-    """The rows and columns of part ``number`` of all groups', and the channel of each row in its group."""
+def _number(PARTS: Int):
+    """The number of this block's group, and of its part in it."""
+    # Along 1 and 2, where they come without a division.
+    return (ct.bid(2), ct.bid(1)) if PARTS > 1 else (ct.bid(0), 0)
+
+
+def _part(group, part, S: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int):
+    """The rows and columns of a part of a group, and the channel of each row in its group."""
     across = ct.cdiv(S, TILE_N)
-    parts = across * ct.cdiv(CHANNELS, TILE_M)
-    group, part = number // parts, number % parts
     channels = part // across * TILE_M + ct.arange(TILE_M, dtype=ct.int32)[:, None]
     rows = ct.where(channels < CHANNELS, group * CHANNELS + channels, -1)
     return rows, part % across * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :], channels
@@ -58,9 +64,9 @@ def _own(vector, rows, channels, C: Int):
     return ct.gather(vector, ct.where(rows >= 0, (rows - channels) % C + channels, -1)).astype(ct.float32)
 
 
-def _publish(states, number, first, second):
-    """Two numbers in fp32 as one state, of which the last bit says that it is there."""
-    publish(states, number, (bits(first) << 32) | bits(second) | 1)
+def _state(first, second):
+    """Two numbers in fp32, and in the last bit that they are there."""
+    return (bits(first) << 32) | bits(second) | 1
 
 
 def _numbers(found):
@@ -81,92 +87,107 @@ def _moments(tile, rows, cols, count, true, S: Int, CHANNELS: Int):
 
 @ct.kernel
 def group_norm_parts_kernel(
-    x, weight, bias, y, statistics, states, patience, eps, S: Int, C: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int,
-    PARTS: Int, WEIGHT: Bool, BIAS: Bool, OVERLAP: Bool,
+    x, weight, bias, y, statistics, states, patience, eps, S: Int, C: Int, CHANNELS: Int, TILE_M: Int,
+    TILE_N: Int, PARTS: Int, WEIGHT: Bool, BIAS: Bool, OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
-    block = ct.bid(0)
+    group, part = _number(PARTS)
     parts = ct.cdiv(S, TILE_N) * ct.cdiv(CHANNELS, TILE_M)
-    group, first = block // parts, block // parts * parts
-    rows, cols, channels = _part(block, S, CHANNELS, TILE_M, TILE_N)
+    rows, cols, channels = _part(group, part, S, CHANNELS, TILE_M, TILE_N)
     tile = ct.gather(x, (rows, cols))
-    count = _sizes(block - first, S, CHANNELS, TILE_M, TILE_N)
-    mean, total = _moments(tile, rows, cols, count, block > -2, S, CHANNELS)
+    w = _own(weight, rows, channels, C) if WEIGHT else 1.0
+    b = _own(bias, rows, channels, C) if BIAS else 0.0
+    if OVERLAP:
+        ct.grid_dependency_control_wait()
+    count = _sizes(part, S, CHANNELS, TILE_M, TILE_N)
+    mean, total = _moments(tile, rows, cols, count, group > -2, S, CHANNELS)
     off = 0.0
     if PARTS > 1:
-        if OVERLAP:
-            ct.grid_dependency_control_wait()
-        _publish(states, block, mean, total)
-        found, missing = wait(states, first, parts, patience, PARTS)
+        count = parts * ct.num_blocks(2)
+        turn = turn_of(states, count, TURNS)
+        first = turn * count + group * parts
+        found, missing = exchange(states, first, part, parts, _state(mean, total), patience, PARTS)
         if missing > 0:
             for i in range(parts):
-                of_rows, of_cols, _ = _part(first + i, S, CHANNELS, TILE_M, TILE_N)
+                of_rows, of_cols, _ = _part(group, i, S, CHANNELS, TILE_M, TILE_N)
                 other, of_count = ct.gather(x, (of_rows, of_cols)), _sizes(i, S, CHANNELS, TILE_M, TILE_N)
-                _publish(states, first + i, *_moments(other, of_rows, of_cols, of_count, block > -2, S, CHANNELS))
+                moments = _moments(other, of_rows, of_cols, of_count, group > -2, S, CHANNELS)
+                publish(states, first + i, _state(*moments))
             while missing > 0:
                 found, missing = look(states, first, parts, PARTS)
             tile = ct.gather(x, (rows, cols))  # which takes no registers until now
         means, squares = _numbers(found)
         index = ct.arange(PARTS, dtype=ct.int32)
         counts = ct.where(index < parts, _sizes(index, S, CHANNELS, TILE_M, TILE_N), 0.0)
-        mean = ct.sum(means * counts) / (CHANNELS * S)
-        rest = ct.where(index < parts, means - mean, 0.0)
+        # From this block's own mean, so that both sums are added up at once.
+        rest = means - mean
         off = ct.sum(rest * counts) / (CHANNELS * S)
-        rest = rest - off
-        total = ct.sum(squares) + ct.sum(rest * rest * counts)
+        total = ct.sum(squares + rest * rest * counts) - off * off * (CHANNELS * S)
+        total = ct.where(total < 0.0, 0.0, total)
+        mean, off = mean + off, mean - (mean + off) + off
     rstd = ct.rsqrt(total / (CHANNELS * S) + eps)
-    if block == first:
+    scale = rstd * w
+    out = (_again(tile, group > -3) - mean) * scale + (b - off * scale)
+    ct.scatter(y, (rows, cols), out.astype(y.dtype))
+    if part == 0:
         ct.scatter(statistics, (group, 0), mean)
         ct.scatter(statistics, (group, 1), off)
         ct.scatter(statistics, (group, 2), rstd)
-    out = (_again(tile, block > -3) - mean - off) * rstd
-    out = out * _own(weight, rows, channels, C) if WEIGHT else out
-    out = out + _own(bias, rows, channels, C) if BIAS else out
-    ct.scatter(y, (rows, cols), out.astype(y.dtype))
+    if PARTS > 1:
+        clear_others(states, turn, group * parts + part, count, TURNS)
 
 
 def _sums(up, row, mean, off, rstd):
     """Of each row the sums of dy and of dy * xhat, [TILE_M, 1]."""
     up = up.astype(ct.float32)  # 0 outside of the part
-    product = up * (row.astype(ct.float32) - mean - off)
-    return ct.sum(up, axis=1, keepdims=True), ct.sum(product, axis=1, keepdims=True) * rstd
+    product = ct.sum(up * (row.astype(ct.float32) - mean), axis=1, keepdims=True)
+    total = ct.sum(up, axis=1, keepdims=True)
+    return total, (product - off * total) * rstd
 
 
 @ct.kernel
 def group_norm_parts_backward_kernel(
-    dy, x, statistics, weight, dx, sums, products, states, patience, S: Int, C: Int, CHANNELS: Int, TILE_M: Int,
-    TILE_N: Int, PARTS: Int, WEIGHT: Bool, OVERLAP: Bool,
+    dy, x, statistics, weight, dx, sums, products, states, patience, S: Int, C: Int, CHANNELS: Int,
+    TILE_M: Int, TILE_N: Int, PARTS: Int, WEIGHT: Bool, OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
     """sums, products: [B * parts of a row, C], of dy and of dy * xhat."""
-    block, across = ct.bid(0), ct.cdiv(S, TILE_N)
+    if OVERLAP:
+        ct.grid_dependency_control_launch_dependents()  # the sums of sums and products
+    (group, part), across = _number(PARTS), ct.cdiv(S, TILE_N)
     parts = across * ct.cdiv(CHANNELS, TILE_M)
-    group, first = block // parts, block // parts * parts
-    rows, cols, channels = _part(block, S, CHANNELS, TILE_M, TILE_N)
-    up, row = ct.gather(dy, (rows, cols)), ct.gather(x, (rows, cols))
+    rows, cols, channels = _part(group, part, S, CHANNELS, TILE_M, TILE_N)
     mean, off, rstd = known(statistics, group)
     w = _own(weight, rows, channels, C) if WEIGHT else 1.0
+    up, row = ct.gather(dy, (rows, cols)), ct.gather(x, (rows, cols))
+    if OVERLAP:
+        # For the states to be cleared. It also keeps all loads in front of what is done with the first that arrive.
+        ct.grid_dependency_control_wait()
     total, product = _sums(up, row, mean, off, rstd)
-    at = (group * CHANNELS // C * across + block % across, ct.where(rows >= 0, group * CHANNELS % C + channels, -1))
-    ct.scatter(sums, at, total)
-    ct.scatter(products, at, product)
+    at = (group * CHANNELS // C * across + part % across, ct.where(rows >= 0, group * CHANNELS % C + channels, -1))
     of_g, of_product = ct.sum(total * w), ct.sum(product * w)
     if PARTS > 1:
-        if OVERLAP:
-            ct.grid_dependency_control_wait()
-        _publish(states, block, of_g, of_product)
-        found, missing = wait(states, first, parts, patience, PARTS)
+        count = parts * ct.num_blocks(2)
+        turn = turn_of(states, count, TURNS)
+        first = turn * count + group * parts
+        found, missing = exchange(states, first, part, parts, _state(of_g, of_product), patience, PARTS)
         if missing > 0:
             for i in range(parts):
-                of_rows, of_cols, of_channels = _part(first + i, S, CHANNELS, TILE_M, TILE_N)
+                of_rows, of_cols, of_channels = _part(group, i, S, CHANNELS, TILE_M, TILE_N)
                 of_w = _own(weight, of_rows, of_channels, C) if WEIGHT else 1.0
                 other = ct.gather(dy, (of_rows, of_cols)), ct.gather(x, (of_rows, of_cols))
-                total, product = _sums(*other, mean, off, rstd)
-                _publish(states, first + i, ct.sum(total * of_w), ct.sum(product * of_w))
+                of_total, of_products = _sums(*other, mean, off, rstd)
+                publish(states, first + i, _state(ct.sum(of_total * of_w), ct.sum(of_products * of_w)))
             while missing > 0:
                 found, missing = look(states, first, parts, PARTS)
             up, row = ct.gather(dy, (rows, cols)), ct.gather(x, (rows, cols))  # which take no registers until now
         all_g, all_products = _numbers(found)
         of_g, of_product = ct.sum(all_g), ct.sum(all_products)
     mean_g, mean_product = of_g / (CHANNELS * S), of_product / (CHANNELS * S)
-    g = _again(up, block > -3) * w - mean_g
-    grad = rstd * (g - (_again(row, block > -3) - mean - off) * (rstd * mean_product))
+    # rstd * (g - mean_g - xhat * mean_product)
+    slope = rstd * rstd * mean_product
+    shift = off * slope - rstd * mean_g
+    grad = _again(up, group > -3) * (w * rstd) + (shift - (_again(row, group > -3) - mean) * slope)
     ct.scatter(dx, (rows, cols), grad.astype(dx.dtype))
+    ct.scatter(sums, at, total)
+    ct.scatter(products, at, product)
+    if PARTS > 1:
+        clear_others(states, turn, group * parts + part, count, TURNS)

@@ -3,13 +3,25 @@
 A part's state is 64 bits, never 0, in ``states``, int64, one for each part of all rows, zeros before. A block publishes
 its own and looks for those of its row's other parts. If it has looked often in vain, because their blocks do not run,
 it computes them itself: no block depends on which others run at the same time.
+
+Launches on one stream share memory for TURNS times as many states, which they use in turn: each clears what it does not
+use itself. Where they cannot share, a launch of its own clears the states.
 """
 
-import cuda.tile as ct
+from typing import Any
 
+import cuda.tile as ct
+import torch
+
+from tilegym.backend.cutile.launch import launch
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import span
+from tilegym.ops.cutile.workspace import SPACING
+from tilegym.ops.cutile.workspace import TURNS
+from tilegym.ops.cutile.workspace import forget_states
+from tilegym.ops.cutile.workspace import shared_states
 
 PATIENCE = 1000  # looks; about a millisecond
 CLEARED = 1024  # states that a block clears
@@ -38,24 +50,75 @@ def high(state):
 
 
 def publish(states, number, state):
-    """Passes on the state of part ``number`` of all."""
-    ct.atomic_xchg(states, number, state, memory_order=ct.MemoryOrder.RELAXED)
+    """Passes on the state of part ``number`` of all, if nobody has: of one part all blocks see the same."""
+    ct.atomic_cas(states, number, 0, state, memory_order=ct.MemoryOrder.RELAXED)
+
+
+def _places(first, parts, PARTS: Int):
+    """Which states are those of a row's parts, of which the first one is number ``first``, and which of them exist."""
+    index = ct.arange(PARTS, dtype=ct.int32)
+    return ct.where(index < parts, first + index, -1), index < parts
 
 
 def look(states, first, parts, PARTS: Int):
     """The states of a row's parts, [PARTS], of which the first one is number ``first``, and how many are missing."""
-    index = ct.arange(PARTS, dtype=ct.int32)
-    place, zeros = ct.where(index < parts, first + index, -1), ct.zeros((PARTS,), ct.int64)
+    place, there = _places(first, parts, PARTS)
     # Atomics that change nothing: loads could be moved out of loops, and threads could see different values.
-    found = ct.atomic_add(states, place, zeros, memory_order=ct.MemoryOrder.RELAXED)
-    return found, ct.sum(ct.where((index < parts) & (found == 0), 1, 0))
+    found = ct.atomic_add(states, place, ct.zeros((PARTS,), ct.int64), memory_order=ct.MemoryOrder.RELAXED)
+    return found, ct.sum(ct.where(there & (found == 0), 1, 0))
 
 
-def wait(states, first, parts, patience, PARTS: Int):
-    """As :func:`look`, again until none is missing, ``patience`` times at most."""
-    found, missing = look(states, first, parts, PARTS)
+def exchange(states, first, number, parts, state, patience, PARTS: Int):
+    """Passes on the state of part ``number`` of a row, and looks as :func:`look` does, until none is missing, up to
+    ``patience`` times more."""
+    place, there = _places(first, parts, PARTS)
+    # One atomic to publish and to look for the first time: a block waits for an atomic's result, used or not.
+    own = place == first + number
+    mine = ct.where(own, state, 0)
+    seen = ct.atomic_cas(states, place, ct.zeros((PARTS,), ct.int64), mine, memory_order=ct.MemoryOrder.RELAXED)
+    found = ct.where(own & (seen == 0), mine, seen)
+    missing = ct.sum(ct.where(there & (found == 0), 1, 0))
     looked = 0
     while (missing > 0) & (looked < patience):
         found, missing = look(states, first, parts, PARTS)
         looked += 1
     return found, missing
+
+
+def turn_of(states, count, TURNS: Int):
+    """Whose turn it is of states for ``count`` parts each: see :func:`tilegym.ops.cutile.workspace.shared_states`."""
+    return (states.shape[0] - TURNS * count) // SPACING if TURNS > 1 else 0
+
+
+def clear_others(states, turn, number, count, TURNS: Int):
+    """Clears the states of part ``number`` of all ``count`` where it is not their turn."""
+    if TURNS > 1:
+        turns = ct.arange(TURNS, dtype=ct.int32)
+        place = ct.where(turns == turn, -1, turns * count + number)
+        ct.scatter(states, place, ct.zeros((TURNS,), ct.int64))
+
+
+def launch_parts(
+    like: torch.Tensor,
+    grid: tuple[int, int, int],
+    kernel: ct.kernel,
+    arrays: tuple[Any, ...],
+    constants: tuple[Any, ...],
+) -> None:
+    """Launches ``kernel`` with a block for each part of a row along axis 1 of ``grid``, and for each row along axis 2.
+
+    Its arguments: ``arrays``, states, patience, ``constants``, OVERLAP, TURNS.
+    """
+    parts, overlap = grid[1] * grid[2], overlaps(like.get_device())
+    given = shared_states(like, parts)
+    if given is None:
+        states = torch.empty(parts, dtype=torch.int64, device=like.device)
+        launch(like, (ct.cdiv(parts, CLEARED),), clear_kernel, (states, CLEARED, overlap))
+        launch(like, grid, kernel, (*arrays, states, PATIENCE, *constants, overlap, 1), overlap=overlap)
+        return
+    try:
+        # Without overlap: what the launch before has left is cleared while its blocks run.
+        launch(like, grid, kernel, (*arrays, *given, PATIENCE, *constants, overlap, TURNS))
+    except BaseException:
+        forget_states()
+        raise

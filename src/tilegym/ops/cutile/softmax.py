@@ -17,15 +17,15 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.parts import CLEARED
-from tilegym.ops.cutile.parts import PATIENCE
 from tilegym.ops.cutile.parts import bits
-from tilegym.ops.cutile.parts import clear_kernel
+from tilegym.ops.cutile.parts import clear_others
+from tilegym.ops.cutile.parts import exchange
 from tilegym.ops.cutile.parts import high
+from tilegym.ops.cutile.parts import launch_parts
 from tilegym.ops.cutile.parts import look
 from tilegym.ops.cutile.parts import low
 from tilegym.ops.cutile.parts import publish
-from tilegym.ops.cutile.parts import wait
+from tilegym.ops.cutile.parts import turn_of
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -61,8 +61,9 @@ def _again(row, TWICE: Bool):
     result: so what is held until then are 16 bits a value."""
     if TWICE and row.dtype == ct.bfloat16:
         return ct.bitcast(ct.bitcast(row, ct.uint16).astype(ct.uint32) << 16, ct.float32)
-    if TWICE and row.dtype == ct.float16:  # the same bits, which the compiler does not know: there is one block along 1
-        row = ct.bitcast(ct.bitcast(row, ct.uint16) | ct.bid(1).astype(ct.uint16), ct.float16)
+    if TWICE and row.dtype == ct.float16:
+        # The same bits, which the compiler does not know: there is one block along 0 or 1.
+        row = ct.bitcast(ct.bitcast(row, ct.uint16) | (ct.bid(0) * ct.bid(1)).astype(ct.uint16), ct.float16)
     return row.astype(ct.float32)
 
 
@@ -96,20 +97,23 @@ def _written(states, first, parts, PARTS: Int):
     return ct.gather(states, ct.where(index < parts, first + index, -1))
 
 
-def _parts(x, TILE_N: Int):
-    """The number of this block's row, of its part in it, and of the parts of a row."""
-    parts = ct.cdiv(x.shape[x.ndim - 1], TILE_N)
-    return ct.bid(0) // parts, ct.bid(0) % parts, parts
-
-
 def _part(x, row, number, TILE_N: Int, padding):
     return ct.gather(x, at(x, row, span(number, TILE_N)), padding_value=padding)
+
+
+def _exps(part, base, dtype):
+    """exp of a part's values, in fp32, less ``base``; if they had 16 bits, a fused multiplication and addition each."""
+    if dtype == ct.float32:
+        return ct.exp(part - base)
+    # From 2^15 on values of bf16 differ by 128 or more: of what is not 0 the base of the power does not matter.
+    factor = ct.where(ct.abs(base) < 32768.0, 1.4426950408889634, 1.0)
+    return ct.exp2(part * factor - base * factor, flush_to_zero=True)
 
 
 def _state(part):
     """The maximum and the sum of a part's row, 32 bits each, which together are never 0."""
     top = ct.max(part).astype(ct.float32)
-    total = ct.sum(_exp(part.astype(ct.float32) - _base(top), part.dtype))
+    total = ct.sum(_exps(part.astype(ct.float32), _base(top), part.dtype))
     return (bits(top) << 32) | bits(total)
 
 
@@ -120,8 +124,9 @@ def _backward_state(out, up):
 
 @ct.kernel
 def softmax_wide_kernel(
-    x, y, states, patience, TILE_N: Int, PARTS: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool, OVERLAP: Bool
-):
+    x, y, states, patience, TILE_N: Int, PARTS: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool, OVERLAP: Bool,
+    TURNS: Int,
+):  # fmt: skip
     """Each block takes a part, TILE_N columns, of a row that has at most PARTS of them.
 
     PUBLISH: it writes the part's maximum and sum to ``states``, int64, [parts of all rows]. FINISH: it writes the part
@@ -130,60 +135,75 @@ def softmax_wide_kernel(
     """
     if OVERLAP and not FINISH:
         ct.grid_dependency_control_launch_dependents()
-    row, number, parts = _parts(x, TILE_N)
+    number, row, parts = ct.bid(1), ct.bid(2), ct.num_blocks(1)
+    first = row * parts
     part = _part(x, row, number, TILE_N, -math.inf)
+    count = parts * ct.num_blocks(2)
+    turn = turn_of(states, count, TURNS)
     if OVERLAP and FINISH:
         ct.grid_dependency_control_wait()  # for what is written to states
     if PUBLISH:
-        publish(states, ct.bid(0), _state(part))
+        state = _state(part)
+        if not FINISH:
+            ct.scatter(states, first + number, state)
     if FINISH:
         if PUBLISH:
-            found, missing = wait(states, row * parts, parts, patience, PARTS)
+            first = first + turn * count
+            found, missing = exchange(states, first, number, parts, state, patience, PARTS)
             if missing > 0:
                 for i in range(parts):
-                    publish(states, row * parts + i, _state(_part(x, row, i, TILE_N, -math.inf)))
+                    publish(states, first + i, _state(_part(x, row, i, TILE_N, -math.inf)))
                 while missing > 0:
-                    found, missing = look(states, row * parts, parts, PARTS)
+                    found, missing = look(states, first, parts, PARTS)
                 part = _part(x, row, number, TILE_N, -math.inf)  # which takes no registers until now
         else:
-            found = _written(states, row * parts, parts, PARTS)
+            found = _written(states, first, parts, PARTS)
         there = ct.arange(PARTS, dtype=ct.int32) < parts
         tops = ct.where(there, high(found), -math.inf)
         base = _base(ct.max(tops))
         total = ct.sum(ct.where(there, low(found) * _exp(tops - base, x.dtype), 0.0))
-        out = _exp(_again(part, TWICE) - base, x.dtype) * (1.0 / total)
+        out = _exps(_again(part, TWICE), base, x.dtype) * (1.0 / total)
         ct.scatter(y, at(y, row, span(number, TILE_N)), out.astype(y.dtype))
+        clear_others(states, turn, row * parts + number, count, TURNS)
 
 
 @ct.kernel
 def softmax_backward_wide_kernel(
-    dy, y, dx, states, patience, TILE_N: Int, PARTS: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool, OVERLAP: Bool
-):
+    dy, y, dx, states, patience, TILE_N: Int, PARTS: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool,
+    OVERLAP: Bool, TURNS: Int,
+):  # fmt: skip
     """As :func:`softmax_wide_kernel`; the state of a part is its sum of y * dy."""
     if OVERLAP and not FINISH:
         ct.grid_dependency_control_launch_dependents()
-    row, number, parts = _parts(y, TILE_N)
+    number, row, parts = ct.bid(1), ct.bid(2), ct.num_blocks(1)
+    first = row * parts
     out, up = _part(y, row, number, TILE_N, 0), _part(dy, row, number, TILE_N, 0)
+    count = parts * ct.num_blocks(2)
+    turn = turn_of(states, count, TURNS)
     if OVERLAP and FINISH:
         ct.grid_dependency_control_wait()
     if PUBLISH:
-        publish(states, ct.bid(0), _backward_state(out, up))
+        state = _backward_state(out, up)
+        if not FINISH:
+            ct.scatter(states, first + number, state)
     if FINISH:
         if PUBLISH:
-            found, missing = wait(states, row * parts, parts, patience, PARTS)
+            first = first + turn * count
+            found, missing = exchange(states, first, number, parts, state, patience, PARTS)
             if missing > 0:
                 for i in range(parts):
-                    state = _backward_state(_part(y, row, i, TILE_N, 0), _part(dy, row, i, TILE_N, 0))
-                    publish(states, row * parts + i, state)
+                    other = _backward_state(_part(y, row, i, TILE_N, 0), _part(dy, row, i, TILE_N, 0))
+                    publish(states, first + i, other)
                 while missing > 0:
-                    found, missing = look(states, row * parts, parts, PARTS)
+                    found, missing = look(states, first, parts, PARTS)
                 out, up = _part(y, row, number, TILE_N, 0), _part(dy, row, number, TILE_N, 0)
         else:
-            found = _written(states, row * parts, parts, PARTS)
+            found = _written(states, first, parts, PARTS)
         there = ct.arange(PARTS, dtype=ct.int32) < parts
         total = ct.sum(ct.where(there, low(found), 0.0))
         grad = _again(out, TWICE) * (_again(up, TWICE) - total)
         ct.scatter(dx, at(dx, row, span(number, TILE_N)), grad.astype(dx.dtype))
+        clear_others(states, turn, row * parts + number, count, TURNS)
 
 
 # Longer rows do not fit into the registers of one block, or are slower there: forward, backward, by bytes a value.
@@ -222,7 +242,7 @@ def plan(m: int, n: int, device: int, backward: bool, size: int) -> tuple[ct.ker
 def wide_plan(
     m: int, n: int, device: int, backward: bool, size: int
 ) -> tuple[ct.kernel, int, bool, tuple[int, int], bool]:
-    """(kernel, number of all parts, whether one launch takes them, tile constants, TWICE) for longer rows [m, n]."""
+    """(kernel, parts of a row, whether one launch takes them, tile constants, TWICE) for longer rows [m, n]."""
     tile_n, warps, occupancy = WIDE[backward][size]
     few = m * ct.cdiv(n, tile_n) < 2 * sm_count(device)
     if few:
@@ -232,7 +252,10 @@ def wide_plan(
     at_once = not few and parts <= sm_count(device)
     kernel = softmax_backward_wide_kernel if backward else softmax_wide_kernel
     kernel = hinted(kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, m * parts, at_once, (tile_n, next_power_of_2(parts)), size == 2
+    return kernel, parts, at_once, (tile_n, next_power_of_2(parts)), size == 2
+
+
+MAX_ROWS = 65535  # of one launch: blocks along axis 2
 
 
 def _launch(like, arrays, rows, backward):
@@ -243,15 +266,20 @@ def _launch(like, arrays, rows, backward):
         kernel, grid, tiles = plan(m, n, device, backward, size)
         launch(like, grid, kernel, (*arrays, *tiles))
         return
+    if m > MAX_ROWS:
+        for some in zip(*(array.split(MAX_ROWS) for array in arrays), strict=True):
+            _launch(like, some, some[-1], backward)
+        return
     kernel, parts, at_once, tiles, twice = wide_plan(m, n, device, backward, size)
-    overlap = overlaps(device)
-    states = torch.empty(parts, dtype=torch.int64, device=like.device)
-    args = (*arrays, states, PATIENCE, *tiles)
+    grid = (1, parts, m)
     if at_once:
-        launch(like, (ct.cdiv(parts, CLEARED),), clear_kernel, (states, CLEARED, overlap))
-    else:
-        launch(like, (parts,), kernel, (*args, True, False, twice, overlap))
-    launch(like, (parts,), kernel, (*args, at_once, True, twice, overlap), overlap=overlap)
+        launch_parts(like, grid, kernel, arrays, (*tiles, True, True, twice))
+        return
+    overlap = overlaps(device)
+    states = torch.empty(parts * m, dtype=torch.int64, device=like.device)
+    args = (*arrays, states, 0, *tiles)
+    launch(like, grid, kernel, (*args, True, False, twice, overlap, 1))
+    launch(like, grid, kernel, (*args, False, True, twice, overlap, 1), overlap=overlap)
 
 
 def _rows_along(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -6,6 +6,8 @@ others counted reads their parts, and sets the counter back to zero for the next
 """
 
 import functools
+import itertools
+from collections.abc import Callable
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -18,6 +20,12 @@ _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 COUNTERS = 4096
 MAX_PARTS = 2**22  # numbers, 16 MB, that a stream keeps
 MAX_SHAPES = 1024
+# Of these a launch uses one and clears the others. Two would do if every launch that memory was given for took place,
+# in the order in which it was given: an exception may come between, and two threads may share a stream.
+TURNS = 4
+SPACING = 16  # kernels are compiled anew for sizes that are no multiples of it
+MAX_STATES = 2**15  # of one turn, 1 MB for all; launches of more take so long that to clear them does not show
+MAX_NUMBERS = 32
 
 
 class _Workspace:
@@ -69,3 +77,40 @@ def _of_current_stream(index: int, shape: tuple[int, ...]) -> tuple[torch.Tensor
     with _disable_current_modes():
         found = kept.of_shape[shape] = kept.numbers[:numbers].view(shape), kept.counters
     return found
+
+
+_turns: dict[tuple[int, int], dict[int, Callable[[], tuple[torch.Tensor]]]] = {}
+
+
+def shared_states(like: torch.Tensor, number: int) -> tuple[torch.Tensor] | None:
+    """For one launch on the current stream of the device of ``like``, which is not to overlap with the one before:
+    int64, for each turn ``number`` of them. Whose turn it is shows in how many more there are, SPACING for each turn
+    before and less than SPACING besides: a number that the launch would have to load it would have to wait for.
+
+    With turn i, those from i * number are zeros; the launch may leave anything there, and leaves zeros in those of all
+    other turns. None where launches cannot share them: as for :func:`workspace`, and in the interpreter.
+    """
+    index = like.get_device()
+    if index < 0 or number > MAX_STATES or recording.ask(functools.partial(_captures, index)):
+        return None
+    return recording.lent(functools.partial(_next_turn, index, number))
+
+
+def _next_turn(index: int, number: int) -> tuple[torch.Tensor]:
+    stream = index, -1 if index < 0 else _raw_stream(index)
+    of_stream = _turns.setdefault(stream, {})
+    found = of_stream.get(number)
+    if found is None:
+        if len(of_stream) >= MAX_NUMBERS:
+            of_stream.clear()
+        with _disable_current_modes():
+            least = -(-TURNS * number // SPACING) * SPACING
+            memory = torch.zeros(least + TURNS * SPACING, dtype=torch.int64, device=_device(index))
+            given = [(memory[: least + turn * SPACING],) for turn in range(TURNS)]
+        found = of_stream[number] = itertools.cycle(given).__next__  # no two threads get the same one
+    return found()
+
+
+def forget_states() -> None:
+    """Of launches of which it is not known whether they took place."""
+    _turns.clear()
