@@ -189,7 +189,7 @@ class Test_AttentionSinkDecode(PyTestCase):
 
     def test_kernels(self):
         """One query is split, several are a prefill."""
-        for queries, kernel in ((1, "decode_kernel"), (3, "attention_kernel")):
+        for queries, kernel in ((1, "decode_rows_kernel"), (3, "attention_kernel")):
             kwargs = {k: v.cpu() for k, v in tensors(1, queries, 2, 2, 50, 32).items()}
             with recorded_launches() as launches:
                 attention_sink_decode(**kwargs, backend="cutile")

@@ -169,7 +169,7 @@ class Test_GemmaAttentionDecode(PyTestCase):
 
     def test_kernels(self):
         """One query is split, several are a prefill."""
-        for queries, kernel in ((1, "decode_kernel"), (3, "attention_kernel")):
+        for queries, kernel in ((1, "decode_rows_kernel"), (3, "attention_kernel")):
             kwargs = {k: v.cpu() for k, v in tensors(1, 4, 2, queries, 50, 32).items()}
             with recorded_launches() as launches:
                 gemma_attention_decode(**kwargs, backend="cutile")
