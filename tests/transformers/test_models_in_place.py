@@ -101,11 +101,18 @@ def test_checkpointing(family, dtype, reentrant, written):
     model, (ids, mask) = patched(family, dtype), padded([7, 5], "right")
     expected = step(model, ids, mask)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_equal(step(model, ids, mask), expected)
+    checkpointed = step(model, ids, mask)
+    # On a GPU passes without gradients, as the first ones are in reentrant checkpointing, may be of other kernels.
+    if HAS_GPU:
+        for name, value in expected.items():
+            assert_close(checkpointed[name], value, "cutile")
+    else:
+        assert_equal(checkpointed, expected)
+    again = step(model, ids, mask) if HAS_GPU else None
     assert not written
     with tilegym.set_gradients_in_place(True):
         got = step(model, ids, mask)
-    assert_equal(got, expected)
+    assert_equal(got, checkpointed, again)
     assert written.count((2, 7, model.config.intermediate_size)) == 4
 
 
