@@ -90,7 +90,9 @@ def _memory(rows: list[tuple]) -> str:
     both = [(op, row) for op, row in known if _has_memory(row.get(IN_PLACE))]
     if both:
         over = _where(both, IN_PLACE)
-        text += f" Of the {len(both)} rows measured in place too, it does in {len(over)} in place{_by_op(over)},"
+        most = max(row[IN_PLACE].peak_bytes - row["liger"].peak_bytes for _, row in both) / 1e6
+        by = f", by at most {most:.1f} MB" if over else ""
+        text += f" Of the {len(both)} rows measured in place too, it does in {len(over)} in place{_by_op(over)}{by},"
         text += f" and in {len(_where(both, OURS))} as it comes."
     return textwrap.fill(text, 120) + "\n"
 
