@@ -231,7 +231,8 @@ def test_the_page_has_it_beside_liger():
         "| apply_rope_base | 4x8 | 10.0 | 15.0 (1.50x) | 10.0 (1.50x) | 1 | 1 (1.00x) | 0 |\n",
         "| softmax | 4x8 | 10.0 | 20.0 (2.00x) | - | - | - | - |\n",
         "needs over 1% more memory than Liger in 3 of 4 rows (rms_norm 1, swiglu 1, geglu 1).",
-        "Of the 3 rows measured in place too, it does in 1 in place (rms_norm 1), by at most 1.0 MB, and in 2 as it comes.",
+        "Of the 3 rows measured in place too, it does in 1 in place (rms_norm 1), by at most 1.0 MB, and in 2 as it "
+        "comes.",
         "- tilegym in place: result 2: error (4x8).",
         "| 50.0 (0.83x) | 200 (tilegym in place 0) |",
     ):
