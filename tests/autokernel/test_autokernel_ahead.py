@@ -41,7 +41,7 @@ __all__ = ["no_gpu", "repository"]
 SETS = [kernels(name) for name in ("one", "two", "three")]
 
 
-_LOADING = threading.Lock()
+_LOADING, _COUNTING = threading.Lock(), threading.Lock()
 
 
 class OneLoads(HereWorker):
@@ -55,9 +55,11 @@ class OneLoads(HereWorker):
 def judge_with_room(tmp_path, room, worker=OneLoads):
     class There(Host):
         def worker(self, kind, limits):
-            self.begun += 1
-            self.workers = [*getattr(self, "workers", []), worker(self)]
-            return self.workers[-1]
+            made = worker(self)
+            with _COUNTING:  # several threads prepare models
+                self.begun += 1
+                self.workers = [*getattr(self, "workers", []), made]
+            return made
 
     host = There(tmp_path / f"workers{room}", original=as_it_is, one=as_it_is, two=as_it_is, three=as_it_is)
     settings = ModelSettings(SPEC, 5, 6)
