@@ -202,3 +202,13 @@ def test_compiles_for_every_architecture(n, center):
     dy, mean = torch.empty_like(x), torch.empty(64) if center else None
     args = dy, x, None, w, mean, rstd, 0.0, 1, True, center, torch.bfloat16
     assert_launches_compile(lambda: norm_backward_in_place(*args))
+
+
+@pytest.mark.parametrize("saves_its_result", [torch.exp, torch.sigmoid])
+def test_an_operation_that_saved_its_own_result_says_that_it_has_changed(saves_its_result):
+    x = torch.randn(8, 64, requires_grad=True)
+    with tilegym.set_gradients_in_place(True):
+        y = ops.rms_norm(saves_its_result(x), 64, torch.ones(64), 1e-6, backend="cutile")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.square().sum().backward()
+    assert x.grad is None

@@ -23,7 +23,8 @@ class set_gradients_in_place:
     and needs still, or of which the graph may be needed once more (``retain_graph=True``); where hooks save tensors, as
     in non-reentrant checkpointing, also q and k, and all that other tensors share memory with; and everything in code
     that torch.compile compiles, which plans memory itself. Autograd raises its error where an operation saved q or k
-    before they are rotated.
+    before they are rotated, and where one saved its own result (``torch.exp``, the sum of ``fused_add_rms_norm``) that
+    another op has written over.
 
     Args:
         mode: whether to write in place.
@@ -80,7 +81,7 @@ def may_overwrite(how: int, *saved: torch.Tensor) -> bool:
 
 
 def _saved_once(t: torch.Tensor) -> bool:
-    """Whether no other operation has saved it, or a view of it, and needs it still."""
+    """Whether no other operation has saved it, or a view of it, and needs it still; but for one whose result it is."""
     return t._use_count() <= 2  # by this operation, which may hold a copy, and by Python
 
 
