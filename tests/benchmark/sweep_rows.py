@@ -246,16 +246,11 @@ def rope_group(b: int, heads: int, kv_heads: int, s: int, d: int, heads_inside: 
     angles = tensor(1, s, d // 2, dtype=torch.float32).repeat(1, 1, 2)
     cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
     variants = []
-    for rows in (8, 16, 32, 64, 128):
-        shapes = {
-            rope._tile(heads, s, rows, inside) + rope._tile(kv_heads, s, rows, inside) for inside in (True, False)
-        }
-        for tile in sorted(shapes):
-            q_blocks = b * ct.cdiv(heads, tile[0]) * ct.cdiv(s, tile[1])
-            grid = (q_blocks + b * ct.cdiv(kv_heads, tile[2]) * ct.cdiv(s, tile[3]),)
-            args = (q, k, cos, sin, q_out, k_out, q_blocks, d // 2, 0, *tile, False, False)
-            for hint in hints(occupancies=(None, 4, 8)):
-                variants.append(Variant(str(tile), hint, grid, rope.rope_kernel, args))
+    for rows, inside in itertools.product((4, 8, 16, 32, 64, 128), (True, False)):
+        grid, constants = rope.layout(b, heads, kv_heads, s, rows, inside)
+        args = (q, k, cos, sin, q_out, k_out, d // 2, 0, *constants, False, False, False)
+        for hint in hints(occupancies=(None, 4, 8)):
+            variants.append(Variant(f"{rows}{' inside' * inside}", hint, grid, rope.rope_kernel, args))
 
     def plain():
         c, n = cos[:, None], sin[:, None]

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from common import HAS_GPU
@@ -12,6 +14,7 @@ from common import randn
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import apply_rope_base
+from tilegym.ops.cutile import rope
 from tilegym.ops.cutile.rope import rope_forward
 from tilegym.ops.pytorch.rope import apply_rope_base as reference
 
@@ -83,6 +86,29 @@ class Test_RoPE(PyTestCase):
         packed = randn(2, 9, (heads + 2) * 64, dtype=torch.bfloat16).view(2, 9, heads + 2, 64).transpose(1, 2)
         kwargs = arguments(2, heads, 2, 9, 64, dtype=torch.bfloat16) | {"q": packed[:, :heads], "k": packed[:, heads:]}
         self.assertCorrectness(apply_rope_base, reference, kwargs, {"backend": "cutile"}, gradient=Q_AND_K)
+
+    @pytest.mark.parametrize(
+        "batch, most, axes",
+        [(7, 65535, (0, 1, 2)), (7, 6, (1, 2, 0)), (2, 4, (1, 0, 2)), (1, 65535, (1, 2, -1)), (1, 4, (1, 0, -1))],
+        ids=str,
+    )
+    @pytest.mark.parametrize("heads_inside", [False, True])
+    def test_axes_of_the_grid(self, batch, most, axes, heads_inside, monkeypatch):
+        """Of 4 tiles of heads, 5 of tokens, and sequences the second and third axis take at most so many."""
+        monkeypatch.setattr(rope, "MAX_BLOCKS", most)
+        monkeypatch.setattr(rope, "plan", rope.plan.__wrapped__)
+        kwargs = arguments(batch, 3, 1, 19, 256, dtype=torch.bfloat16)
+        if heads_inside:
+            kwargs |= {name: kwargs[name].transpose(1, 2).contiguous().transpose(1, 2) for name in Q_AND_K}
+        grid, constants = rope.plan(batch, 3, 1, 19, 128, heads_inside)
+        assert constants[4:7] == axes and max(grid[1:]) <= most and math.prod(grid) == batch * 4 * 5
+        self.assertCorrectness(apply_rope_base, reference, kwargs, {"backend": "cutile"}, gradient=Q_AND_K)
+
+    def test_too_many_blocks_fall_back(self, monkeypatch):
+        monkeypatch.setattr(rope, "MAX_BLOCKS", 3)
+        monkeypatch.setattr(rope, "plan", rope.plan.__wrapped__)
+        with use_backend("cutile"), pytest.warns(FallbackWarning, match="a grid cannot have 4 x 5 x 1 blocks"):
+            apply_rope_base(**arguments(1, 3, 1, 19, 256))
 
     def test_inputs_stay_as_they_were(self):
         kwargs = arguments(1, 2, 1, 5, 16)

@@ -24,29 +24,40 @@ from tilegym.ops.pytorch.rope import check_rope
 from tilegym.ops.pytorch.rope import rotary_dim
 from tilegym.ops.pytorch.rope import tables_of_tokens
 
+MAX_BLOCKS = 65535  # along the second and third axis of a grid
+# Axes of the grid for tiles of heads, of tokens, and sequences. Blocks follow each other along the first axis, so that
+# neighbouring heads come first. One sequence leaves that one out: sm_90 gets a block's number along the others in a
+# third of the instructions, and, with no division either, issues its first load after 50 instead of 150.
+ORDERS = ((0, 1, 2), (1, 2, 0), (1, 0, 2))
 
-def _rotate(x, y, cos, sin, block, HALF: Int, REST: Int, TILE_H: Int, TILE_S: Int, BATCHED: Bool, INVERSE: Bool):
-    """Rotates TILE_H heads of TILE_S tokens of x into y; both are [B, H, S, D]."""
-    token_tiles = ct.cdiv(x.shape[2], TILE_S)
-    head_tiles = ct.cdiv(x.shape[1], TILE_H)
-    b = block // (token_tiles * head_tiles)
-    heads = span(block // token_tiles % head_tiles, TILE_H)[:, None, None]
-    tokens = span(block % token_tiles, TILE_S)[None, :, None]
+
+def _rotate(
+    x, y, cos, sin, b, tile, token_tile, HALF: Int, REST: Int, TILE_H: Int, TILE_S: Int, RAGGED: Bool, BATCHED: Bool,
+    INVERSE: Bool,
+):  # fmt: skip
+    """Rotates TILE_H heads of TILE_S tokens of x into y; both are [B, H, S, D], TILE_H divides H."""
+    heads = span(tile, TILE_H)[:, None, None]
+    tokens = span(token_tile, TILE_S)[None, :, None]
 
     TILE_D = ct.static_eval(next_power_of_2(HALF))
     cols = ct.arange(TILE_D, dtype=ct.int32)[None, None, :]
-    # Columns beyond the half would be those of the other one.
-    own = None if TILE_D == HALF else cols < HALF
-    x1 = ct.gather(x, (b, heads, tokens, cols), mask=own).astype(ct.float32)
-    x2 = ct.gather(x, (b, heads, tokens, cols + HALF), mask=own).astype(ct.float32)
+    # Masks instead of checked bounds: where tiles fit there are none, and half as many instructions.
+    inside = tokens < x.shape[2] if RAGGED else None
+    if TILE_D == HALF:
+        own = inside
+    else:
+        # Columns beyond the half would be those of the other one.
+        own = (cols < HALF) & inside if RAGGED else cols < HALF
+    x1 = ct.gather(x, (b, heads, tokens, cols), mask=own, check_bounds=False).astype(ct.float32)
+    x2 = ct.gather(x, (b, heads, tokens, cols + HALF), mask=own, check_bounds=False).astype(ct.float32)
     # Read once for each head, from the cache: spreading a row over the heads' threads would take shared memory.
     of_token = (b if BATCHED else 0, tokens + 0 * heads, cols)
-    c = ct.gather(cos, of_token, mask=own).astype(ct.float32)
-    s = ct.gather(sin, of_token, mask=own).astype(ct.float32)
+    c = ct.gather(cos, of_token, mask=own, check_bounds=False).astype(ct.float32)
+    s = ct.gather(sin, of_token, mask=own, check_bounds=False).astype(ct.float32)
     if INVERSE:
         s = -s
-    ct.scatter(y, (b, heads, tokens, cols), (x1 * c - x2 * s).astype(y.dtype), mask=own)
-    ct.scatter(y, (b, heads, tokens, cols + HALF), (x2 * c + x1 * s).astype(y.dtype), mask=own)
+    ct.scatter(y, (b, heads, tokens, cols), (x1 * c - x2 * s).astype(y.dtype), mask=own, check_bounds=False)
+    ct.scatter(y, (b, heads, tokens, cols + HALF), (x2 * c + x1 * s).astype(y.dtype), mask=own, check_bounds=False)
     if REST:
         cols = ct.arange(ct.static_eval(next_power_of_2(REST)), dtype=ct.int32)[None, None, :] + 2 * HALF
         ct.scatter(y, (b, heads, tokens, cols), ct.gather(x, (b, heads, tokens, cols)))
@@ -54,51 +65,69 @@ def _rotate(x, y, cos, sin, block, HALF: Int, REST: Int, TILE_H: Int, TILE_S: In
 
 @ct.kernel
 def rope_kernel(
-    q, k, cos, sin, q_out, k_out, q_blocks, HALF: Int, REST: Int, Q_HEADS: Int, Q_TOKENS: Int, K_HEADS: Int,
-    K_TOKENS: Int, BATCHED: Bool, INVERSE: Bool, INPLACE: Bool,
+    q, k, cos, sin, q_out, k_out, HALF: Int, REST: Int, Q_TILES: Int, Q_HEADS: Int, K_HEADS: Int, TOKENS: Int,
+    HEAD_AXIS: Int, TOKEN_AXIS: Int, BATCH_AXIS: Int, RAGGED: Bool, BATCHED: Bool, INVERSE: Bool, INPLACE: Bool,
 ):  # fmt: skip
-    """The first q_blocks blocks rotate q, the others k. HALF: dimensions in a rotated half; REST: those copied besides.
-    INPLACE: q and k themselves, and q_out and k_out stand for nothing."""
-    block = ct.bid(0)
-    if block < q_blocks:
+    """A block takes TOKENS tokens of Q_HEADS heads of q, or of K_HEADS of k: these come behind the Q_TILES tiles of q.
+
+    HALF: dimensions in a rotated half; REST: those copied besides. HEAD_AXIS and so on: along which axis of the grid
+    the tiles are counted, -1 if there is one sequence only. RAGGED: the last tile has fewer tokens. INPLACE: q and k
+    themselves, and q_out and k_out stand for nothing."""
+    tile, token_tile = ct.bid(HEAD_AXIS), ct.bid(TOKEN_AXIS)
+    b = 0 if BATCH_AXIS < 0 else ct.bid(BATCH_AXIS)
+    if tile < Q_TILES:
         out = q if INPLACE else q_out
-        _rotate(q, out, cos, sin, block, HALF, REST, Q_HEADS, Q_TOKENS, BATCHED, INVERSE)
+        _rotate(q, out, cos, sin, b, tile, token_tile, HALF, REST, Q_HEADS, TOKENS, RAGGED, BATCHED, INVERSE)
     else:
+        tile = tile - Q_TILES
         out = k if INPLACE else k_out
-        _rotate(k, out, cos, sin, block - q_blocks, HALF, REST, K_HEADS, K_TOKENS, BATCHED, INVERSE)
+        _rotate(k, out, cos, sin, b, tile, token_tile, HALF, REST, K_HEADS, TOKENS, RAGGED, BATCHED, INVERSE)
 
 
-def _tile(heads: int, tokens: int, rows: int, heads_inside: bool) -> tuple[int, int]:
-    """(heads, tokens) of a tile of about ``rows`` rows: as many as there are of those that lie closer in memory."""
-    if heads_inside:
-        tile_h = min(rows, next_power_of_2(heads))
-        return tile_h, min(rows // tile_h, next_power_of_2(tokens))
-    tile_s = min(rows, next_power_of_2(tokens))
-    return min(rows // tile_s, next_power_of_2(heads)), tile_s
+def _power_in(n: int) -> int:
+    """The largest power of two that divides n (1 for 0)."""
+    return n & -n or 1
+
+
+def layout(
+    batch: int, q_heads: int, k_heads: int, tokens: int, rows: int, heads_inside: bool
+) -> tuple[tuple[int, int, int], tuple[int | bool, ...]]:
+    """(grid, constants from Q_TILES to RAGGED) for blocks of at most ``rows`` (a power of two) heads of tokens.
+
+    heads_inside: neighbouring heads are closer in memory than tokens. Raises UnsupportedError if a grid cannot have
+    as many blocks.
+    """
+    # Heads fill their tiles, so that no block has some beside them.
+    tile_s = min(rows // min(rows, _power_in(k_heads)) if heads_inside else rows, next_power_of_2(tokens))
+    q_tile, k_tile = (min(rows // tile_s, _power_in(heads)) for heads in (q_heads, k_heads))
+    q_tiles, tiles = q_heads // q_tile, (q_heads // q_tile + k_heads // k_tile, ct.cdiv(tokens, tile_s), batch)
+    for axes in ORDERS[batch == 1 :]:
+        grid = [1, 1, 1]
+        for axis, number in zip(axes, tiles, strict=True):
+            grid[axis] = number
+        if max(grid[1:]) <= MAX_BLOCKS:
+            axes = axes if batch > 1 else (*axes[:2], -1)
+            return tuple(grid), (q_tiles, q_tile, k_tile, tile_s, *axes, tokens % tile_s > 0)
+    raise UnsupportedError(f"a grid cannot have {' x '.join(map(str, tiles))} blocks")
 
 
 @functools.lru_cache(maxsize=1024)
 def plan(
     batch: int, q_heads: int, k_heads: int, tokens: int, half: int, heads_inside: bool
-) -> tuple[tuple[int], int, tuple[int, int, int, int]]:
-    """(grid, blocks for q, tile constants). heads_inside: neighbouring heads are closer in memory than tokens."""
-    # A decoding step has too few rows to fill a GPU with large tiles.
-    elements = 2048 if batch * tokens * (q_heads + k_heads) * half > 2**18 else 512
-    rows = max(1, elements // next_power_of_2(half))
-    q_tile, k_tile = _tile(q_heads, tokens, rows, heads_inside), _tile(k_heads, tokens, rows, heads_inside)
-    q_blocks = batch * ct.cdiv(q_heads, q_tile[0]) * ct.cdiv(tokens, q_tile[1])
-    k_blocks = batch * ct.cdiv(k_heads, k_tile[0]) * ct.cdiv(tokens, k_tile[1])
-    return (q_blocks + k_blocks,), q_blocks, (*q_tile, *k_tile)
+) -> tuple[tuple[int, int, int], tuple[int | bool, ...]]:
+    """The :func:`layout` of q and k whose heads have two halves of ``half`` dimensions."""
+    elements = 1024 if batch * tokens * (q_heads + k_heads) * half > 2**18 else 512
+    return layout(batch, q_heads, k_heads, tokens, max(1, elements // next_power_of_2(half)), heads_inside)
 
 
 def _launch(q, k, cos, sin, q_out, k_out, rotary, inverse, in_place) -> None:
     batch, q_heads, tokens, dim = q.shape
     half, strides = rotary // 2, q.stride()
-    grid, q_blocks, tiles = plan(batch, q_heads, k.shape[1], tokens, half, strides[1] < strides[2])
+    grid, tiles = plan(batch, q_heads, k.shape[1], tokens, half, strides[1] < strides[2])
     if max(*strides, *k.stride()) > INT32_MAX:
         q, k = q.contiguous(), k.contiguous()
     constants = (half, 0 if in_place else dim - rotary, *tiles, cos.shape[0] > 1, inverse, in_place)
-    launch(q, grid, rope_kernel, (q, k, cos, sin, q_out, k_out, q_blocks, *constants))
+    launch(q, grid, rope_kernel, (q, k, cos, sin, q_out, k_out, *constants))
 
 
 @compilable(fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)))
