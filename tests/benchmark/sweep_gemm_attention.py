@@ -127,7 +127,7 @@ def gemv(group, n, tile, occ):
 
     def launches(t):
         k = t["w"].shape[1]
-        return [((-(-n // tn),), gemv_kernel, (t["x"], t["w"], 0, 0, t["y"], False, False, k, tn, tk, False))]
+        return [((-(-n // tn),), gemv_kernel, (t["x"], t["w"], 0, 0, t["y"], -1, False, False, k, tn, tk, 0, 0, False))]
 
     VARIANTS.append(Variant(group, f"sum {tn}x{tk}", hints(None, occ), launches))
 

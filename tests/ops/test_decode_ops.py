@@ -18,6 +18,7 @@ from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu
 from tilegym.ops import rope_and_cache
+from tilegym.ops.cutile.early_weights import early_columns
 from tilegym.ops.cutile.fused_gemv import gemv_add
 from tilegym.ops.cutile.fused_gemv import norm_gemv
 from tilegym.ops.cutile.fused_gemv import norm_swiglu
@@ -215,6 +216,31 @@ def test_compiled(rows):
     with torch.no_grad(), sanitized():
         compiled = torch.compile(call, fullgraph=True, backend="inductor" if HAS_GPU else "aot_eager")(x)
         torch.testing.assert_close(compiled, call(x), **({} if HAS_GPU else {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_whatever_bits_weights_hold_results_stay(dtype):
+    """What is read ahead of the wait is all there is to that; the last block would write to the first result."""
+    x, norm = randn(1, 64, dtype=dtype), randn(64, dtype=dtype)
+    weight = torch.arange(16 * 64, device=device()).view(16, 64).sub(8).to(torch.int16).view(dtype)
+    weight[:, ::2] = torch.full((16, 32), -1, dtype=torch.int16, device=device()).view(dtype)
+    weight[0] = 1.0
+    with torch.no_grad():
+        for out in (
+            linear_add(x, weight, x[:, :16].contiguous(), backend="cutile"),
+            rms_norm_linear(x, norm, 1e-5, [weight], backend="cutile")[0],
+            rms_norm_swiglu(x, norm, 1e-5, weight, weight, backend="cutile"),
+        ):
+            assert out[0, 0].isfinite() and out[0, 0] != 0 and out[0, 1:].isnan().all()
+
+
+def test_weights_are_read_early_in_graphs():
+    early = 0 if HAS_GPU else 1024  # a CPU reads them always, so that tests see it
+    assert early_columns(randn(1, 8, dtype=torch.bfloat16), 1024) == early
+    assert early_columns(randn(1, 8), 1024) == 0
+    if HAS_GPU:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            assert early_columns(torch.empty(1, 8, dtype=torch.bfloat16, device="cuda"), 1024) == 1024
 
 
 @gpu

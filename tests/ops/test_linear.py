@@ -109,16 +109,18 @@ class Test_Linear(PyTestCase):
     def test_compiles_for_every_architecture(self):
         x, weight = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096, dtype=torch.bfloat16)
         y = torch.empty(1, 1024, dtype=torch.bfloat16)
-        assert_compiles(gemv_kernel, (x, weight, y[0], y, y, True, True, 4096, 4, 512, False))
+        assert_compiles(gemv_kernel, (x, weight, y[0], y, y, -1, True, True, 4096, 4, 512, 792, 2048, False))
         assert_compiles(
-            gemv_kernel, (x, weight, 0, 0, y, False, False, 4096, 4, 512, True), ("sm_90", "sm_100", "sm_120")
+            gemv_kernel,
+            (x, weight, 0, 0, y, -1, False, False, 4096, 4, 512, 792, 2048, True),
+            ("sm_90", "sm_100", "sm_120"),
         )
         assert_compiles(few_rows_kernel, (x, weight, y[0], y, 16, 64, 256, True, False))
         rows, wide = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(4, 192, 4096, dtype=torch.bfloat16)
         args = (rows, wide, wide[..., 0].contiguous(), rows.new_empty(512, 4, 192), 128, 128, 64, 64, 8, True)
         assert_compiles(wide_gemm.wide_gemm_kernel, args, ("sm_90",))
         x, y = x[None], y[None]
-        assert_compiles(gemv_kernel, (x, weight, 0, 0, y, False, False, 4096, 4, 512, True), ("sm_90",))
+        assert_compiles(gemv_kernel, (x, weight, 0, 0, y, -1, False, False, 4096, 4, 512, 792, 2048, True), ("sm_90",))
         assert_compiles(few_rows_kernel, (x, weight, 0, y, 16, 64, 128, False, False), ("sm_80", "sm_90"))
 
     @gpu

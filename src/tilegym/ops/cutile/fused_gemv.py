@@ -2,9 +2,8 @@
 
 Each block computes the norm of the whole row for itself: the row lies in the caches, and nothing has to be waited for
 but the row. On GPUs that can (compute capability 9.0) a launch begins while its predecessor still runs, and waits for
-it before it reads (programmatic dependent launch). Loads ahead by hand were slower than the compiler's; weights read
-before the wait made these launches faster among themselves, and a whole step of Llama-3.1-8B slower (H200, 4.61 ms
-for 4.49).
+it before it reads (programmatic dependent launch), with its weights on their way: early_weights.py. Loads ahead by hand
+were slower than the compiler's, and tiles of weights kept from before the wait slower than those read again behind it.
 """
 
 import functools
@@ -16,6 +15,9 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.ops import ops
+from tilegym.ops.cutile.early_weights import NOTHING
+from tilegym.ops.cutile.early_weights import begin_early
+from tilegym.ops.cutile.early_weights import early_columns
 from tilegym.ops.cutile.linear import DTYPES
 from tilegym.ops.cutile.linear import launch_gemv
 from tilegym.ops.cutile.linear import total
@@ -30,11 +32,11 @@ from tilegym.ops.cutile.swiglu import gated
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import size_of
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.fused_gemv import check_residual
 from tilegym.ops.pytorch.fused_gemv import check_weights
 from tilegym.ops.pytorch.linear import check_operands
@@ -67,13 +69,13 @@ def _norm_gemv(
 
 @ct.kernel
 def norm_gemv_kernel(
-    x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, eps, OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int,
-    TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
+    x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, eps, nothing, OFFSET: Float, ROUND: Bool, BIAS: Bool,
+    K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int, COLS: Int, OVERLAP: Bool,
 ):  # fmt: skip
     # x [1, K], norm [K]; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i], with blocks up to ``first`` for the first one,
     # up to ``second`` for the second, and the others for the third.
     n = ct.bid(0)
-    begin(OVERLAP)
+    begin_early((w1,), n, y1, nothing, TILE_N, min(EARLY, first), COLS, OVERLAP)
     rstd = _rstd(x, eps, K, TILE_K)
     if n < first:
         _norm_gemv(x, norm, rstd, w1, b1, y1, n, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K)
@@ -85,11 +87,12 @@ def norm_gemv_kernel(
 
 @ct.kernel
 def norm_swiglu_kernel(
-    x, norm, gate, up, out, eps, OFFSET: Float, ROUND: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool
+    x, norm, gate, up, out, eps, nothing, OFFSET: Float, ROUND: Bool, K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int,
+    COLS: Int, OVERLAP: Bool,
 ):  # fmt: skip
     # x [1, K], norm [K], gate and up [N, K], out [1, N]
     n = ct.bid(0)
-    begin(OVERLAP)
+    begin_early((gate, up), n, out, nothing, TILE_N, EARLY, COLS, OVERLAP)
     rstd = _rstd(x, eps, K, TILE_K)
     gates = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     ups = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
@@ -102,16 +105,18 @@ def norm_swiglu_kernel(
 
 
 @functools.lru_cache(maxsize=256)
-def plan(kernel: ct.kernel, k: int, bits: int, device: int) -> tuple[ct.kernel, int, int, bool]:
-    """(kernel, TILE_N, TILE_K, OVERLAP) for rows of k elements of so many bits, on CUDA device ``device`` (-1: CPU).
+def plan(kernel: ct.kernel, k: int, bits: int, device: int) -> tuple[ct.kernel, int, int, int, int, bool]:
+    """(kernel, TILE_N, TILE_K, EARLY, COLS, OVERLAP) for rows of k elements of so many bits; COLS: in a graph.
 
-    The fastest on an H200, launch behind launch in a graph, in bf16: 2 x 14336x4096 with norm and SwiGLU in 56.8 us
-    (4136 GB/s), 6144x4096 with a norm, in three parts, in 15.9 us (3175 GB/s).
+    On CUDA device ``device`` (-1: CPU). The fastest on an H200, launch behind launch in a graph, in bf16, with COLS 0:
+    2 x 14336x4096 with norm and SwiGLU in 56.8 us (4136 GB/s), 6144x4096 with a norm, in three parts, in 15.9 us (3175
+    GB/s); behind the attention and with COLS 53.8 and 16.3.
     """
     if device < 0:
-        return kernel, 8, 64, False
+        return kernel, 8, 64, 2, 256, False
     tile_n, row_bits, occupancy = (8, 8192, 3) if kernel is norm_swiglu_kernel else (4, 16384, 4)
-    return hinted(kernel, occupancy=occupancy), tile_n, min(row_bits // bits, next_power_of_2(k)), overlaps(device)
+    tile_k, early = min(row_bits // bits, next_power_of_2(k)), occupancy * sm_count(device)
+    return hinted(kernel, occupancy=occupancy), tile_n, tile_k, early, 1024, overlaps(device)
 
 
 def _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded):
@@ -131,13 +136,14 @@ def norm_gemv(
     """x [..., K] with one row; the outputs [..., N_i]. No biases: an empty list."""
     outs = _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded)
     k = x.shape[-1]
-    kernel, tile_n, tile_k, overlap = plan(norm_gemv_kernel, k, x.dtype.itemsize * 8, x.get_device())
+    kernel, tile_n, tile_k, early, cols, overlap = plan(norm_gemv_kernel, k, x.dtype.itemsize * 8, x.get_device())
     blocks = [-(-w.shape[0] // tile_n) for w in weights]
     absent = 3 - len(weights)
     rows = [y.view(1, y.shape[-1]) for y in outs]
     arrays = [ts + ts[-1:] * absent for ts in (list(weights), list(biases) or [0] * len(weights), rows)]
-    flags = (offset, rounded, len(biases) > 0, k, tile_n, tile_k, overlap)
-    args = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2], blocks[0], sum(blocks[:2]), eps, *flags)
+    tiles = (tile_n, tile_k, early, early_columns(x, cols), overlap)
+    sizes = (blocks[0], sum(blocks[:2]), eps, NOTHING, offset, rounded, len(biases) > 0, k)
+    args = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2], *sizes, *tiles)
     launch(x, (sum(blocks),), kernel, args, overlap)
     return outs
 
@@ -159,8 +165,9 @@ def norm_swiglu(
     """x [..., K] with one row; [..., N]."""
     out = _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded)
     n, k = gate.shape
-    kernel, tile_n, tile_k, overlap = plan(norm_swiglu_kernel, k, x.dtype.itemsize * 8, x.get_device())
-    args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, offset, rounded, k, tile_n, tile_k, overlap)
+    kernel, tile_n, tile_k, early, cols, overlap = plan(norm_swiglu_kernel, k, x.dtype.itemsize * 8, x.get_device())
+    tiles = (k, tile_n, tile_k, early, early_columns(x, cols), overlap)
+    args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, NOTHING, offset, rounded, *tiles)
     launch(x, (-(-n // tile_n),), kernel, args, overlap)
     return out
 

@@ -12,6 +12,9 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.ops.cutile.early_weights import NOTHING
+from tilegym.ops.cutile.early_weights import begin_early
+from tilegym.ops.cutile.early_weights import early_columns
 from tilegym.ops.cutile.matmul import check_supported
 from tilegym.ops.cutile.matmul import differentiable as differentiable_matmul
 from tilegym.ops.cutile.matmul import gemm
@@ -19,7 +22,6 @@ from tilegym.ops.cutile.matmul import load_bias
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
@@ -51,11 +53,14 @@ def total(acc, bias, n, BIAS: Bool, TILE_N: Int):
 
 
 @ct.kernel
-def gemv_kernel(x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool):
+def gemv_kernel(
+    x, weight, bias, residual, out, nothing, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int,
+    COLS: Int, OVERLAP: Bool,
+):  # fmt: skip
     # x [1, K], weight [N, K], bias [N] if BIAS (else 0), residual [1, N] if ADD, out [1, N]; x and out may have another
     # dimension of 1. One row leaves most of a tensor core idle: the products are added up instead.
     n = ct.bid(0)
-    begin(OVERLAP)
+    begin_early((weight,), n, out, nothing, TILE_N, EARLY, COLS, OVERLAP)
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     for k in range(ct.cdiv(K, TILE_K)):
         acc = acc + weight_tile(weight, n, k, TILE_N, TILE_K) * row_tile(x, k, TILE_K)
@@ -97,17 +102,20 @@ def few_rows_kernel(x, weight, bias, out, TILE_M: Int, TILE_N: Int, TILE_K: Int,
 
 
 @functools.lru_cache(maxsize=1024)
-def gemv_plan(k: int, bits: int, device_index: int) -> tuple[ct.kernel, int, int, bool]:
-    """(kernel, TILE_N, TILE_K, OVERLAP) for a row of k elements of so many bits.
+def gemv_plan(k: int, bits: int, device_index: int) -> tuple[ct.kernel, int, int, int, int, bool]:
+    """(kernel, TILE_N, TILE_K, EARLY, COLS, OVERLAP) for a row of k elements of so many bits; COLS: in a graph.
 
     The fastest on an H200, launch behind launch in a graph, in bf16: 6144x4096 in 13.3 us (3791 GB/s), 4096x4096 in
     9.5 us (3552), 4096x14336 in 28.2 us (4162). In fp32, cache cold, 4096x4096 takes 21.1 us (25.5 with as many bytes
     in a tile), 14336x4096 64.7 (68.5), 1024x3584 10.8 (11.7).
     """
     if device_index < 0:
-        return gemv_kernel, 8, 64, False
-    tile_n, tile_k, occupancy = (4, 8192 // bits, 6) if k <= 8192 and bits < 32 else (8, 4096 // bits, 4)
-    return hinted(gemv_kernel, occupancy=occupancy), tile_n, min(tile_k, next_power_of_2(k)), overlaps(device_index)
+        return gemv_kernel, 8, 64, 2, 256, False
+    tile_n, tile_k, occupancy, cols = (
+        (4, 8192 // bits, 6, 2048) if k <= 8192 and bits < 32 else (8, 4096 // bits, 4, 1024)
+    )
+    kernel, early = hinted(gemv_kernel, occupancy=occupancy), occupancy * sm_count(device_index)
+    return kernel, tile_n, min(tile_k, next_power_of_2(k)), early, cols, overlaps(device_index)
 
 
 def launch_gemv(
@@ -122,10 +130,11 @@ def launch_gemv(
     x and out may be [1, 1, K] and [1, 1, N].
     """
     n, k = weight.shape
-    kernel, tile_n, tile_k, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
+    kernel, tile_n, tile_k, early, cols, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
     has_bias, adds = bias is not None, residual is not None
     arrays = (x, weight, bias if has_bias else 0, residual if adds else 0, out)
-    launch(x, (-(-n // tile_n),), kernel, (*arrays, has_bias, adds, k, tile_n, tile_k, overlap), overlap)
+    flags = (has_bias, adds, k, tile_n, tile_k, early, early_columns(x, cols), overlap)
+    launch(x, (-(-n // tile_n),), kernel, (*arrays, NOTHING, *flags), overlap)
 
 
 @functools.lru_cache(maxsize=1024)
