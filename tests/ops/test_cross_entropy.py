@@ -75,26 +75,42 @@ class Test_CrossEntropy(PyTestCase):
         kwargs["logits"][2, 60000] = 50.0
         self.assertCorrectness(cross_entropy, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
-    @pytest.fixture
-    def many_multiprocessors(self, monkeypatch):
-        """More than rows: their parts have blocks of their own."""
-        monkeypatch.setattr(kernels, "sm_count", lambda device: 132)
-        monkeypatch.setattr(kernels, "parts_of", kernels.parts_of.__wrapped__)
+    @pytest.fixture(params=[1, 132], ids=["", "many multiprocessors"])
+    def parts(self, request, monkeypatch):
+        """Rows are cut into parts, shorter ones where there are more multiprocessors than parts."""
+        monkeypatch.setattr(kernels, "sm_count", lambda device: request.param)
+        monkeypatch.setattr(kernels, "forward_plan", kernels.forward_plan.__wrapped__)
+        monkeypatch.setattr(kernels, "MOST_HELD", {2: 64, 4: 64})
 
     @dtypes()
     @pytest.mark.parametrize(
         "options", [{}, {"label_smoothing": 0.2, "softcap": 30.0, "z_loss": 1e-3, "reduction": "sum"}], ids=str
     )
     @pytest.mark.parametrize("shape", [(3, 9000), (1, 2, 12289)], ids=str)
-    def test_few_rows(self, shape, dtype, options, many_multiprocessors):
+    def test_parts(self, shape, dtype, options, parts):
         kwargs = arguments(*shape, dtype=dtype, **options)
         kwargs["logits"][..., 0, 4096:] = -40.0
         self.assertCorrectness(cross_entropy, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-    def test_special_values_of_few_rows(self, label_smoothing, many_multiprocessors):
+    def test_special_values_of_parts(self, label_smoothing, parts):
         self.test_special_values(9000, label_smoothing)
         self.test_an_ignored_row_may_hold_anything(9000)
+
+    @pytest.mark.parametrize("shape", [(5, 9000), (2, 11, 40), (7, 100)], ids=str)
+    def test_more_rows_than_a_launch_takes(self, shape, monkeypatch):
+        monkeypatch.setattr(kernels, "MAX_BLOCKS", 2)
+        kwargs = arguments(*shape)
+        for reduction in ("mean", "none"):
+            kwargs["reduction"] = reduction
+            self.assertCorrectness(cross_entropy, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_more_columns_than_parts_fall_back(self, monkeypatch):
+        monkeypatch.setattr(kernels, "MOST_PARTS", 2)
+        kwargs = arguments(2, 20000)
+        with pytest.warns(match="more than 8192 columns"):
+            got = cross_entropy(**kwargs, backend="cutile")
+        assert torch.equal(got, reference(**kwargs))
 
     @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
     @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -238,7 +254,7 @@ class Test_CrossEntropy(PyTestCase):
         assert_launches_compile(lambda: cross_entropy_forward(x, target, *options))
         assert_launches_compile(lambda: cross_entropy_backward(scale, x, target, lse, *options))
 
-    def test_few_rows_compile(self, many_multiprocessors):
+    def test_parts_compile(self, parts):
         x, target = torch.empty(4, 128256, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
         assert_launches_compile(lambda: cross_entropy_forward(x, target, -100, 30.0, 0.1, 1e-4))
 

@@ -3,15 +3,16 @@
 ``loss = (1 - s) * (lse - x[target]) + s * (lse - mean(x)) + z * lse^2``, s the label smoothing, z the weight of the
 z-loss, x capped to ``c * tanh(x / c)`` first where there is a soft cap c.
 
-The forward pass reads a row once: its maximum and sum are computed together, tile by tile (Milakov and Gimelshein 2018,
-arXiv:1805.02867). Fewer rows than there are multiprocessors are cut into parts, which many blocks take, and a second
-launch puts together what they found. The backward pass is elementwise:
+The forward pass reads a row once. A long one is cut into parts, which as many blocks take: each computes its part's
+maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867), and a second launch puts them together. The backward
+pass is elementwise:
 ``dx = p * (1 + 2 * z * lse) - (1 - s) * onehot - s / V``, times the cap's slope ``1 - (x / c)^2``. A row whose target
 is ignored has the loss and the gradient 0, whatever its logits; one whose target is no class has NaN.
 """
 
 import functools
 import math
+from collections.abc import Iterator
 
 import cuda.tile as ct
 import torch
@@ -22,8 +23,6 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile import pointwise
-from tilegym.ops.cutile.pointwise import indices
-from tilegym.ops.cutile.softmax import _exp
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
@@ -100,70 +99,40 @@ def cross_entropy_kernel(
     """x: [M, V]; target, losses: [M]; lses: [M, 2], the two terms of lse = max + log(sum(exp(x - max))), whose sum has
     fewer digits. Each block takes TILE_M whole rows."""
     rows, cols = span(ct.bid(0), TILE_M)[:, None], span(0, TILE_N)[None, :]
-    part = _capped(ct.gather(x, (rows, cols)).astype(ct.float32), SOFTCAP)
+    inside, unit = cols < x.shape[1], _unit(x.dtype)
+    part = ct.gather(x, (rows, cols), padding_value=-math.inf)
+    if SOFTCAP > 0.0:
+        part = ct.where(inside, _capped(part.astype(ct.float32), SOFTCAP), -math.inf)
     mean = 0.0
     if SMOOTHING > 0.0:
-        mean = ct.sum(ct.where(cols < x.shape[1], part, 0.0), axis=1, keepdims=True) / x.shape[1]
-    part = ct.where(cols < x.shape[1], part, -math.inf) * _unit(x.dtype)
-    base = _base(ct.max(part, axis=1, keepdims=True))
-    total = ct.sum(_power(part - base, x.dtype), axis=1, keepdims=True)
+        mean = ct.sum(ct.where(inside, part.astype(ct.float32), 0.0), axis=1, keepdims=True) / x.shape[1]
+    # In the dtype of x: two values of 16 bits are compared at once.
+    base = _base(ct.max(part, axis=1, keepdims=True).astype(ct.float32) * unit)
+    total = ct.sum(_power(part.astype(ct.float32) * unit - base, x.dtype), axis=1, keepdims=True)
     chosen = _chosen(x, target, rows)
     _write_losses(x, *chosen, losses, lses, ignore_index, rows, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
 
 
-def _add(x, row, cols, top, sums, totals, SOFTCAP: Float, SMOOTHING: Float, INSIDE: Bool):
-    """Adds the tile of columns ``cols``, [TILE_G, TILE_N], to the maxima and sums of its columns."""
-    part = ct.gather(x, (row, cols), padding_value=-math.inf, check_bounds=not INSIDE).astype(ct.float32)
-    part = _capped(part, SOFTCAP)
-    if not INSIDE:
-        part = ct.where(cols < x.shape[1], part, -math.inf)
-    if SMOOTHING > 0.0:
-        totals = totals + ct.sum(part if INSIDE else ct.where(cols < x.shape[1], part, 0.0), axis=0, keepdims=True)
-    unit = _unit(x.dtype)
-    new_top = ct.maximum(top, ct.max(part, axis=0, keepdims=True) * unit)
-    base = _base(new_top)
-    powers = ct.sum(_power(part * unit - base, x.dtype), axis=0, keepdims=True)
-    return new_top, sums * _power(top - base, x.dtype) + powers, totals
-
-
 @ct.kernel
-def cross_entropy_wide_kernel(
-    x, target, losses, lses, ignore_index, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float, TILE_G: Int, TILE_N: Int
+def cross_entropy_parts_kernel(
+    x, target, states, ignore_index, SOFTCAP: Float, SMOOTHING: Float, TILE_N: Int, OVERLAP: Bool
 ):
-    """As :func:`cross_entropy_kernel`, one row of any length a block. Each of TILE_N columns has a maximum and a sum of
-    its own, which are put together in the end: on the way no thread waits for another."""
-    row, classes, size = ct.bid(0), x.shape[1], ct.static_eval(TILE_G * TILE_N)
-    inner = ct.arange(TILE_G, dtype=ct.int32)[:, None] * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
-    # A row that is ignored is not read.
-    end = ct.where(ct.gather(target, row) == ignore_index, 0, classes)
-    top = ct.full((1, TILE_N), -math.inf, ct.float32)
-    sums, totals = ct.zeros((1, TILE_N), ct.float32), ct.zeros((1, TILE_N), ct.float32)
-    for tile in range(end // size):
-        top, sums, totals = _add(x, row, tile * size + inner, top, sums, totals, SOFTCAP, SMOOTHING, True)
-    for tile in range(end // size, ct.cdiv(end, size)):
-        top, sums, totals = _add(x, row, tile * size + inner, top, sums, totals, SOFTCAP, SMOOTHING, False)
-    base = _base(ct.max(top))
-    total = ct.sum(sums * _power(top - base, x.dtype))
-    mean = ct.sum(totals) / classes
-    chosen = _chosen(x, target, row)
-    _write_losses(x, *chosen, losses, lses, ignore_index, row, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
-
-
-@ct.kernel
-def cross_entropy_parts_kernel(x, states, SOFTCAP: Float, SMOOTHING: Float, TILE_N: Int, OVERLAP: Bool):
     """states: [parts of all rows, 3], of TILE_N columns each: their maximum, the sum of their powers relative to it,
     and, with smoothing, their sum."""
     if OVERLAP:
         ct.grid_dependency_control_launch_dependents()
-    classes, parts = x.shape[1], ct.cdiv(x.shape[1], TILE_N)
-    row, cols = ct.bid(0) // parts, span(ct.bid(0) % parts, TILE_N)
-    part = _capped(ct.gather(x, (row, cols), padding_value=-math.inf).astype(ct.float32), SOFTCAP)
+    row, place, unit = ct.bid(2), ct.bid(2) * ct.num_blocks(1) + ct.bid(1), _unit(x.dtype)
+    cols = span(ct.bid(1), TILE_N)
+    # A row that is ignored is not read.
+    inside = cols < ct.where(ct.gather(target, row) == ignore_index, 0, x.shape[1])
+    part = ct.gather(x, (row, cols), mask=inside, padding_value=-math.inf)
+    if SOFTCAP > 0.0:
+        part = ct.where(inside, _capped(part.astype(ct.float32), SOFTCAP), -math.inf)
     if SMOOTHING > 0.0:
-        ct.scatter(states, (ct.bid(0), 2), ct.sum(ct.where(cols < classes, part, 0.0)))
-    part = ct.where(cols < classes, part, -math.inf) * _unit(x.dtype)
-    top = ct.max(part)
-    ct.scatter(states, (ct.bid(0), 0), top)
-    ct.scatter(states, (ct.bid(0), 1), ct.sum(_power(part - _base(top), x.dtype)))
+        ct.scatter(states, (place, 2), ct.sum(ct.where(inside, part.astype(ct.float32), 0.0)))
+    top = ct.max(part).astype(ct.float32) * unit
+    ct.scatter(states, (place, 0), top)
+    ct.scatter(states, (place, 1), ct.sum(_power(part.astype(ct.float32) * unit - _base(top), x.dtype)))
 
 
 @ct.kernel
@@ -188,33 +157,62 @@ def cross_entropy_finish_kernel(
     _write_losses(x, *chosen, losses, lses, ignore_index, row, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
 
 
+def _write_gradient(
+    scale, number, x, target, lses, dx, ignore_index, rows, first, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float,
+    TILE_M: Int, TILE_N: Int, MEAN: Bool, INPLACE: Bool, INSIDE: Bool,
+):  # fmt: skip
+    """Of the tile of ``rows`` [TILE_M, 1] and columns from ``first`` on; INSIDE: all of it lies in x."""
+    index = ct.arange(TILE_N, dtype=ct.int32)[None, :]
+    value = ct.gather(x, (rows, first + index), check_bounds=not INSIDE)
+    label, top, log_sum = ct.gather(target, rows), ct.gather(lses, (rows, 0)), ct.gather(lses, (rows, 1))
+    factor = ct.gather(scale, rows)
+    if MEAN:
+        if x.dtype == ct.float32:
+            factor = factor / ct.gather(number, 0)
+        else:
+            # An exact one calls a function, before which nothing would be read of x.
+            approximate = ct.RoundingMode.APPROX
+            factor = ct.truediv(factor, ct.gather(number, 0), rounding_mode=approximate, flush_to_zero=True)
+    value = _capped(value.astype(ct.float32), SOFTCAP)
+    unit = _unit(x.dtype)
+    power = _power((value - top) * unit - log_sum * unit, x.dtype)
+    if Z_LOSS > 0.0:
+        power = power * (1.0 + 2.0 * Z_LOSS * (top + log_sum))
+    if SMOOTHING > 0.0:
+        power = power - SMOOTHING / x.shape[1]
+    if SOFTCAP > 0.0:
+        ratio = value / SOFTCAP
+        factor = factor * (1.0 - ratio * ratio)
+    # Comparisons with the target would be a third of all that is computed, and few tiles hold one.
+    if TILE_M > 1:
+        special = True
+    else:
+        at = label.item()
+        special = (at == ignore_index) | ((at >= first) & (at < first + TILE_N))
+    if special:
+        chosen = index == (label - first).astype(ct.int32)
+        grad = ct.where(label == ignore_index, 0.0, ct.where(chosen, power - (1.0 - SMOOTHING), power) * factor)
+    else:
+        grad = power * factor
+    ct.scatter(x if INPLACE else dx, (rows, first + index), grad.astype(x.dtype), check_bounds=not INSIDE)
+
+
 @ct.kernel
 def cross_entropy_backward_kernel(
     scale, number, x, target, lses, dx, ignore_index, SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float, TILE_M: Int,
-    TILE_N: Int, MEAN: Bool, INPLACE: Bool,
+    TILE_N: Int, MEAN: Bool, INPLACE: Bool, OVERLAP: Bool,
 ):  # fmt: skip
     """Writes ``scale`` [M] times the gradient into dx, over ``number`` [1] if MEAN; INPLACE: over x itself, dx standing
-    for nothing."""
-    rows, cols = indices(x, TILE_M, TILE_N)
-    value = _capped(ct.gather(x, (rows, cols)).astype(ct.float32), SOFTCAP)
-    label, top, log_sum = ct.gather(target, rows), ct.gather(lses, (rows, 0)), ct.gather(lses, (rows, 1))
-    power = _exp((value - top) - log_sum, x.dtype)
-    if Z_LOSS > 0.0:
-        power = power * (1.0 + 2.0 * Z_LOSS * (top + log_sum))
-    grad = ct.where(cols == label, power - (1.0 - SMOOTHING), power)
-    if SMOOTHING > 0.0:
-        grad = grad - SMOOTHING / x.shape[1]
-    if SOFTCAP > 0.0:
-        ratio = value / SOFTCAP
-        grad = grad * (1.0 - ratio * ratio)
-    factor = ct.gather(scale, rows)
-    if MEAN:
-        factor = factor / ct.gather(number, 0)
-    grad = ct.where(label == ignore_index, 0.0, grad * factor).astype(x.dtype)
-    if INPLACE:
-        ct.scatter(x, (rows, cols), grad)
+    for nothing. The last rows come first: the forward pass has left them in the cache (of 105.9 us that both passes
+    take an H200 for 512 rows of 128256 in bf16, 1.5 less)."""
+    begin(OVERLAP)
+    down, first = ct.num_blocks(2) - 1 - ct.bid(2), (ct.num_blocks(1) - 1 - ct.bid(1)) * TILE_N
+    args = (scale, number, x, target, lses, dx, ignore_index, span(down, TILE_M)[:, None], first)
+    constants = (SOFTCAP, SMOOTHING, Z_LOSS, TILE_M, TILE_N, MEAN, INPLACE)
+    if ((down + 1) * TILE_M <= x.shape[0]) & (first + TILE_N <= x.shape[1]):
+        _write_gradient(*args, *constants, True)
     else:
-        ct.scatter(dx, (rows, cols), grad)
+        _write_gradient(*args, *constants, False)
 
 
 @ct.kernel
@@ -232,30 +230,37 @@ def add_losses_kernel(losses, target, out, number, ignore_index, TILE: Int, MEAN
     ct.scatter(number, 0, count)
 
 
+# Columns that a block takes at once, by the bytes of a value.
+MOST_HELD = {2: 16384, 4: 8192}
+MOST_PARTS = 16384  # of a row, whose states one block puts together
+MAX_BLOCKS = 65535  # of one launch along the third axis
+
+
 @functools.lru_cache(maxsize=1024)
-def forward_plan(m: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], int, int]:
-    """(kernel, grid, its tile) for logits [m, n] on CUDA device ``device`` (-1: CPU)."""
-    if n <= 4096:
-        tile_n, warps, occupancy = next_power_of_2(n), 4, 8
+def forward_plan(m: int, n: int, device: int, size: int) -> tuple[ct.kernel, int, int]:
+    """(kernel, TILE_M, TILE_N) for logits [m, n] held in ``size`` bytes each on CUDA device ``device`` (-1: CPU).
+
+    Parts, on an H200 in bf16, in us: of 8192 columns for 512 rows of 128256 38.1, for 16 9.6, for one 8.6; of 4096
+    columns 40.6, 9.7 and 8.1.
+    """
+    if n <= MOST_HELD[size]:
         # Short rows share a block, as long as there are blocks for every multiprocessor.
+        tile_n = next_power_of_2(n)
         tile_m = max(1, min(4096 // tile_n, next_power_of_2(m // (4 * sm_count(device)))))
-        kernel = hinted(cross_entropy_kernel, num_worker_warps=warps, occupancy=occupancy)
-        return kernel, (ct.cdiv(m, tile_m),), tile_m, tile_n
-    return hinted(cross_entropy_wide_kernel, num_worker_warps=4, occupancy=3), (m,), 8, 1024
+        warps = 8 if tile_n * size > 16384 else 4
+        return hinted(cross_entropy_kernel, num_worker_warps=warps, occupancy=32 // warps), tile_m, tile_n
+    few = m * ct.cdiv(n, 8192) < sm_count(device)
+    kernel = hinted(cross_entropy_parts_kernel, num_worker_warps=4, occupancy=8)
+    return kernel, 1, 4096 if few or size == 4 else 8192
 
 
-PART = 4096  # columns
-MOST_PARTS = 1024  # of a row
-
-
-@functools.lru_cache(maxsize=1024)
-def parts_of(m: int, n: int, device: int) -> int:
-    """Into how many parts each row of logits [m, n] is cut; 0: whole rows are enough work for all multiprocessors."""
-    parts = ct.cdiv(n, PART)
-    # Two parts are read at once by one block of the other kernel, whose launch is the only one. On an H200 in bf16 256
-    # rows of 128256 columns take 26.5 us instead of 30.0, of 32768 12.4 instead of 13.0, 384 rows as long.
-    most = 2 * sm_count(device) if parts >= 8 else sm_count(device) - 1
-    return parts if m <= most and 2 < parts <= MOST_PARTS else 0
+def _pieces(blocks: int, tensors: tuple[torch.Tensor, ...], tile_m: int = 1) -> Iterator[tuple[int, tuple]]:
+    """(blocks along the rows, what it is given of ``tensors`` [M, ...]) of each launch that takes all rows together."""
+    if blocks <= MAX_BLOCKS:
+        yield blocks, tensors
+        return
+    for some in zip(*(t.split(MAX_BLOCKS * tile_m) for t in tensors), strict=True):
+        yield ct.cdiv(some[0].shape[0], tile_m), some
 
 
 def _like_targets(logits, target, *_):
@@ -275,15 +280,20 @@ def cross_entropy_forward(
     if target.dim() != 1:
         arrays = (rows, target.reshape(-1), losses.view(-1), lse.view(-1, 2))
     args = (*arrays, ignore_index, softcap, smoothing, z_loss)
-    if parts := parts_of(m, n, device):
-        overlap, states = overlaps(device), losses.new_empty((m * parts, 3))
-        kernel = hinted(cross_entropy_parts_kernel, num_worker_warps=4, occupancy=8)
-        launch(logits, (m * parts,), kernel, (rows, states, softcap, smoothing, PART, overlap))
-        tile = (states, PART, next_power_of_2(parts), overlap)
-        launch(logits, (m,), cross_entropy_finish_kernel, (*args, *tile), overlap=overlap)
+    # What is capped is held in fp32.
+    kernel, tile_m, tile_n = forward_plan(m, n, device, 4 if softcap else rows.element_size())
+    if n <= tile_n:
+        launch(logits, (ct.cdiv(m, tile_m),), kernel, (*args, tile_m, tile_n))
         return losses, lse
-    kernel, grid, *tile = forward_plan(m, n, device)
-    launch(logits, grid, kernel, (*args, *tile))
+    parts, overlap = ct.cdiv(n, tile_n), overlaps(device)
+    if parts > MOST_PARTS:
+        raise UnsupportedError(f"the logits have more than {MOST_PARTS * tile_n} columns")
+    states = losses.new_empty((m, parts, 3))
+    for down, (some, labels, place) in _pieces(m, (rows, arrays[1], states)):
+        tile = (place.view(-1, 3), ignore_index, softcap, smoothing, tile_n, overlap)
+        launch(logits, (1, parts, down), kernel, (some, labels, *tile))
+    tile = (states.view(-1, 3), tile_n, next_power_of_2(parts), overlap)
+    launch(logits, (m,), cross_entropy_finish_kernel, (*args, *tile), overlap=overlap)
     return losses, lse
 
 
@@ -310,13 +320,17 @@ def add_losses(
 
 def _launch_backward(scale, rows, target, lse, dx, ignore_index, softcap, smoothing, z_loss, number) -> None:
     """Writes the gradient of logits ``rows`` [M, V] into dx [M, V], or over them if dx is None."""
-    grid, tile_m, tile_n = pointwise.plan(*rows.shape, rows.get_device())
+    (m, n), device = rows.shape, rows.get_device()
+    _, tile_m, tile_n = pointwise.plan(m, n, device)
     # A scale that is the same for all rows has stride 0, and stays so.
     scale = scale.flatten() if scale.dim() else scale.view(1)
-    mean, lse = number is not None, lse.view(-1, 2)
-    arrays = (scale, number.view(1) if mean else 0, rows, target.reshape(-1), lse, lse if dx is None else dx)
-    options = (ignore_index, softcap, smoothing, z_loss, tile_m, tile_n, mean, dx is None)
-    launch(rows, grid, cross_entropy_backward_kernel, (*arrays, *options))
+    mean, overlap = number is not None, overlaps(device)
+    tensors = (scale, rows, target.reshape(-1), lse.view(-1, 2), *(() if dx is None else (dx,)))
+    options = (ignore_index, softcap, smoothing, z_loss, tile_m, tile_n, mean, dx is None, overlap)
+    for down, (factors, some, labels, terms, *out) in _pieces(ct.cdiv(m, tile_m), tensors, tile_m):
+        arrays = (factors, number.view(1) if mean else 0, some, labels, terms, *(out or (terms,)))
+        grid = (1, ct.cdiv(n, tile_n), down)
+        launch(rows, grid, cross_entropy_backward_kernel, (*arrays, *options), overlap=overlap)
 
 
 def _like(scale, logits, *_):
