@@ -17,13 +17,13 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
 from tilegym.ops.cutile.row_norms import at_once
-from tilegym.ops.cutile.row_norms import behind
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
 from tilegym.ops.cutile.row_norms import outside
 from tilegym.ops.cutile.row_norms import put
+from tilegym.ops.cutile.row_norms import row_sum
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.row_norms import store
@@ -72,13 +72,11 @@ def add_rms_norm_kernel(
         cols = span(piece, TILE_N)
         stored, w = _add(x, residual, rows, cols, check), load_vector(weight, cols, WEIGHT, check)
         row = stored.astype(ct.float32)
-        if AT_ONCE and WEIGHT:
-            row = behind(row, w)
         squares = squares + row * row
         sums, pieces, ws = (*sums, stored), (*pieces, row), (*ws, w)
     for piece in ct.static_iter(range(PIECES)):
         _store(total, rows, piece, sums[piece], TILE_N, PIECES, check)
-    r = rstd_of(squares, eps, N)
+    r = rstd_of(row_sum(squares, x.dtype, *ws) if AT_ONCE else squares, eps, N)
     for piece in ct.static_iter(range(PIECES)):
         out = scaled(pieces[piece] * r, ws[piece], None, y.dtype, OFFSET, ROUND)
         _store(y, rows, piece, out, TILE_N, PIECES, check)

@@ -18,13 +18,13 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
 from tilegym.ops.cutile.row_norms import at_once
-from tilegym.ops.cutile.row_norms import behind
 from tilegym.ops.cutile.row_norms import centered
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
 from tilegym.ops.cutile.row_norms import outside
+from tilegym.ops.cutile.row_norms import row_sum
 from tilegym.ops.cutile.row_norms import rows_over
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
@@ -51,9 +51,13 @@ def _scaled(xhat, weight, bias):
 def _over(total, N: Int):
     """total / N, correctly rounded but for the rarest: from a product and what it leaves. fp32's own division branches
     on sm_90, and the compiler spills the row around it; constants are rounded to fp32, which shows in large means."""
-    total = total.astype(ct.float64)
-    first = total * (1.0 / N)
-    return (first + (total - first * N) * (1.0 / N)).astype(ct.float32)
+    if N & (N - 1) == 0:
+        mean = total * (1.0 / N)
+    else:
+        total = total.astype(ct.float64)
+        first = total * (1.0 / N)
+        mean = (first + (total - first * N) * (1.0 / N)).astype(ct.float32)
+    return mean
 
 
 @ct.kernel
@@ -66,10 +70,7 @@ def layer_norm_kernel(
     rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
     row = load(x, rows, cols, check).astype(ct.float32)
     w, b = load_vector(weight, cols, WEIGHT, check), load_vector(bias, cols, BIAS, check)
-    if AT_ONCE:
-        row = behind(row, w) if WEIGHT else row
-        row = behind(row, b) if BIAS else row
-    mean = _over(ct.sum(row, axis=1, keepdims=True), N)
+    mean = _over(row_sum(row, x.dtype, w, b) if AT_ONCE else ct.sum(row, axis=1, keepdims=True), N)
     rest = centered(row, mean, cols, N) if N != TILE_N else row - mean
     rstd = rstd_of(rest * rest, eps, N)
     store(y, rows, cols, _scaled(rest * rstd, w, b), check)

@@ -16,12 +16,12 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
 from tilegym.ops.cutile.row_norms import at_once
-from tilegym.ops.cutile.row_norms import behind
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
 from tilegym.ops.cutile.row_norms import outside
+from tilegym.ops.cutile.row_norms import row_sum
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.row_norms import store
@@ -54,10 +54,8 @@ def rms_norm_cached_kernel(
     rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
     row = load(x, rows, cols, check).astype(ct.float32)
     w, b = load_vector(weight, cols, WEIGHT, check), load_vector(bias, cols, BIAS, check)
-    if AT_ONCE:
-        row = behind(row, w) if WEIGHT else row
-        row = behind(row, b) if BIAS else row
-    r = rstd_of(row * row, eps, N)
+    squares = row * row
+    r = rstd_of(row_sum(squares, x.dtype, w, b) if AT_ONCE else squares, eps, N)
     store(y, rows, cols, scaled(row * r, w, b, y.dtype, OFFSET, ROUND), check)
     if RSTD:
         ct.scatter(rstd, rows[:, None], r)

@@ -67,6 +67,30 @@ def behind(row, *others):
     return ct.bitcast(bits, ct.float32)
 
 
+def row_sum(values, dtype, *vectors):
+    """The sum over a row in fp32, [1, N] -> [1, 1], which is known only when the ``vectors`` [1, N] are, as with
+    :func:`behind`. ``dtype`` is the row's in memory.
+
+    Of the 16 bytes that a thread reads at once one element is looked at: layer_norm of 1x4096 in 5.86 us on an H200
+    instead of 6.05. Not where a vector has another dtype: threads read other elements of it than of the row.
+    """
+    n, same = values.shape[1], True
+    for vector in ct.static_iter(vectors):
+        if vector is not None:
+            same = same and vector.dtype == dtype
+    if same:
+        each = min(max(1, n // 128), 4 if dtype == ct.float32 else 8)  # a block has 128 threads at least
+        values = ct.sum(values.reshape((n // each, each)), axis=1, keepdims=True)
+        for vector in ct.static_iter(vectors):
+            if vector is not None:
+                values = behind(values, ct.extract(vector.reshape((n // each, each)), (0, 0), (n // each, 1)))
+    else:
+        for vector in ct.static_iter(vectors):
+            if vector is not None:
+                values = behind(values, vector)
+    return ct.sum(values.reshape((1, values.shape[0] * values.shape[1])), axis=1, keepdims=True)
+
+
 def scale_of(weight, OFFSET: Float):
     """offset + weight in fp32, as a tile or a number."""
     scale = 1.0 if weight is None else weight.astype(ct.float32)
