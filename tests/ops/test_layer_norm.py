@@ -49,6 +49,13 @@ class Test_LayerNorm(PyTestCase):
         kwargs["input"] += 1000.0
         self.assertCorrectness(layer_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    @pytest.mark.parametrize("n", [2560, 2880])
+    def test_rows_in_pieces(self, n):
+        """Rows of up to 3072 columns, where they are more than a few, the last of the pieces full or not."""
+        kwargs = arguments(2**20 // n + 1, n, dtype=torch.bfloat16)
+        y, expected = layer_norm(**kwargs, backend="cutile"), reference(**kwargs)
+        torch.testing.assert_close(y, expected, atol=2e-2, rtol=2e-2)
+
     @pytest.mark.parametrize("missing", [("bias",), ("weight",), ("weight", "bias")], ids="_".join)
     @pytest.mark.parametrize("shape", [(5, 24), (2, 9000)], ids=str)
     def test_without(self, missing, shape):

@@ -69,9 +69,11 @@ class Test_RMSNorm(PyTestCase):
             self.assertClose("y", result, reference(**kwargs), reference(**{k: _double(v) for k, v in kwargs.items()}))
 
     @dtypes()
-    def test_special_weights_touch_only_their_columns(self, dtype):
+    @pytest.mark.parametrize("wider", [False, True], ids=["", "fp32 weight"])
+    def test_special_weights_touch_only_their_columns(self, dtype, wider):
         """A single block makes its row wait for the weight, by the weight's bits."""
         kwargs = arguments(1, 300, dtype=dtype, bias=True)
+        kwargs["weight"] = kwargs["weight"].float() if wider else kwargs["weight"]
         kwargs["weight"][:4] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0])
         y, expected = rms_norm(**kwargs, backend="cutile"), reference(**kwargs)
         torch.testing.assert_close(y, expected, equal_nan=True, atol=2e-2, rtol=2e-2)

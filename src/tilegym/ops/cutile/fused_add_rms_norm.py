@@ -22,11 +22,11 @@ from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
 from tilegym.ops.cutile.row_norms import outside
-from tilegym.ops.cutile.row_norms import put
 from tilegym.ops.cutile.row_norms import row_sum
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.row_norms import store
+from tilegym.ops.cutile.row_norms import store_piece
 from tilegym.ops.cutile.row_norms import sums_dtype
 from tilegym.ops.cutile.row_norms import whole_rows
 from tilegym.ops.cutile.row_norms_backward import norm_gradients
@@ -51,13 +51,6 @@ def _add(x, residual, rows, cols, CHECK: Bool = True):
     return (a.astype(ct.float32) + b.astype(ct.float32)).astype(x.dtype)
 
 
-def _store(y, rows, piece, value, TILE_N: Int, PIECES: Int, CHECK: Bool):
-    if PIECES == 1:
-        store(y, rows, span(0, TILE_N), value, CHECK)
-    else:
-        put(y, ct.bid(0), piece, value)
-
-
 @ct.kernel
 def add_rms_norm_kernel(
     x, residual, weight, y, total, rstd, eps, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int, PIECES: Int,
@@ -75,11 +68,11 @@ def add_rms_norm_kernel(
         squares = squares + row * row
         sums, pieces, ws = (*sums, stored), (*pieces, row), (*ws, w)
     for piece in ct.static_iter(range(PIECES)):
-        _store(total, rows, piece, sums[piece], TILE_N, PIECES, check)
+        store_piece(total, rows, piece, sums[piece], TILE_N, PIECES, check)
     r = rstd_of(row_sum(squares, x.dtype, *ws) if AT_ONCE else squares, eps, N)
     for piece in ct.static_iter(range(PIECES)):
         out = scaled(pieces[piece] * r, ws[piece], None, y.dtype, OFFSET, ROUND)
-        _store(y, rows, piece, out, TILE_N, PIECES, check)
+        store_piece(y, rows, piece, out, TILE_N, PIECES, check)
     if RSTD:
         ct.scatter(rstd, rows[:, None], r)
 

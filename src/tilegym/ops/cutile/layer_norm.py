@@ -23,16 +23,17 @@ from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import forward_warps
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
-from tilegym.ops.cutile.row_norms import outside
 from tilegym.ops.cutile.row_norms import row_sum
 from tilegym.ops.cutile.row_norms import rows_over
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.row_norms import store
+from tilegym.ops.cutile.row_norms import store_piece
 from tilegym.ops.cutile.row_norms import sums_dtype
 from tilegym.ops.cutile.row_norms import whole_rows
 from tilegym.ops.cutile.row_norms_backward import norm_gradients
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import SMALL
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
@@ -62,18 +63,28 @@ def _over(total, N: Int):
 
 @ct.kernel
 def layer_norm_kernel(
-    x, weight, bias, y, means, rstds, eps, N: Int, TILE_M: Int, TILE_N: Int, AT_ONCE: Bool, WEIGHT: Bool, BIAS: Bool,
-    SAVE: Bool,
+    x, weight, bias, y, means, rstds, eps, N: Int, TILE_M: Int, TILE_N: Int, PIECES: Int, AT_ONCE: Bool, WEIGHT: Bool,
+    BIAS: Bool, SAVE: Bool,
 ):  # fmt: skip
-    """A block reads TILE_M whole rows and keeps them in registers."""
-    check = outside(N, TILE_M, TILE_N)
-    rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
-    row = load(x, rows, cols, check).astype(ct.float32)
-    w, b = load_vector(weight, cols, WEIGHT, check), load_vector(bias, cols, BIAS, check)
-    mean = _over(row_sum(row, x.dtype, w, b) if AT_ONCE else ct.sum(row, axis=1, keepdims=True), N)
-    rest = centered(row, mean, cols, N) if N != TILE_N else row - mean
-    rstd = rstd_of(rest * rest, eps, N)
-    store(y, rows, cols, _scaled(rest * rstd, w, b), check)
+    """A block reads TILE_M whole rows, as PIECES tiles, and keeps them in registers."""
+    rows = span(ct.bid(0), TILE_M)
+    pieces, ws, bs, sums = (), (), (), 0.0
+    for piece in ct.static_iter(range(PIECES)):
+        cols, check = span(piece, TILE_N), TILE_M > 1 or (piece + 1) * TILE_N > N
+        row = load(x, rows, cols, check).astype(ct.float32)
+        w, b = load_vector(weight, cols, WEIGHT, check), load_vector(bias, cols, BIAS, check)
+        pieces, ws, bs, sums = (*pieces, row), (*ws, w), (*bs, b), sums + row if piece else row
+    mean = _over(row_sum(sums, x.dtype, *ws, *bs) if AT_ONCE else ct.sum(sums, axis=1, keepdims=True), N)
+    rests, squares = (), 0.0
+    for piece in ct.static_iter(range(PIECES)):
+        rest = pieces[piece] - mean
+        if (piece + 1) * TILE_N > N:
+            rest = centered(pieces[piece], mean, span(piece, TILE_N), N)
+        rests, squares = (*rests, rest), squares + rest * rest if piece else rest * rest
+    rstd = rstd_of(squares, eps, N)
+    for piece in ct.static_iter(range(PIECES)):
+        check = TILE_M > 1 or (piece + 1) * TILE_N > N
+        store_piece(y, rows, piece, _scaled(rests[piece] * rstd, ws[piece], bs[piece]), TILE_N, PIECES, check)
     if SAVE:
         ct.scatter(means, rows[:, None], mean)
         ct.scatter(rstds, rows[:, None], rstd)
@@ -114,7 +125,7 @@ def layer_norm_reload_kernel(
 def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
     """(kernel, grid, tiles) for [rows, n] on CUDA device ``device`` (-1: CPU).
 
-    The tiles are TILE_M and TILE_N, and AT_ONCE where rows are held: whether all blocks run at once.
+    The tiles are TILE_M and TILE_N, and where rows are held PIECES and AT_ONCE: whether all blocks run at once.
 
     The kernels hold what rms_norm's hold: tiles, warps and occupancy are those measured for it on an H200.
     """
@@ -122,13 +133,17 @@ def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int],
     tile_n = next_power_of_2(n)
     if tile_n > MAX_CACHED:
         return hinted(layer_norm_reload_kernel, num_worker_warps=4, occupancy=8), (rows,), (1, 4096)
+    if 2048 < n <= 3072 and rows * n > SMALL:
+        # In one tile, of which a third is idle, 8192x2560 takes an H200 33.5 us instead of 27.4, 8192x2880 35.1 instead
+        # of 31.0.
+        return hinted(layer_norm_kernel, num_worker_warps=4, occupancy=8), (rows,), (1, 512, ct.cdiv(n, 512), False)
     tile_m, tile_n = whole_rows(rows, n, device)
     elements = tile_m * tile_n
     tiles = ct.cdiv(rows, tile_m)
     early = at_once(tiles, device)  # one block a multiprocessor, which takes the registers it needs
     warps, occupancy = forward_warps(tiles, elements, device), 1 if early else min(8, 32768 // elements)
     kernel = hinted(layer_norm_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (tiles,), (tile_m, tile_n, early)
+    return kernel, (tiles,), (tile_m, tile_n, 1, early)
 
 
 def _flat(vector, dims):

@@ -56,6 +56,14 @@ def put(y, tile, piece, value):
     ct.store(y, (tile, piece), value.astype(y.dtype), allow_tma=False)
 
 
+def store_piece(y, rows, piece, value, TILE_N: Int, PIECES: Int, CHECK: Bool):
+    """Stores one of the PIECES of the rows of this block."""
+    if PIECES == 1:
+        store(y, rows, span(0, TILE_N), value, CHECK)
+    else:
+        put(y, ct.bid(0), piece, value)
+
+
 def behind(row, *others):
     """``row`` in fp32, which is known only when the others are: so they are read before a reduction over it. The
     compiler sinks loads to where they are used, and a block would wait for memory twice."""
