@@ -27,6 +27,7 @@ from tilegym.ops.cutile import rope
 from tilegym.ops.cutile import row_norms_backward as row_norms
 from tilegym.ops.cutile import softmax as soft
 from tilegym.ops.cutile import swiglu
+from tilegym.ops.cutile.pointwise import cover
 from tilegym.ops.cutile.silu_and_mul import silu_and_mul_backward
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
@@ -175,12 +176,9 @@ def _swiglu(a, b, y, dy, da, db, backward: bool, calls: dict, moved: int) -> Gro
     kernel = swiglu.swiglu_backward_kernel if backward else swiglu.swiglu_kernel
     variants = []
     for elements in (512, 1024, 2048, 4096, 8192):
-        tile_n = min(elements, next_power_of_2(n))
-        tile = (elements // tile_n, tile_n)
-        grid = (ct.cdiv(m, tile[0]) * ct.cdiv(n, tile_n),)
-        for hint in hints(occupancies=(None, 4, 8, 16)):
-            args = (dy, a, b, da, db, *tile) if backward else (a, b, y, *tile)
-            variants.append(Variant(str(tile), hint, grid, kernel, args))
+        grid, tile = cover((m, n), elements)
+        args = (dy, a, b, da, db, *tile, False) if backward else (a, b, y, *tile)
+        variants += [Variant(str(tile), hint, grid, kernel, args) for hint in hints(occupancies=(None, 4, 8, 16))]
     return Group(variants, [da, db] if backward else [y], calls, moved)
 
 

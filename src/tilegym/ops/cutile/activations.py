@@ -13,40 +13,40 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.geglu import _gate
 from tilegym.ops.cutile.geglu import gelu_of
-from tilegym.ops.cutile.pointwise import indices
-from tilegym.ops.cutile.pointwise import plan
+from tilegym.ops.cutile.pointwise import layout
 from tilegym.ops.cutile.pointwise import small_or_flat
+from tilegym.ops.cutile.pointwise import tile_of
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.activations import check_gelu
 from tilegym.ops.pytorch.checks import check_floating
 
 
 @ct.kernel
-def gelu_kernel(x, y, TILE_M: Int, TILE_N: Int, TANH: Bool):
+def gelu_kernel(x, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool):
     """x, y: [M, N]; one block a tile, neighbours along a row."""
-    at = indices(y, TILE_M, TILE_N)
-    value = ct.gather(x, at)
-    ct.scatter(y, at, gelu_of(value.astype(ct.float32), value.dtype, TANH).astype(y.dtype))
+    at = tile_of(y, TILE_M, TILE_N, GRID)
+    value = ct.gather(x, at, check_bounds=CHECK)
+    value = gelu_of(value.astype(ct.float32), value.dtype, TANH)
+    ct.scatter(y, at, value.astype(y.dtype), check_bounds=CHECK)
 
 
 @ct.kernel
-def gelu_backward_kernel(dy, x, dx, TILE_M: Int, TILE_N: Int, TANH: Bool):
-    at = indices(dx, TILE_M, TILE_N)
-    value, up = ct.gather(x, at), ct.gather(dy, at)
+def gelu_backward_kernel(dy, x, dx, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool):
+    at = tile_of(dx, TILE_M, TILE_N, GRID)
+    value, up = ct.gather(x, at, check_bounds=CHECK), ct.gather(dy, at, check_bounds=CHECK)
     wide = value.astype(ct.float32)
     p, slope = _gate(wide, value.dtype, TANH)
-    ct.scatter(dx, at, (up.astype(ct.float32) * (p + wide * slope)).astype(dx.dtype))
+    ct.scatter(dx, at, (up.astype(ct.float32) * (p + wide * slope)).astype(dx.dtype), check_bounds=CHECK)
 
 
 @ct.kernel
-def relu_kernel(x, y, TILE_M: Int, TILE_N: Int):
-    at = indices(y, TILE_M, TILE_N)
-    value = ct.gather(x, at)
+def relu_kernel(x, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool):
+    at = tile_of(y, TILE_M, TILE_N, GRID)
+    value = ct.gather(x, at, check_bounds=CHECK)
     # A comparison with NaN is false; ct.maximum would turn NaN into 0.
-    ct.scatter(y, at, ct.where(value <= 0, ct.zeros((1, 1), value.dtype), value))
+    ct.scatter(y, at, ct.where(value <= 0, ct.zeros((1, 1), value.dtype), value), check_bounds=CHECK)
 
 
 # The bits of a byte stand for elements that lie so far apart: each thread makes and reads its bytes alone.
@@ -102,8 +102,8 @@ def _launch(kernel: ct.kernel, inputs: tuple[torch.Tensor, ...], *options: bool)
     """The result of an elementwise kernel, in the first input's dtype and shape."""
     out = _like(inputs[0])
     rows = small_or_flat(*inputs, out)
-    grid, tile_m, tile_n = plan(*size_of(rows[0]), out.get_device())
-    launch(out, grid, kernel, (*rows, tile_m, tile_n, *options))
+    grid, tiles = layout(rows[-1].shape, out.get_device())
+    launch(out, grid, kernel, (*rows, *tiles, *options))
     return out
 
 

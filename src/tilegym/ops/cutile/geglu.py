@@ -15,13 +15,12 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.pointwise import indices
-from tilegym.ops.cutile.pointwise import plan
+from tilegym.ops.cutile.pointwise import layout
 from tilegym.ops.cutile.pointwise import small_or_flat
+from tilegym.ops.cutile.pointwise import tile_of
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.geglu import check_geglu
 
@@ -102,23 +101,26 @@ def gelu_of(a, dtype, TANH: Bool):
 
 
 @ct.kernel
-def geglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, TANH: Bool):
-    """a, b, y: [M, N]; one block a tile, neighbours along a row."""
-    at = indices(y, TILE_M, TILE_N)
-    gate, up = ct.gather(a, at), ct.gather(b, at)
+def geglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool):
+    """a, b, y: [M, N] or [B, S, N]; one block a tile, neighbours along a row."""
+    at = tile_of(y, TILE_M, TILE_N, GRID)
+    gate, up = ct.gather(a, at, check_bounds=CHECK), ct.gather(b, at, check_bounds=CHECK)
     gelu = gelu_of(gate.astype(ct.float32), gate.dtype, TANH).astype(y.dtype)
-    ct.scatter(y, at, (gelu.astype(ct.float32) * up.astype(ct.float32)).astype(y.dtype))
+    ct.scatter(y, at, (gelu.astype(ct.float32) * up.astype(ct.float32)).astype(y.dtype), check_bounds=CHECK)
 
 
 @ct.kernel
-def geglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int, TANH: Bool, INPLACE: Bool):
+def geglu_backward_kernel(
+    dy, a, b, da, db, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool, INPLACE: Bool
+):  # fmt: skip
     """INPLACE: da is written over a, db over b, and da and db stand for nothing."""
-    at = indices(dy, TILE_M, TILE_N)
-    gate, up, g = ct.gather(a, at), ct.gather(b, at), ct.gather(dy, at)
+    at = tile_of(dy, TILE_M, TILE_N, GRID)
+    gate, up = ct.gather(a, at, check_bounds=CHECK), ct.gather(b, at, check_bounds=CHECK)
+    g = ct.gather(dy, at, check_bounds=CHECK)
     wide, up, g = gate.astype(ct.float32), up.astype(ct.float32), g.astype(ct.float32)
     p, slope = _gate(wide, gate.dtype, TANH)
-    ct.scatter(b if INPLACE else db, at, (g * (wide * p)).astype(b.dtype))
-    ct.scatter(a if INPLACE else da, at, (g * up * (p + wide * slope)).astype(a.dtype))
+    ct.scatter(b if INPLACE else db, at, (g * (wide * p)).astype(b.dtype), check_bounds=CHECK)
+    ct.scatter(a if INPLACE else da, at, (g * up * (p + wide * slope)).astype(a.dtype), check_bounds=CHECK)
 
 
 def _like(t: torch.Tensor, *_) -> torch.Tensor:
@@ -129,8 +131,8 @@ def _like(t: torch.Tensor, *_) -> torch.Tensor:
 def geglu_forward(a: torch.Tensor, b: torch.Tensor, tanh: bool) -> torch.Tensor:
     y = _like(a)
     rows = small_or_flat(a, b, y)
-    grid, tile_m, tile_n = plan(*size_of(rows[0]), y.get_device())
-    launch(y, grid, geglu_kernel, (*rows, tile_m, tile_n, tanh))
+    grid, tiles = layout(rows[0].shape, y.get_device())
+    launch(y, grid, geglu_kernel, (*rows, *tiles, tanh))
     return y
 
 
@@ -138,8 +140,8 @@ def geglu_forward(a: torch.Tensor, b: torch.Tensor, tanh: bool) -> torch.Tensor:
 def geglu_backward(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
     da, db = _like(a), _like(b)
     rows = small_or_flat(dy, a, b, da, db)
-    grid, tile_m, tile_n = plan(*size_of(rows[0]), dy.get_device())
-    launch(dy, grid, geglu_backward_kernel, (*rows, tile_m, tile_n, tanh, False))
+    grid, tiles = layout(rows[0].shape, dy.get_device())
+    launch(dy, grid, geglu_backward_kernel, (*rows, *tiles, tanh, False))
     return da, db
 
 
@@ -147,8 +149,8 @@ def geglu_backward(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tanh: boo
 def geglu_backward_in_place(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tanh: bool) -> None:
     """Writes the gradients over a and b, which are 2-D or contiguous."""
     rows = small_or_flat(dy, a, b)
-    grid, tile_m, tile_n = plan(*size_of(rows[0]), dy.get_device())
-    launch(dy, grid, geglu_backward_kernel, (*rows, 0, 0, tile_m, tile_n, tanh, True))
+    grid, tiles = layout(rows[0].shape, dy.get_device())
+    launch(dy, grid, geglu_backward_kernel, (*rows, 0, 0, *tiles, tanh, True))
 
 
 class GEGLU(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """What the elementwise ops share: their tiles, and the functions of one value that several of them compute."""
 
 import functools
+import math
 
 import cuda.tile as ct
 import torch
@@ -21,6 +22,21 @@ def indices(y, TILE_M: Int, TILE_N: Int):
     return at(y, span(ct.bid(0) // across, TILE_M)[:, None], span(ct.bid(0) % across, TILE_N)[None, :])
 
 
+# How a grid counts tiles. sm_90 gets a block's number along the second and third axis in a third of the instructions
+# that it takes along the first, and needs no division by a number of tiles: a block of geglu issues its first load
+# after 85 instructions with LINEAR, 30 with AXES. Rows of a single sequence, [1, S, N], need no division by S either.
+LINEAR, AXES, ONE_SEQUENCE = range(3)
+MAX_BLOCKS = 65535  # along the second and third axis
+
+
+def tile_of(y, TILE_M: Int, TILE_N: Int, GRID: Int):
+    """In a kernel: as :func:`indices`, for a :func:`layout`."""
+    if GRID == LINEAR:
+        return indices(y, TILE_M, TILE_N)
+    rows, cols = span(ct.bid(2), TILE_M)[:, None], span(ct.bid(1), TILE_N)[None, :]
+    return (0, rows, cols) if GRID == ONE_SEQUENCE else at(y, rows, cols)
+
+
 def over_one_plus_exp(x, a, dtype):
     """In a kernel: x / (1 + exp(-a)), to fp32's precision for results in fp32, else to well beyond ``dtype``'s."""
     if dtype == ct.float32:
@@ -32,13 +48,36 @@ def over_one_plus_exp(x, a, dtype):
 @functools.lru_cache(maxsize=1024)
 def plan(m: int, n: int, device: int) -> tuple[tuple[int], int, int]:
     """(grid, TILE_M, TILE_N) for arrays of [m, n] on CUDA device ``device`` (-1: CPU)."""
-    elements = 2048 if m * n >= 4096 * sm_count(device) else 512
-    # The widest tile of which little is beside the columns: of 768 columns one of 1024 would leave a quarter idle.
+    tile_m, tile_n = _tile(n, 2048 if m * n >= 4096 * sm_count(device) else 512)
+    return (ct.cdiv(m, tile_m) * ct.cdiv(n, tile_n),), tile_m, tile_n
+
+
+@functools.lru_cache(maxsize=1024)
+def layout(shape: tuple[int, ...], device: int) -> tuple[tuple[int, ...], tuple[int, int, int, bool]]:
+    """:func:`cover` for arrays of this shape on CUDA device ``device`` (-1: CPU)."""
+    size = math.prod(shape)
+    return cover(shape, 512 if size < 4096 * sm_count(device) else 1024 if size < 2**25 else 2048)
+
+
+def cover(shape: tuple[int, ...], elements: int) -> tuple[tuple[int, ...], tuple[int, int, int, bool]]:
+    """(grid, (TILE_M, TILE_N, GRID, CHECK)) for tiles of so many elements of [M, N] or [B, S, N].
+
+    CHECK: some tiles are partly beside the array.
+    """
+    m, n = math.prod(shape[:-1]), shape[-1]
+    tile_m, tile_n = _tile(n, elements)
+    down, across, check = ct.cdiv(m, tile_m), ct.cdiv(n, tile_n), m % tile_m + n % tile_n > 0
+    if max(down, across) > MAX_BLOCKS:
+        return (down * across,), (tile_m, tile_n, LINEAR, check)
+    return (1, across, down), (tile_m, tile_n, ONE_SEQUENCE if len(shape) == 3 and shape[0] == 1 else AXES, check)
+
+
+def _tile(n: int, elements: int) -> tuple[int, int]:
+    """The widest tile of so many elements of which little is beside n columns: of 768 one of 1024 would leave 256."""
     widths = [min(elements, next_power_of_2(n)) >> i for i in range(5)]
     padded = [ct.cdiv(n, width) * width for width in widths if width >= 64] or [n]
     tile_n = next(width for width, columns in zip(widths, padded, strict=False) if 16 * columns <= 17 * min(padded))
-    tile_m = elements // tile_n
-    return (ct.cdiv(m, tile_m) * ct.cdiv(n, tile_n),), tile_m, tile_n
+    return elements // tile_n, tile_n
 
 
 def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -11,43 +11,45 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.pointwise import indices
+from tilegym.ops.cutile.pointwise import layout
 from tilegym.ops.cutile.pointwise import over_one_plus_exp
-from tilegym.ops.cutile.pointwise import plan
 from tilegym.ops.cutile.pointwise import small_or_flat
+from tilegym.ops.cutile.pointwise import tile_of
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.sigmoid_mul import check_sigmoid_mul
 
 
 @ct.kernel
-def sigmoid_mul_kernel(x, gate, y, TILE_M: Int, TILE_N: Int):
+def sigmoid_mul_kernel(x, gate, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool):
     """x, gate, y: [M, N] or [B, S, N]; one block a tile, neighbours along a row."""
-    at = indices(y, TILE_M, TILE_N)
-    value, opening = ct.gather(x, at), ct.gather(gate, at)
+    at = tile_of(y, TILE_M, TILE_N, GRID)
+    value, opening = ct.gather(x, at, check_bounds=CHECK), ct.gather(gate, at, check_bounds=CHECK)
     sigmoid = over_one_plus_exp(1.0, opening, opening.dtype).astype(opening.dtype)
-    ct.scatter(y, at, (value.astype(ct.float32) * sigmoid.astype(ct.float32)).astype(y.dtype))
+    ct.scatter(y, at, (value.astype(ct.float32) * sigmoid.astype(ct.float32)).astype(y.dtype), check_bounds=CHECK)
 
 
 @ct.kernel
-def sigmoid_mul_backward_kernel(dy, x, gate, dx, dgate, TILE_M: Int, TILE_N: Int):
-    at = indices(dy, TILE_M, TILE_N)
-    up, value, opening = ct.gather(dy, at), ct.gather(x, at), ct.gather(gate, at)
+def sigmoid_mul_backward_kernel(dy, x, gate, dx, dgate, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool):
+    at = tile_of(dy, TILE_M, TILE_N, GRID)
+    value, opening = ct.gather(x, at, check_bounds=CHECK), ct.gather(gate, at, check_bounds=CHECK)
+    up = ct.gather(dy, at, check_bounds=CHECK)
     up, value = up.astype(ct.float32), value.astype(ct.float32)
     sigmoid = over_one_plus_exp(1.0, opening, opening.dtype)
-    ct.scatter(dx, at, (up * sigmoid).astype(dx.dtype))
-    ct.scatter(dgate, at, (up * value * (sigmoid * (1.0 - sigmoid))).astype(dgate.dtype))
+    ct.scatter(dx, at, (up * sigmoid).astype(dx.dtype), check_bounds=CHECK)
+    dgate_of = up * value * (sigmoid * (1.0 - sigmoid))
+    ct.scatter(dgate, at, dgate_of.astype(dgate.dtype), check_bounds=CHECK)
 
 
 @compilable(fake=contiguous_like)
 def sigmoid_mul_forward(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     y = contiguous_like(x)
     rows = small_or_flat(x, gate, y)
-    grid, tile_m, tile_n = plan(*size_of(rows[2]), y.get_device())
-    launch(y, grid, sigmoid_mul_kernel, (*rows, tile_m, tile_n))
+    grid, tiles = layout(rows[2].shape, y.get_device())
+    launch(y, grid, sigmoid_mul_kernel, (*rows, *tiles))
     return y
 
 
@@ -59,8 +61,8 @@ def _fake_backward(dy, x, gate):
 def sigmoid_mul_backward(dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     dx, dgate = _fake_backward(dy, x, gate)
     rows = small_or_flat(dy, x, gate, dx, dgate)
-    grid, tile_m, tile_n = plan(*size_of(rows[3]), dy.get_device())
-    launch(dy, grid, sigmoid_mul_backward_kernel, (*rows, tile_m, tile_n))
+    grid, tiles = layout(rows[3].shape, dy.get_device())
+    launch(dy, grid, sigmoid_mul_backward_kernel, (*rows, *tiles))
     return dx, dgate
 
 

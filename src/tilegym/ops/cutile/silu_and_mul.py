@@ -8,27 +8,28 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.pointwise import indices
-from tilegym.ops.cutile.pointwise import plan
+from tilegym.ops.cutile.pointwise import layout
+from tilegym.ops.cutile.pointwise import tile_of
 from tilegym.ops.cutile.swiglu import gated
 from tilegym.ops.cutile.swiglu import launch_swiglu_backward
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import is_small
 from tilegym.ops.cutile.tiling import rows_of
-from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.silu_and_mul import check_silu_and_mul
 
 
 @ct.kernel
-def silu_and_mul_kernel(x, y, HALF: Int, TILE_M: Int, TILE_N: Int):
+def silu_and_mul_kernel(x, y, HALF: Int, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool):
     """x: [M, 2 HALF] or [B, S, 2 HALF], y: the same with HALF columns; one block a tile, neighbours along a row."""
-    at = indices(y, TILE_M, TILE_N)
+    at = tile_of(y, TILE_M, TILE_N, GRID)
     # Columns of a tile beyond the half would be those of the other one.
     own = None if HALF % TILE_N == 0 else at[-1] < HALF
-    gate, up = ct.gather(x, at, mask=own), ct.gather(x, (*at[:-1], at[-1] + HALF), mask=own)
-    ct.scatter(y, at, gated(gate, up))
+    gate = ct.gather(x, at, mask=own, check_bounds=CHECK)
+    up = ct.gather(x, (*at[:-1], at[-1] + HALF), mask=own, check_bounds=CHECK)
+    ct.scatter(y, at, gated(gate, up), check_bounds=CHECK)
 
 
 def launch_silu_and_mul(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -36,9 +37,9 @@ def launch_silu_and_mul(x: torch.Tensor, y: torch.Tensor) -> None:
     rows = x
     if not is_small(x):
         rows, y = rows_of(x), rows_of(y)
-    m, n = size_of(y)
-    grid, tile_m, tile_n = plan(m, n, y.get_device())
-    launch(y, grid, silu_and_mul_kernel, (rows, y, n, tile_m, tile_n))
+    shape = y.shape
+    grid, tiles = layout(shape, y.get_device())
+    launch(y, grid, silu_and_mul_kernel, (rows, y, shape[-1], *tiles))
 
 
 def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,23 +11,23 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops.cutile.pointwise import indices
+from tilegym.ops.cutile.pointwise import layout
 from tilegym.ops.cutile.pointwise import over_one_plus_exp
-from tilegym.ops.cutile.pointwise import plan
 from tilegym.ops.cutile.pointwise import small_or_flat
+from tilegym.ops.cutile.pointwise import tile_of
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.swiglu import check_swiglu
 
 
 @ct.kernel
-def swiglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int):
+def swiglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool):
     """a, b, y: [M, N] or [B, S, N]; one block a tile, neighbours along a row."""
-    at = indices(y, TILE_M, TILE_N)
-    ct.scatter(y, at, gated(ct.gather(a, at), ct.gather(b, at)))
+    at = tile_of(y, TILE_M, TILE_N, GRID)
+    gate, up = ct.gather(a, at, check_bounds=CHECK), ct.gather(b, at, check_bounds=CHECK)
+    ct.scatter(y, at, gated(gate, up), check_bounds=CHECK)
 
 
 def gated(gate, up):
@@ -37,23 +37,25 @@ def gated(gate, up):
 
 
 @ct.kernel
-def swiglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int, INPLACE: Bool):
+def swiglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, INPLACE: Bool):
     """INPLACE: da is written over a, db over b, and da and db stand for nothing."""
-    at = indices(dy, TILE_M, TILE_N)
-    gate, up, g = ct.gather(a, at), ct.gather(b, at), ct.gather(dy, at)
+    at = tile_of(dy, TILE_M, TILE_N, GRID)
+    gate, up = ct.gather(a, at, check_bounds=CHECK), ct.gather(b, at, check_bounds=CHECK)
+    g = ct.gather(dy, at, check_bounds=CHECK)
     sigmoid = over_one_plus_exp(1.0, gate, gate.dtype)
     gate, up, g = gate.astype(ct.float32), up.astype(ct.float32), g.astype(ct.float32)
     silu = gate * sigmoid
-    ct.scatter(b if INPLACE else db, at, (g * silu).astype(b.dtype))
-    ct.scatter(a if INPLACE else da, at, (g * up * (sigmoid + silu * (1.0 - sigmoid))).astype(a.dtype))
+    ct.scatter(b if INPLACE else db, at, (g * silu).astype(b.dtype), check_bounds=CHECK)
+    da_of = g * up * (sigmoid + silu * (1.0 - sigmoid))
+    ct.scatter(a if INPLACE else da, at, da_of.astype(a.dtype), check_bounds=CHECK)
 
 
 def launch_swiglu_backward(
     dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, da: torch.Tensor | None = None, db: torch.Tensor | None = None
 ) -> None:
     """Writes the gradients of swiglu(a, b) into da and db, or over a and b; all are [M, N] or [B, S, N]."""
-    grid, tile_m, tile_n = plan(*size_of(dy), dy.get_device())
-    outputs = (0, 0, tile_m, tile_n, True) if da is None else (da, db, tile_m, tile_n, False)
+    grid, tiles = layout(dy.shape, dy.get_device())
+    outputs = (0, 0, *tiles, True) if da is None else (da, db, *tiles, False)
     launch(dy, grid, swiglu_backward_kernel, (dy, a, b, *outputs))
 
 
@@ -61,8 +63,8 @@ def launch_swiglu_backward(
 def swiglu_forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(a, memory_format=torch.contiguous_format)
     rows_a, rows_b, rows = small_or_flat(a, b, y)
-    grid, tile_m, tile_n = plan(*size_of(rows), y.get_device())
-    launch(y, grid, swiglu_kernel, (rows_a, rows_b, rows, tile_m, tile_n))
+    grid, tiles = layout(rows.shape, y.get_device())
+    launch(y, grid, swiglu_kernel, (rows_a, rows_b, rows, *tiles))
     return y
 
 
