@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from common import device
 from common import gpu
 from tiny_models import make_model
 from tiny_models import observed
@@ -97,6 +98,16 @@ def test_processors_and_criteria_of_the_caller():
     assert expected.shape[1] == 15
     with monkey_patch.apply(model, use_cutile=False):
         assert torch.equal(generate(model, ids, **options), expected)
+
+
+@pytest.mark.parametrize("rows, width", [(1, 256), (3, 512), (2, 1024 * 3), (1, 96), (2, 7), (65, 64)])
+def test_the_first_largest_score_is_chosen(rows, width):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 5, (rows, width), generator=generator).float().to(device())  # each largest several times
+    ended = scores.clone()
+    ended[:, width // 3 :: 2] = torch.nan
+    for kind in (scores, -scores * torch.inf, ended, scores.T.contiguous().T):
+        assert torch.equal(decode_graph.argmax(kind), kind.cpu().argmax(-1).to(kind.device))
 
 
 ONE_SEQUENCE = {"streamer", "prompt_lookup_num_tokens", "generation_config"}
