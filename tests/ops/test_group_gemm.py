@@ -18,6 +18,7 @@ from tilegym.ops import group_gemm
 from tilegym.ops import ragged_group_gemm
 from tilegym.ops.cutile import group_gemm as cutile
 from tilegym.ops.cutile import moe_experts
+from tilegym.ops.cutile import ragged_group_gemm as ragged
 from tilegym.ops.pytorch.group_gemm import group_gemm as reference
 from tilegym.ops.pytorch.group_gemm import ragged_group_gemm as ragged_reference
 
@@ -43,6 +44,18 @@ def by_name(function, transpose_b, **options):
 
 
 class Test_GroupGEMM(PyTestCase):
+    @pytest.fixture
+    def batches(self, monkeypatch):
+        """The shapes of the operands A that came as a batch."""
+        shapes, forward = [], cutile.batch_forward
+
+        def batch_forward(a, *args):
+            shapes.append(tuple(a.shape))
+            return forward(a, *args)
+
+        monkeypatch.setattr(cutile, "batch_forward", batch_forward)
+        return shapes
+
     @backends("group_gemm")
     @dtypes()
     @pytest.mark.parametrize("transpose_b", [False, True], ids=["", "transpose_b"])
@@ -84,6 +97,48 @@ class Test_GroupGEMM(PyTestCase):
         with pytest.warns(match="not fp32, fp16 or bf16"):
             assert torch.equal(group_gemm([x], [x], backend="cutile")[0], x @ x)
 
+    @pytest.mark.parametrize("transpose_b", [False, True], ids=["", "transpose_b"])
+    def test_slices_of_one_tensor(self, transpose_b, batches):
+        a, b = randn(5, 18, 40, dtype=torch.float16), randn(5, *((24, 40) if transpose_b else (40, 24)), seed=1).half()
+        leaves = [x.clone().requires_grad_() for x in (a, b)]
+        a, b = (list(x)[1::2] for x in leaves)
+        outputs = group_gemm(a, b, transpose_b, backend="cutile")
+        expected = reference([x.detach().double() for x in a], [x.detach().double() for x in b], transpose_b)
+        assert batches == [(2, 18, 40)]
+        for c, want in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(c.double(), want, rtol=2e-3, atol=2e-2)
+        squares = outputs[1] * outputs[1]
+        outputs[0].mul_(2)  # which no view may be, and which changes nothing that is saved of another output
+        (outputs[0].sum() + squares.sum()).backward()
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        c0, c1 = reference(list(exact[0])[1::2], list(exact[1])[1::2], transpose_b)
+        (2 * c0.sum() + (c1 * c1).sum()).backward()
+        for leaf, want in zip(leaves, exact, strict=True):
+            assert (leaf.grad - want.grad).norm() < 2e-3 * want.grad.norm()
+
+    def test_where_matrices_lie_is_asked_in_every_call(self, batches):
+        """Their shapes, by which calls are recorded, do not tell it."""
+        whole, b = randn(6, 9, 32, dtype=torch.bfloat16), randn(3, 32, 16, dtype=torch.bfloat16, seed=1)
+        for a in ([*whole[::2]], [*whole[::2]], [*whole[::2]], [*whole[:3]], [whole[0], whole[1], whole[5]]):
+            for c, want in zip(group_gemm(a, list(b), backend="cutile"), reference(a, list(b)), strict=True):
+                torch.testing.assert_close(c, want)
+        assert len(batches) == 4
+
+    def test_evenly_spaced(self):
+        whole = randn(6, 4, 8)
+        for group in ([*whole], [*whole[1::2]], [*whole.mT], [*whole[:, :2, 3:6]], [whole[0, :2], whole[0, 2:]]):
+            assert torch.equal(cutile.evenly_spaced(group), torch.stack(group))
+        apart = [whole[0], whole[1], whole[3]], [whole[1], whole[0]], [whole[0], whole[0]], [whole[0]]
+        for group in (
+            *apart,
+            [whole[0, :2], whole[1, :3]],
+            [whole[0], whole[1].view(8, 4).t()],
+            [*whole.clone(), whole[0]],
+        ):
+            assert cutile.evenly_spaced(group) is None
+        alone = sorted((torch.empty(4, 8) for _ in range(2)), key=torch.Tensor.data_ptr)
+        assert cutile.evenly_spaced(alone) is None
+
     def test_compiles_for_every_architecture(self):
         a = [torch.empty(m, 64, dtype=torch.bfloat16) for m in (128, 200)]
         b = [torch.empty(128, 64, dtype=torch.bfloat16)] * 2
@@ -98,6 +153,15 @@ class Test_GroupGEMM(PyTestCase):
         a = [torch.empty(m, 256, dtype=torch.bfloat16) for m in rows]
         b = [torch.empty(256, 4096, dtype=torch.bfloat16)] * 2
         assert_launches_compile(lambda: group_gemm(a, b, backend="cutile"), ("sm_90",))
+
+    @pytest.mark.parametrize("m, count, n", [(64, 3, 200), (128, 8, 256), (512, 4, 4096), (2048, 8, 2048)])
+    def test_batches_compile_with_the_tiles_of_a_gpu(self, m, count, n, monkeypatch):
+        plan = cutile._batch_plan
+        monkeypatch.setattr(cutile, "_batch_plan", lambda count, m, n, device: plan(count, m, n, 0))
+        monkeypatch.setattr(cutile, "is_hopper", lambda device: True)
+        monkeypatch.setattr(cutile, "sm_count", lambda device: 132)
+        a, b = torch.empty(count, m, 64, dtype=torch.bfloat16), torch.empty(count, n, 64, dtype=torch.bfloat16)
+        assert_launches_compile(lambda: group_gemm(list(a), list(b), True, backend="cutile"), ("sm_90",))
 
     @pytest.mark.parametrize(("groups", "count"), [(GROUPS[0], 1), (GROUPS[-1], 3)], ids=["few rows", ""])
     def test_capture_gives_the_same_bits(self, groups, count, monkeypatch):
@@ -170,7 +234,7 @@ class Test_RaggedGroupGEMM(PyTestCase):
     @pytest.mark.parametrize("transpose_b", [False, True], ids=["", "transpose_b"])
     def test_older_compilers(self, transpose_b, monkeypatch):
         """They know no tiles that begin at any row."""
-        monkeypatch.setattr(cutile, "_older_compiler", True)
+        monkeypatch.setattr(ragged, "_older_compiler", True)
         kwargs = arguments([2, 18, 30, 30, 37], torch.bfloat16, transpose_b, bias=True)
         self.assertCorrectness(ragged_group_gemm, ragged_reference, kwargs, {"backend": "cutile"}, gradient=True)
 
@@ -182,10 +246,10 @@ class Test_RaggedGroupGEMM(PyTestCase):
             if args[-1]:
                 raise ct.TileUnsupportedFeatureError("traversal_steps")
 
-        monkeypatch.setattr(cutile, "_older_compiler", False)
-        monkeypatch.setattr(cutile, "launch", refuse)
+        monkeypatch.setattr(ragged, "_older_compiler", False)
+        monkeypatch.setattr(ragged, "launch", refuse)
         for _ in range(2):
-            cutile._launch_ragged((1,), cutile.ragged_gemm_kernel, (torch.empty(1),))
+            ragged._launch_ragged((1,), ragged.ragged_gemm_kernel, (torch.empty(1),))
         assert tried == [True, False, False]
 
     def test_nan_stays_in_its_group(self):
@@ -222,11 +286,11 @@ class Test_RaggedGroupGEMM(PyTestCase):
 
         def call():
             ragged_group_gemm(a, b, offsets, backend="cutile")
-            cutile.ragged_outer(a, a, offsets)
-            cutile.ragged_sum(a, None, offsets)
+            ragged.ragged_outer(a, a, offsets)
+            ragged.ragged_sum(a, None, offsets)
 
         with (
-            mock.patch.object(cutile, "choose", lambda *args, **kwargs: real(*args[:5], 0, **kwargs)),
+            mock.patch.object(ragged, "choose", lambda *args, **kwargs: real(*args[:5], 0, **kwargs)),
             mock.patch.object(moe_experts, "is_hopper", lambda device: False),
         ):
             assert_launches_compile(call)

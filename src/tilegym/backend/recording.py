@@ -147,6 +147,13 @@ def put_off() -> None:
         recorder.refused = recorder.put_off = True
 
 
+def refuse() -> None:
+    """Of the call that is being recorded, if any: what it does depends on more than its kind and answers."""
+    recorder = active
+    if recorder is not None and recorder.thread == threading.get_ident():
+        recorder.refused = True
+
+
 class _NotRepeatable(Exception):
     pass
 

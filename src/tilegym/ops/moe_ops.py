@@ -21,7 +21,7 @@ def group_gemm(group_A: list[Tensor], group_B: list[Tensor], transpose_b: bool =
         transpose_b: whether the second operands are transposed.
 
     Returns:
-        [M_i, N_i] each. Differentiable in every operand.
+        [M_i, N_i] each, which may be slices of one tensor where the operands are. Differentiable in every operand.
 
     Raises:
         ValueError: the lists differ in length, or a pair's shapes do not fit.

@@ -9,8 +9,6 @@ import torch
 
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
-from tilegym.ops.cutile.group_gemm import launch_outer
-from tilegym.ops.cutile.group_gemm import ragged_sum
 from tilegym.ops.cutile.moe_activation import moe_activation_backward_kernel
 from tilegym.ops.cutile.moe_activation import moe_activation_kernel
 from tilegym.ops.cutile.moe_align import launch_align
@@ -22,6 +20,8 @@ from tilegym.ops.cutile.moe_experts import choose
 from tilegym.ops.cutile.moe_experts import combine
 from tilegym.ops.cutile.moe_experts import grouped
 from tilegym.ops.cutile.moe_gemm import moe_gather_kernel
+from tilegym.ops.cutile.ragged_group_gemm import launch_outer
+from tilegym.ops.cutile.ragged_group_gemm import ragged_sum
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 
