@@ -177,7 +177,7 @@ def _swiglu(a, b, y, dy, da, db, backward: bool, calls: dict, moved: int) -> Gro
     variants = []
     for elements in (512, 1024, 2048, 4096, 8192):
         grid, tile = cover((m, n), elements)
-        args = (dy, a, b, da, db, *tile, False) if backward else (a, b, y, *tile)
+        args = (dy, a, b, da, db, *tile, False, False) if backward else (a, b, y, *tile, False)
         variants += [Variant(str(tile), hint, grid, kernel, args) for hint in hints(occupancies=(None, 4, 8, 16))]
     return Group(variants, [da, db] if backward else [y], calls, moved)
 

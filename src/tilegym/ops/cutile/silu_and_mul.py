@@ -16,14 +16,17 @@ from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import is_small
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import rows_of
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.silu_and_mul import check_silu_and_mul
 
 
 @ct.kernel
-def silu_and_mul_kernel(x, y, HALF: Int, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool):
+def silu_and_mul_kernel(x, y, HALF: Int, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, OVERLAP: Bool):
     """x: [M, 2 HALF] or [B, S, 2 HALF], y: the same with HALF columns; one block a tile, neighbours along a row."""
+    if OVERLAP:
+        ct.grid_dependency_control_launch_dependents()
     at = tile_of(y, TILE_M, TILE_N, GRID)
     # Columns of a tile beyond the half would be those of the other one.
     own = None if HALF % TILE_N == 0 else at[-1] < HALF
@@ -39,7 +42,7 @@ def launch_silu_and_mul(x: torch.Tensor, y: torch.Tensor) -> None:
         rows, y = rows_of(x), rows_of(y)
     shape = y.shape
     grid, tiles = layout(shape, y.get_device())
-    launch(y, grid, silu_and_mul_kernel, (rows, y, shape[-1], *tiles))
+    launch(y, grid, silu_and_mul_kernel, (rows, y, shape[-1], *tiles, overlaps(y.get_device())))
 
 
 def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

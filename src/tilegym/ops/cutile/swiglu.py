@@ -18,13 +18,17 @@ from tilegym.ops.cutile.pointwise import tile_of
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.swiglu import check_swiglu
 
 
 @ct.kernel
-def swiglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool):
+def swiglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, OVERLAP: Bool):
     """a, b, y: [M, N] or [B, S, N]; one block a tile, neighbours along a row."""
+    if OVERLAP:
+        ct.grid_dependency_control_launch_dependents()
     at = tile_of(y, TILE_M, TILE_N, GRID)
     gate, up = ct.gather(a, at, check_bounds=CHECK), ct.gather(b, at, check_bounds=CHECK)
     ct.scatter(y, at, gated(gate, up), check_bounds=CHECK)
@@ -37,9 +41,12 @@ def gated(gate, up):
 
 
 @ct.kernel
-def swiglu_backward_kernel(dy, a, b, da, db, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, INPLACE: Bool):
+def swiglu_backward_kernel(
+    dy, a, b, da, db, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, INPLACE: Bool, OVERLAP: Bool
+):
     """INPLACE: da is written over a, db over b, and da and db stand for nothing."""
-    at = tile_of(dy, TILE_M, TILE_N, GRID)
+    begin(OVERLAP)
+    at = tile_of(dy, TILE_M, TILE_N, GRID, LAST_FIRST=True)
     gate, up = ct.gather(a, at, check_bounds=CHECK), ct.gather(b, at, check_bounds=CHECK)
     g = ct.gather(dy, at, check_bounds=CHECK)
     sigmoid = over_one_plus_exp(1.0, gate, gate.dtype)
@@ -56,7 +63,8 @@ def launch_swiglu_backward(
     """Writes the gradients of swiglu(a, b) into da and db, or over a and b; all are [M, N] or [B, S, N]."""
     grid, tiles = layout(dy.shape, dy.get_device())
     outputs = (0, 0, *tiles, True) if da is None else (da, db, *tiles, False)
-    launch(dy, grid, swiglu_backward_kernel, (dy, a, b, *outputs))
+    overlap = overlaps(dy.get_device())
+    launch(dy, grid, swiglu_backward_kernel, (dy, a, b, *outputs, overlap), overlap=overlap)
 
 
 @compilable(fake=lambda a, b: torch.empty_like(a, memory_format=torch.contiguous_format))
@@ -64,7 +72,7 @@ def swiglu_forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(a, memory_format=torch.contiguous_format)
     rows_a, rows_b, rows = small_or_flat(a, b, y)
     grid, tiles = layout(rows.shape, y.get_device())
-    launch(y, grid, swiglu_kernel, (rows_a, rows_b, rows, *tiles))
+    launch(y, grid, swiglu_kernel, (rows_a, rows_b, rows, *tiles, overlaps(y.get_device())))
     return y
 
 
