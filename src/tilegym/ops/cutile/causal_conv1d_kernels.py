@@ -1,19 +1,19 @@
 """Kernels of the causal convolution.
 
 Where the channels of a token lie side by side, a thread has its channels and goes from token to token, carrying those
-that the taps reach back to; backward it goes from the last to the first, so that each token's dx is known with its dz.
-Where the tokens of a channel do, a block computes a tile of both: each tap is a gather of the same tile some tokens
-earlier, which the first one has brought into the L1 cache. Negative tokens are out of bounds, which reads as zero.
+that the taps reach back to. Backward it takes groups of STEP tokens, loaded as whole tiles, which on sm_90 other warps
+do ahead of it; it carries dz, and writes dx of the group before. Where the tokens of a channel lie side by side, a
+block computes a tile of both: each tap is a gather of the same tile some tokens earlier, which the first one has
+brought into the L1 cache. Negative tokens are out of bounds, which reads as zero.
 
 Backward, with z the convolution's sums: ``dz = dy * act'(z)``, ``dx[t] = sum_j weight[K - 1 - j] * dz[t + j]``,
 ``dweight[i] = sum_t dz[t] * x[t - K + 1 + i]``. Each block sums dweight and dbias over tokens of its own; the sums are
 added in a fixed order.
 
 Constants of the kernels: BIAS, whether there is one; SILU, whether it is the activation; AHEAD, whether the next tokens
-are read before these are worked on; EVEN, whether all tiles are full, so that few accesses need to be checked.
+are read before these are worked on; EVEN, whether all tiles are full, so that few accesses need to be checked; backward
+EVEN is about the tokens, and CHECK, whether there are blocks with fewer than TILE_C channels.
 """
-
-from typing import Annotated
 
 import cuda.tile as ct
 
@@ -22,9 +22,6 @@ from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import span
-
-# Backward has little time and few registers to spare for addresses: strides of channels and tokens are compiled in.
-Walked = Annotated[ct.Array, ct.ArrayAnnotation(static_stride_dims=(1, 2))]
 
 
 @ct.kernel
@@ -84,8 +81,12 @@ def _bias(bias, channels, BIAS: Bool):
 
 
 def _through_silu(dy, z, dtype):
-    s = over_one_plus_exp(1.0, z, dtype)
-    return dy * (s * (1.0 + z * (1.0 - s)))
+    if dtype == ct.float32:
+        s = over_one_plus_exp(1.0, z, dtype)
+        return dy * (s * (1.0 + z * (1.0 - s)))
+    # Two of these share what is slow. The difference has lost bits where s is nearly 1, but no more than 16 bits show.
+    scaled = over_one_plus_exp(dy, z, dtype)
+    return scaled + scaled * (z - over_one_plus_exp(z, z, dtype))
 
 
 def _sum_of_taps(taps, b, near, first: Int, K: Int):
@@ -157,72 +158,105 @@ def conv_kernel(x, weight, bias, y, TILE_C: Int, TILE_T: Int, K: Int, BIAS: Bool
     _store(y, batch, channels, tokens, z)
 
 
-def _backward_step(
-    xs, ups, after, dz_after, dw, db, taps, b, outs, batch, first, channels, n_tokens, STEP: Int, K: Int, SILU: Bool,
-    EVEN: Bool,
-):  # fmt: skip
-    """STEP tokens from ``first`` on, the last one first: what :func:`conv_last_backward_kernel` carries, before them.
+def _tokens_before(x, batch, start, channels, K: Int):
+    """The K - 1 tokens before ``start``, a vector of channels each, in fp32."""
+    tokens = ()
+    for i in ct.static_iter(range(K - 1)):
+        tokens = (*tokens, ct.gather(x, (batch, start + (i - K + 1), channels)).astype(ct.float32))
+    return tokens
 
-    xs: x from K - 1 tokens earlier on; after: the K - 1 that follow on these.
-    """
-    near, dtype = (*xs, *after), outs[0].dtype
-    for v in ct.static_iter(range(STEP)):
-        u = STEP - 1 - v
-        dz = ups[u].astype(ct.float32)
-        if SILU:
-            dz = _through_silu(dz, _sum_of_taps(taps, b, near, u, K), dtype)
-            if not EVEN:
-                # Behind the last token z is of no meaning, and need not be finite.
-                dz = ct.where(first + u < n_tokens, dz, 0.0)
-        added, dzs = (), (dz, *dz_after)
-        total = taps[K - 1] * dz
+
+def _tokens_of(x, batch, group, STEP: Int, TILE_C: Int):
+    """Those of a group, a vector of this block's channels each, in fp32; 0 behind the last one."""
+    tile = ct.load(x, (batch, group, ct.bid(1)), (1, STEP, TILE_C), padding_mode=ct.PaddingMode.ZERO)
+    tile, tokens = tile.reshape((STEP, TILE_C)), ()
+    for u in ct.static_iter(range(STEP)):
+        tokens = (*tokens, ct.extract(tile, (u, 0), (1, TILE_C)).reshape((TILE_C,)).astype(ct.float32))
+    return tokens
+
+
+def _put_group(outs, batch, first, tokens, CHECK: Bool):
+    """In a loop that counts ``first``: a full group."""
+    for u in ct.static_iter(range(len(tokens))):
+        row = tokens[u].astype(outs[u].dtype).reshape((1, 1, tokens[u].shape[0]))
+        ct.store(outs[u], (batch, first, ct.bid(1)), row, check_bounds=CHECK, allow_tma=False)
+
+
+def _put_last_group(y, batch, first, channels, tokens):
+    for u in ct.static_iter(range(len(tokens))):
+        ct.scatter(y, (batch, first + u, channels), tokens[u].astype(y.dtype))
+
+
+def _dz_of(ups, near, taps, b, first, n_tokens, dtype, K: Int, SILU: Bool, EVEN: Bool):
+    """Of the tokens of ``ups`` from ``first`` on; near: x from K - 1 tokens earlier on."""
+    if not SILU:
+        return ups
+    dzs = ()
+    for u in ct.static_iter(range(len(ups))):
+        dz = _through_silu(ups[u], _sum_of_taps(taps, b, near, u, K), dtype)
+        # Behind the last token z is of no meaning, and need not be finite.
+        dzs = (*dzs, dz if EVEN else ct.where(first + u < n_tokens, dz, 0.0))
+    return dzs
+
+
+def _dx_of(dzs, taps, STEP: Int, K: Int):
+    tokens = ()
+    for u in ct.static_iter(range(STEP)):
+        total = taps[K - 1] * dzs[u]
+        for j in ct.static_iter(range(1, K)):
+            total = total + taps[K - 1 - j] * dzs[u + j]
+        tokens = (*tokens, total)
+    return tokens
+
+
+def _added(dw, db, dzs, near, K: Int):
+    """The sums of dweight and dbias, and those over more tokens."""
+    for u in ct.static_iter(range(len(dzs))):
+        db, added = db + dzs[u], ()
         for i in ct.static_iter(range(K)):
-            added = (*added, dw[i] + dz * near[u + i].astype(ct.float32))
-            if i > 0:
-                total = total + taps[K - 1 - i] * dzs[i]
-        dw, db, dz_after = added, db + dz, dzs[: K - 1]
-        ct.scatter(outs[u % 4], (batch, first + u, channels), total.astype(dtype), check_bounds=not EVEN)
-    return near[: K - 1], dz_after, dw, db
+            added = (*added, dw[i] + dzs[u] * near[u + i])
+        dw = added
+    return dw, db
 
 
 @ct.kernel
 def conv_last_backward_kernel(
-    dy: Walked, x: Walked, weight, bias, dx0: Walked, dx1: Walked, dx2: Walked, dx3: Walked, dweight, dbias, splits,
-    share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool, SILU: Bool, AHEAD: Bool, EVEN: Bool,
+    dy, x, weight, bias, dx0, dx1, dx2, dx3, dweight, dbias, splits, share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool,
+    SILU: Bool, EVEN: Bool, CHECK: Bool,
 ):  # fmt: skip
-    """As :func:`conv_backward_kernel`, over the blocks and with the arrays of :func:`conv_last_kernel`."""
+    """As :func:`conv_backward_kernel`, over the blocks of :func:`conv_last_kernel`, with dy and x [B, T, C]; dx0 to
+    dx3: dx [B, T, C] from its token 0, 1, 2, 3 on, of which the first STEP are written to; ``share`` counts groups.
+
+    All dx are one array: stores into arrays of different names, at the number that a loop counts, are not ordered,
+    which would take a barrier each.
+    """
     batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
-    start, n_tokens = ct.bid(0) % splits * share, x.shape[1]
-    steps = ct.cdiv(min(share, n_tokens - start), STEP)
-    top = start + steps * STEP
-    taps, b, outs = _filter_of_walk(weight, ct.bid(1), channels, K), _bias(bias, channels, BIAS), (dx0, dx1, dx2, dx3)
-    db = ct.zeros((TILE_C,), ct.float32)
-    dw, dz_after = (), ()
+    n_tokens, start, outs = x.shape[1], ct.bid(0) % splits * share, (dx0, dx1, dx2, dx3)
+    groups = ct.cdiv(n_tokens, STEP)
+    end = min(start + share, groups)
+    taps, b = _filter_of_walk(weight, ct.bid(1), channels, K), _bias(bias, channels, BIAS)
+    zero = ct.zeros((TILE_C,), ct.float32)
+    zeros, owned = (), ()
     for _ in ct.static_iter(range(K)):
-        dw = (*dw, db)
-    near = _tokens_at(x, batch, top - (K - 1), channels, 2 * K - 2, True)
-    beyond = _tokens_at(dy, batch, top, channels, K - 1, True)
-    for j in ct.static_iter(range(K - 1)):
-        dz = beyond[j].astype(ct.float32)
-        if SILU:
-            dz = ct.where(top + j < n_tokens, _through_silu(dz, _sum_of_taps(taps, b, near, j, K), x.dtype), 0.0)
-        dz_after = (*dz_after, dz)
-    after = near[: K - 1]
-    if AHEAD:
-        next_xs = _tokens_at(x, batch, top - STEP - (K - 1), channels, STEP, True)
-        next_ups = _tokens_at(dy, batch, top - STEP, channels, STEP, True)
-    for i in range(steps):
-        first = top - (i + 1) * STEP
-        if AHEAD:
-            xs, ups = next_xs, next_ups
-            next_xs = _tokens_at(x, batch, first - STEP - (K - 1), channels, STEP, True)
-            next_ups = _tokens_at(dy, batch, first - STEP, channels, STEP, True)
-        else:
-            xs = _tokens_at(x, batch, first - (K - 1), channels, STEP, True)
-            ups = _tokens_at(dy, batch, first, channels, STEP, not EVEN)
-        after, dz_after, dw, db = _backward_step(
-            xs, ups, after, dz_after, dw, db, taps, b, outs, batch, first, channels, n_tokens, STEP, K, SILU, EVEN
-        )
+        zeros = (*zeros, zero)
+    near = (*_tokens_before(x, batch, start * STEP, channels, K), *_tokens_of(x, batch, start, STEP, TILE_C))
+    ups = _tokens_of(dy, batch, start, STEP, TILE_C)
+    dzs = _dz_of(ups, near, taps, b, start * STEP, n_tokens, x.dtype, K, SILU, EVEN)
+    # Sums are over what is read in the loops; the first group of all is read before them.
+    for u in ct.static_iter(range(STEP)):
+        owned = (*owned, ct.where(start == 0, dzs[u], 0.0))
+    dw, db = _added(zeros, zero, owned, near, K)
+    before = near[STEP:]
+    for token in range(start * STEP, min(end, groups - 1) * STEP, STEP):
+        group = token // STEP + 1
+        window = (*before, *_tokens_of(x, batch, group, STEP, TILE_C))
+        ups = _tokens_of(dy, batch, group, STEP, TILE_C)
+        after = _dz_of(ups, window, taps, b, token + STEP, n_tokens, x.dtype, K, SILU, EVEN)
+        dw, db = _added(dw, db, after, window, K)
+        _put_group(outs, batch, token, _dx_of((*dzs, *after), taps, STEP, K), CHECK)
+        dzs, before = after, window[STEP:]
+    if end == groups:
+        _put_last_group(dx0, batch, (groups - 1) * STEP, channels, _dx_of((*dzs, *zeros), taps, STEP, K))
     for i in ct.static_iter(range(K)):
         ct.scatter(dweight, (ct.bid(0), i, channels), dw[i])
     if BIAS:
