@@ -111,6 +111,7 @@ def constants(shape, causal, tile, two_loops, interleave):
 def label(tile, two_loops, interleave):
     loops, turns = " two loops" * two_loops, f" {interleave} heads" * (interleave > 1)
     parts = f" parts of {tile[2]}" if len(tile) > 2 else ""
+    parts += f", dq in parts of {tile[3]}" if len(tile) > 3 else ""
     return f"{tile[0]} queries x {tile[1]} keys{parts}{loops}{turns}"
 
 
@@ -132,7 +133,9 @@ def dkdv_launch(t, shape, causal, tile, two_loops, interleave, total):
     fused = isinstance(total, torch.Tensor)
     arrays = (t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], 0, 0, t["dk"], t["dv"], total)
     parts = (t["qpe"], t["kpe"], t["dkpe"], t["total_pe"] if fused else 0)
-    numbers = ((d + r) ** -0.5, 1.0, 0, *constants(shape, causal, tile, two_loops, interleave), fused)
+    columns = (tile[-1] if len(tile) > 2 else p2(d)) if fused else 0
+    parts_of_dq = (columns, -(-d // columns) if fused else 0)
+    numbers = ((d + r) ** -0.5, 1.0, 0, *constants(shape, causal, tile, two_loops, interleave), *parts_of_dq)
     return grid, attention_dkdv_kernel, (*arrays, *parts, *numbers)
 
 
@@ -167,8 +170,8 @@ def fused(shape, causal, tile, h, two_loops=False, interleave=1, rows=32, which=
 
 
 PAIR, TALL = hints(None, 2), hints(8)
-# The tiles (queries, keys and, if not all in one, columns of a part) that were the fastest of many in an earlier sweep:
-# for dq, for dkdv and, of those that compile without spilling, for the fused kernel.
+# The tiles (queries, keys and, if not all in one, columns of a part, and of one of dq) that were the fastest of many in
+# an earlier sweep: for dq, for dkdv and, of those that compile without spilling, for the fused kernel.
 TILES = {
     64: (
         [((64, 64), PAIR), ((128, 64), TALL)],
@@ -178,7 +181,7 @@ TILES = {
     128: (
         [((128, 64), TALL), ((64, 64), PAIR)],
         [((64, 64, 64), PAIR), ((32, 64), PAIR), ((64, 128), TALL)],
-        [((64, 128, 64), TALL), ((64, 64, 64), PAIR), ((64, 64), hints())],
+        [((64, 128, 128, 64), TALL), ((64, 128, 64), TALL), ((64, 64, 64), PAIR), ((64, 64), hints())],
     ),
     256: (
         [((128, 32), TALL), ((64, 64), hints())],

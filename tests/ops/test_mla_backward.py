@@ -88,7 +88,8 @@ class Test_MLA_Backward(PyTestCase):
         total, total_pe = (empty(4, 48, d, dtype=torch.float32) if fused else 0 for d in (128, 64))
         mask, mask_kind = (torch.empty(2, 1, 1, 48).bool(), KEY_MASK) if padding else (0, NO_MASK)
         tile = (config.TILE_M, config.TILE_N, config.TILE_P, 128 // config.TILE_P, 64, 128)
-        constants = (*tile, True, False, False, mask_kind, 1, False, False, True, config.TWO_LOOPS, False, 1, fused)
+        constants = (*tile, True, False, False, mask_kind, 1, False, False, True, config.TWO_LOOPS, False, 1)
+        more = {"dq": (False,), "dkdv": (0, 0), "fused": (config.TILE_P, 128 // config.TILE_P)}[kind]
         if kind == "dq":
             kernel = attention_dq_kernel
             arrays = (q, k, v, out, do, lse, mask, 0, empty(4, 48, 128), delta, qpe, kpe, empty(4, 48, 64))
@@ -96,7 +97,7 @@ class Test_MLA_Backward(PyTestCase):
             kernel = attention_dkdv_kernel
             dk, dv, dkpe = empty(4, 48, 128), empty(4, 48, 128), empty(4, 48, 64)
             arrays = (q, k, v, do, lse, delta, mask, 0, dk, dv, total, qpe, kpe, dkpe, total_pe)
-        assert_compiles(kernel.replace_hints(**config.hints), (*arrays, 0.1, 1.0, 0, *constants), ("sm_90",))
+        assert_compiles(kernel.replace_hints(**config.hints), (*arrays, 0.1, 1.0, 0, *constants, *more), ("sm_90",))
 
     def test_compiles_without_copy_engine(self):
         kwargs = {name: t.half().cpu() for name, t in tensors(1, 2, 1, 20, 24, 32, 16, 32).items()}

@@ -1,6 +1,7 @@
 """The backward pass of ``fmha``: tiles and launches of the kernels in attention_backward_kernels.py."""
 
 import functools
+import math
 
 import torch
 
@@ -16,6 +17,7 @@ from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
 from tilegym.ops.cutile.attention_backward_rows import finish_fused_kernel
 from tilegym.ops.cutile.attention_backward_rows import prepare_fused_kernel
 from tilegym.ops.cutile.attention_backward_rows import sum_heads_kernel
+from tilegym.ops.cutile.attention_backward_short import attention_short_backward_kernel
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
 from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
@@ -26,16 +28,29 @@ from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.attention_tiles import interleave_of
 from tilegym.ops.cutile.attention_tiles import mask_of_rows
 from tilegym.ops.cutile.matmul import uses_tf32
+from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import sm_count
 
-# For which widths (width_of) and whether causal one kernel computes all gradients, where it can; it adds to dq
-# atomically. On an H200 at B4 Hq32 Hkv8 S4096 it takes 3.3 ms instead of 3.6 for D 64, 5.6 instead of 6.2 for D 128,
-# 13.3 instead of 14.8 for D 256, and 6.8 instead of 7.7 if causal; for latent attention, B4 H16 S4096, 3.75 instead of
-# 3.99, but 2.08 instead of 1.99 if causal. Where it is not named, two are as fast or faster.
-FUSED = {(64, False), (128, False), (192, False), (256, False), (256, True)}
-FUSED_FROM = 1024  # queries and keys: for fewer, launches before and behind it weigh more
+# From how many queries and keys on one kernel computes all gradients, where it can, for which widths (width_of) and
+# whether causal; it adds to dq atomically. On an H200 at B4 Hq32 Hkv8 S4096 it takes 3.27 ms instead of 3.6 for D 64,
+# 1.85 instead of 1.94 if causal, 5.35 instead of 6.2 for D 128, 2.88 instead of 3.00 if causal, 13.3 instead of 14.8
+# for D 256, 6.8 instead of 7.7 if causal; causal B1 S8192 2.78 instead of 2.93 for D 128, with Hq64 3.48 instead of
+# 3.68 for D 64; latent attention, B4 H16 S4096, 3.75 instead of 3.99, but 2.08 instead of 1.99 if causal. Where it is
+# not named, two are as fast or faster; of fewer queries, launches before and behind it weigh more.
+FUSED = {
+    (64, False): 1024,
+    (64, True): 4096,
+    (128, False): 1024,
+    (128, True): 4096,
+    (192, False): 1024,
+    (256, False): 1024,
+    (256, True): 1024,
+}
+# Up to how many queries and keys a single kernel does all in one launch; where groups have more than four heads, they
+# are computed apart and added up by a second. On an H200 16 tokens take 14 us instead of 29 (Hq8 Hkv4 D256) and 14
+# instead of 25 (Hq64 Hkv8 D128).
+SHORT = 64
 ROWS = 32  # of a block of the kernels before and behind it
-ROWS_OF_SUMS = 16  # of a block that adds up the heads of groups
 
 
 def dq_configs(arch: str, tile_d: int) -> list[Config]:
@@ -106,19 +121,22 @@ def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
 
 
 def fused_configs(arch: str, tile_d: int) -> list[Config]:
-    """For that kernel when it adds to dq as well: one more tile of fp32, [TILE_M, TILE_P], by default TILE_P = D.
+    """For that kernel when it adds to dq too: one more tile of fp32, [TILE_M, TILE_DQ], by default TILE_DQ = TILE_P.
 
-    On an H200 parts of 64 columns, with which 128 keys fit the registers for D 128, take 5.6 ms of B4 Hq32 Hkv8 S4096
-    without a mask, where 64 keys take 5.9 in one part and 6.6 in two. A causal pass takes 2.99 ms, two kernels 3.00.
+    With parts of dq of 64 columns 128 keys fit the registers for D 128. On an H200 B4 Hq32 Hkv8 S4096 takes 5.35 ms so
+    without a mask, and 5.55 where scores and dk come in such parts too, which makes warps wait for each other oftener.
+    If causal it takes 2.94 ms with eight heads in turns, 2.88 with four, 2.99 with all, B1 S8192 2.78, 2.85 and 2.87;
+    with D 64 1.866 ms, 1.853 and 1.882.
     """
     if arch == "cpu":
-        return [Config(TILE_M=16, TILE_N=32, TILE_P=32, TWO_LOOPS=True)]
+        return [Config(TILE_M=16, TILE_N=32, TILE_P=32, TILE_DQ=16, TWO_LOOPS=True)]
     if tile_d == 192:
         return [Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
     if tile_d > 128:
         return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8)]
     if tile_d > 64:
-        return [Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=False, num_worker_warps=8)]
+        tiles = dict(TILE_M=64, TILE_N=128, TILE_DQ=64, TWO_LOOPS=True, num_worker_warps=8)
+        return [Config(INTERLEAVE=8, **tiles), Config(INTERLEAVE=4, **tiles)]
     return [Config(TILE_M=128, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
 
 
@@ -140,15 +158,24 @@ def _suits_keys(k: torch.Tensor, cfg: Config) -> bool:
     return cfg.TILE_N <= max(64, bucket(k.shape[2]))
 
 
+def _suits_mask(CAUSAL: bool, cfg: Config) -> bool:
+    # Without a causal mask those that differ in turns only are the same.
+    return CAUSAL or vars(cfg).get("INTERLEAVE", 8) == 8
+
+
 @functools.cache
-def _has_reductions(device: int) -> bool:
+def _is_hopper(device: int) -> bool:
     """Whether the tensor memory accelerator adds to what is in memory, as the fused kernel wants it."""
     return device >= 0 and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _fuses(device: int, width: int, is_causal: bool, queries: int, keys: int) -> bool:
-    wanted = min(queries, keys) >= FUSED_FROM and (width, is_causal) in FUSED
-    return wanted and _has_reductions(device) and not recording.ask(torch.are_deterministic_algorithms_enabled)
+def _fuses(device: int, width: int, is_causal: bool, window: int | None, queries: int, keys: int) -> bool:
+    length = min(queries, keys)
+    if is_causal and window is not None:
+        # As many scores as of a causal mask without a window, or as many keys.
+        length = min(length, 2 * window)
+    wanted = length >= FUSED.get((width, is_causal), math.inf)
+    return wanted and _is_hopper(device) and not recording.ask(torch.are_deterministic_algorithms_enabled)
 
 
 def width_of(head_dim: int, tile_r: int, tile_dv: int) -> int:
@@ -162,8 +189,19 @@ def _splits(device: int, batch: int, heads: int, kv_heads: int, keys: int) -> bo
 
 
 @functools.cache
+def _shares(device: int, width: int, batch: int, heads: int, kv_heads: int, keys: int, is_causal: bool) -> int:
+    """Into how many parts the fused kernel's blocks divide the heads of a group: as many as keep multiprocessors busy.
+
+    Of blocks of a causal mask, whose lengths differ, that takes two for each.
+    """
+    blocks, group = -(-keys // (64 if width > 192 else 128)) * batch * kv_heads, heads // kv_heads
+    wanted = 0.9 * sm_count(device) * (2 if is_causal else 1)
+    return next((n for n in range(1, group) if group % n == 0 and blocks * n >= wanted), group)
+
+
+@functools.cache
 def _fused_autotuner(tile_d: int) -> Autotuner:
-    return Autotuner(SearchSpace(functools.partial(fused_configs, tile_d=tile_d)))
+    return Autotuner(SearchSpace(functools.partial(fused_configs, tile_d=tile_d), _suits_mask))
 
 
 @functools.cache
@@ -248,6 +286,19 @@ def launch_backward(
         two_loops = cfg.TWO_LOOPS or has_kv_len
         return (*tile, *options, bounded, two_loops, tf32, interleave_of(cfg, is_causal))
 
+    def sums_of(shares: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the sums go that dk and dv have in so many parts: of fewer heads of a group each, in fp32."""
+        if shares == 1:
+            return dk, dv
+        parts = (batch, kv_heads * shares, keys)
+        return lse.new_empty(*parts, head_dim), lse.new_empty(*parts, v_dim)
+
+    def add_up(shares: int, dk_parts: torch.Tensor, dv_parts: torch.Tensor) -> None:
+        if shares > 1:
+            rows = 16 if keys > SHORT else 4
+            blocks = (-(-keys // rows) * batch * kv_heads,)
+            launch(q, blocks, sum_heads_kernel, (dk_parts, dv_parts, dk, dv, rows, tile_d, tile_dv, shares))
+
     def dq_arguments(cfg: Config) -> tuple:
         bounded = is_causal or windowed or has_kv_len or mask_kind == KEY_MASK or keys % cfg.TILE_N != 0
         arrays = (q, k, v, out, do, lse, mask, lengths, dq, delta, qpe, kpe, dqpe)
@@ -255,39 +306,52 @@ def launch_backward(
 
     key = (*look, is_causal, windowed, soft_cap is not None, mask_kind, has_kv_len, tf32, sinks is None)
     plain = attention_mask is None and kv_len is None and sinks is None and not exact
-    if plain and _fuses(q.get_device(), width, is_causal, queries, keys):
+    if plain and max(queries, keys) <= SHORT and _is_hopper(q.get_device()):
+        shares = heads // kv_heads if heads > 4 * kv_heads and not tile_r else 1
+        dk_parts, dv_parts = sums_of(shares)
+        tile_m, columns = 32 if queries <= 32 else 64, min(tile_d, 64) if tile_r else tile_d
+        arrays = (q, k, v, out, do, lse, dq, dk_parts, dv_parts, qpe, kpe, dqpe, dkpe)
+        tiles = (tile_m, SHORT, columns, -(-head_dim // columns), tile_r, tile_dv)
+        kernel = hinted(attention_short_backward_kernel, num_worker_warps=8)
+        blocks = (batch * kv_heads * shares,)
+        launch(q, blocks, kernel, (*arrays, *numbers, *tiles, is_causal, windowed, soft_cap is not None))
+        add_up(shares, dk_parts, dv_parts)
+        return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
+    if plain and _fuses(q.get_device(), width, is_causal, window_size, queries, keys):
+        shares = 1 if tile_r else _shares(q.get_device(), width, batch, heads, kv_heads, keys, is_causal)
         total, totalpe = lse.new_empty(q.shape), lse.new_empty(qpe.shape) if tile_r else 0
+        dk_parts, dv_parts = sums_of(shares)
         rows = (-(-queries // ROWS) * batch * heads,)
 
         def fused_arguments(cfg: Config) -> tuple:
-            arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total, qpe, kpe, dkpe, totalpe)
+            arrays = (q, k, v, do, lse, delta, 0, 0, dk_parts, dv_parts, total, qpe, kpe, dkpe, totalpe)
             bounded = is_causal or windowed or keys % cfg.TILE_N != 0
-            return (*arrays, *numbers, *constants(cfg, mask_kind, bounded), True)
+            tiles = constants(cfg, mask_kind, bounded)
+            columns = min(vars(cfg).get("TILE_DQ", tiles[2]), tiles[2])
+            return (*arrays, *numbers, *tiles, columns, -(-head_dim // columns))
 
         launch(q, rows, prepare_fused_kernel, (out, do, delta, total, totalpe, ROWS, tile_d, tile_r, tile_dv))
         _fused_autotuner(width)(
             None,
-            grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads,),
+            grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads * shares,),
             kernel=attention_dkdv_kernel,
             args_fn=fused_arguments,
-            key=key,
+            key=(*key, shares),
             outputs=("dk", "dv"),
         )
         launch(q, rows, finish_fused_kernel, (total, dq, totalpe, dqpe, scaling, ROWS, tile_d, tile_r))
+        add_up(shares, dk_parts, dv_parts)
         return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
     # Where the heads of a group can have masks of their own, what is masked shows in the loop over them only.
     own_masks = mask_kind == KEY_MASK and mask_shape[1] > 1
     dkdv_kind = BOOLEAN_MASK if own_masks else mask_kind
     # Of each query head, in fp32, where the heads of the keys would be too few blocks.
     group = heads // kv_heads if not tile_r and _splits(q.get_device(), batch, heads, kv_heads, keys) else 1
-    dk_parts, dv_parts = dk, dv
-    if group > 1:
-        dk_parts = lse.new_empty(batch, heads, keys, head_dim)
-        dv_parts = lse.new_empty(batch, heads, keys, v_dim)
+    dk_parts, dv_parts = sums_of(group)
 
     def dkdv_arguments(cfg: Config) -> tuple:
         arrays = (q, k, v, do, lse, delta, mask, lengths, dk_parts, dv_parts, 0, qpe, kpe, dkpe, 0)
-        return (*arrays, *numbers, *constants(cfg, dkdv_kind, is_causal or windowed), False)
+        return (*arrays, *numbers, *constants(cfg, dkdv_kind, is_causal or windowed), 0, 0)
 
     tune_dq(
         None,
@@ -303,9 +367,7 @@ def launch_backward(
         args_fn=dkdv_arguments,
         key=(*key, group),
     )
-    if group > 1:
-        blocks = (-(-keys // ROWS_OF_SUMS) * batch * kv_heads,)
-        launch(q, blocks, sum_heads_kernel, (dk_parts, dv_parts, dk, dv, ROWS_OF_SUMS, tile_d, tile_dv, group))
+    add_up(group, dk_parts, dv_parts)
     if sinks is None:
         return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
     # A sink is a key whose value is zero: dP is zero there.

@@ -13,8 +13,9 @@ Queries and keys come in PARTS of TILE_P columns: a head dimension need not be a
 second kernel adds to dq one part at a time is in registers. One more part of TILE_R columns can lie in arrays of its
 own, as the positional part in latent attention does.
 
-The second kernel can do the whole: FUSED, it adds what its keys give to dq in fp32, atomically, where the first kernel
-would compute scores and dP again; then prepare_fused_kernel comes before it and finish_fused_kernel behind it.
+The second kernel can do the whole: it adds what its keys give to dq in fp32, atomically, TILE_DQ columns at a time,
+where the first kernel would compute scores and dP again; then prepare_fused_kernel comes before it and
+finish_fused_kernel behind it.
 """
 
 import math
@@ -213,24 +214,25 @@ def attention_dq_kernel(
     store_parts(dq, dqpe, batch, head, i, acc, scaling, PARTS)
 
 
-def reduce_dq(dq, dqpe, ds, k_tiles, batch, head, i, TILE_M: Int, TILE_P: Int, PARTS: Int, TILE_R: Int):
+def reduce_dq(dq, dqpe, ds, k_tiles, batch, head, i, TILE_R: Int):
     """Adds to dq what a tile of keys gives to tile ``i`` of the queries of a head, by dS / scaling [TILE_N, TILE_M]."""
-    ds, shape = ct.transpose(ds), (1, 1, TILE_M, TILE_P)
-    for part in ct.static_iter(range(PARTS)):
-        product = ct.mma(ds, k_tiles[part], ct.zeros((TILE_M, TILE_P), dtype=ct.float32))
+    ds = ct.transpose(ds)
+    parts = len(k_tiles) - 1 if TILE_R else len(k_tiles)
+    for part in ct.static_iter(range(len(k_tiles))):
+        shape = (ds.shape[0], k_tiles[part].shape[1])
+        product = ct.mma(ds, k_tiles[part], ct.zeros(shape, dtype=ct.float32)).reshape((1, 1, *shape))
         # On sm_90 the tensor memory accelerator does this, and nobody waits for it.
-        dq.tiled_view(shape).atomic_store_add((batch, head, i, part), product.reshape(shape))
-    if TILE_R:
-        product = ct.mma(ds, k_tiles[PARTS], ct.zeros((TILE_M, TILE_R), dtype=ct.float32))
-        shape_pe = (1, 1, TILE_M, TILE_R)
-        dqpe.tiled_view(shape_pe).atomic_store_add((batch, head, i, 0), product.reshape(shape_pe))
+        if part < parts:
+            dq.tiled_view((1, 1, *shape)).atomic_store_add((batch, head, i, part), product)
+        else:
+            dqpe.tiled_view((1, 1, *shape)).atomic_store_add((batch, head, i, 0), product)
 
 
 def add_to_dk_dv(
-    state, k_tiles, v_tile, q, qpe, do, lse, delta, mask, dq, dqpe, place, columns, partial, limits, scaling, soft_cap,
-    TILE_M: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, options, FUSED: Bool,
+    state, k_tiles, v_tile, k_parts, q, qpe, do, lse, delta, mask, dq, dqpe, place, columns, partial, limits, scaling,
+    soft_cap, TILE_M: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, options,
 ):  # fmt: skip
-    """What tile ``i`` of the queries of a head adds to dk / scaling and dv, and if FUSED its keys to dq / scaling."""
+    """What tile ``i`` of the queries of a head adds to dk / scaling and dv, and ``k_parts`` to dq / scaling."""
     batch, head, i, j = place
     dk, dv = state
     keys, window, queries = limits
@@ -256,8 +258,7 @@ def add_to_dk_dv(
     dv = ct.mma(cast_operand(p, do, TF32), do_tile, dv)
     ds = cast_operand(ds, q, TF32)
     dk = add_products(ds, q_tiles, dk)
-    if FUSED:
-        reduce_dq(dq, dqpe, ds, k_tiles, batch, head, i, TILE_M, TILE_P, PARTS, TILE_R)
+    reduce_dq(dq, dqpe, ds, k_parts, batch, head, i, TILE_R)
     return dk, dv
 
 
@@ -273,11 +274,11 @@ def attention_dkdv_kernel(
     kv_len,
     dk,  # [B, H, Skv, D], H a multiple of Hkv and a divisor of Hq: the sums of Hq / H heads each
     dv,  # [B, H, Skv, Dv]
-    dq,  # [B, Hq, Sq, D] of fp32 if FUSED: what dq / scaling is added to; else 0
+    dq,  # [B, Hq, Sq, D] of fp32 if TILE_DQ: what dq / scaling is added to; else 0
     qpe,  # as in attention_dq_kernel
     kpe,
     dkpe,  # [B, H, Skv, R] if TILE_R, else 0
-    dqpe,  # as dq, [B, Hq, Sq, R], if FUSED and TILE_R; else 0
+    dqpe,  # as dq, [B, Hq, Sq, R], if TILE_DQ and TILE_R; else 0
     scaling: float,
     soft_cap: float,
     window: int,
@@ -298,7 +299,8 @@ def attention_dkdv_kernel(
     TWO_LOOPS: Bool,
     TF32: Bool,
     INTERLEAVE: Int,
-    FUSED: Bool,
+    TILE_DQ: Int,  # dq is added to in PARTS_DQ parts of so many columns; 0: another kernel computes it
+    PARTS_DQ: Int,
 ):
     """The constants are those of attention_kernel; a KEY_MASK is the same for all heads."""
     # Of a causal mask the first keys are seen by the most queries: they go first.
@@ -310,7 +312,7 @@ def attention_dkdv_kernel(
     first, full_first, full_last, last = query_tiles(
         q.shape[2], keys, j * TILE_N, window, TILE_M, TILE_N, CAUSAL, WINDOW
     )
-    if FUSED and j * TILE_N + TILE_N > keys:
+    if TILE_DQ and j * TILE_N + TILE_N > keys:
         # Behind the last key P may be infinite, which must not reach dq.
         full_last = full_first
     kept = columns < keys
@@ -323,31 +325,36 @@ def attention_dkdv_kernel(
 
     k_tiles = load_parts(k, kpe, batch, kv_head, 0, j, TILE_N, TILE_P, PARTS, TILE_R, TF32)
     v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, TF32)
+    k_parts = ()
+    if TILE_DQ == TILE_P:
+        k_parts = k_tiles
+    elif TILE_DQ:
+        k_parts = load_parts(k, kpe, batch, kv_head, 0, j, TILE_N, TILE_DQ, PARTS_DQ, TILE_R, TF32)
     state = (zero_parts(TILE_N, TILE_P, PARTS, TILE_R), ct.zeros((TILE_N, TILE_DV), dtype=ct.float32))
     limits = (keys, window, q.shape[2])
     options = (CAUSAL, WINDOW, SOFT_CAP, 0 if MASK == KEY_MASK else MASK, MASK_ROWS, False, EXACT)
     tail = (limits, scaling, soft_cap, TILE_M, TILE_P, PARTS, TILE_R, TILE_DV, EXACT, TF32, options)
-    arrays = (k_tiles, v_tile, q, qpe, do, lse, delta, mask, dq, dqpe)
+    arrays = (k_tiles, v_tile, k_parts, q, qpe, do, lse, delta, mask, dq, dqpe)
     # One loop for the tiles of all heads of the group, so that loads run ahead from one head to the next.
     if not BOUNDED:
         for n in range(group * (last - first)):
             place = (batch, block_head * group + n // (last - first), first + n % (last - first), j)
-            state = add_to_dk_dv(state, *arrays, place, columns, False, *tail, FUSED)
+            state = add_to_dk_dv(state, *arrays, place, columns, False, *tail)
     elif TWO_LOOPS:
         full = full_last - full_first
         for n in range(group * full):
             place = (batch, block_head * group + n // full, full_first + n % full, j)
-            state = add_to_dk_dv(state, *arrays, place, columns, False, *tail, FUSED)
+            state = add_to_dk_dv(state, *arrays, place, columns, False, *tail)
         others = full_first - first + last - full_last
         for n in range(group * others):
             i = partial_tile(n % others, first, full_first, full_last)
             place = (batch, block_head * group + n // others, i, j)
-            state = add_to_dk_dv(state, *arrays, place, columns, True, *tail, FUSED)
+            state = add_to_dk_dv(state, *arrays, place, columns, True, *tail)
     else:
         for n in range(group * (last - first)):
             i = first + n % (last - first)
             place = (batch, block_head * group + n // (last - first), i, j)
-            state = add_to_dk_dv(state, *arrays, place, columns, i < full_first or i >= full_last, *tail, FUSED)
+            state = add_to_dk_dv(state, *arrays, place, columns, i < full_first or i >= full_last, *tail)
 
     dk_tiles, dv_tile = state
     if KV_LEN or MASK == KEY_MASK:
