@@ -202,16 +202,15 @@ def conv_group(tokens, channels=8192):
 
     work = 2 * 2 * tokens * channels / 1e9
     GROUPS[name] = Group(tensors, lambda t: t["y"], {"torch": reference}, work, "GB/s")
-    for sizes in itertools.product((256, 512), (4, 8), (3, 4, 6), (False, True)):
+    for sizes in itertools.product((256, 512, 1024), (4,), (2, 3, 4, 6)):
 
         def launches(t, walk=conv.Walk(*sizes)):
             plan = conv.walk_plan(walk, conv.conv_last_kernel, 1, channels, tokens, t["x"].get_device())
-            _, share, splits, tile_c, even = plan
-            arrays = (t["x"].mT, t["w"], t["w"], *[t["y"].mT] * 4)
-            args = (*arrays, splits, share, tile_c, walk.step, 4, False, True, walk.ahead, even)
-            return [((splits, ct.cdiv(channels, tile_c)), conv.conv_last_kernel, args)]
+            _, tiles, exact = plan
+            args = (t["x"].mT, t["w"].view(-1), t["w"], *conv.from_each(t["y"]), *tiles, 4, False, True, *exact)
+            return [((tiles[0], ct.cdiv(channels, tiles[2])), conv.conv_last_kernel, args)]
 
-        label = f"{sizes[1]} tokens x {sizes[0]} channels{' ahead' * sizes[3]}"
+        label = f"{sizes[1]} tokens x {sizes[0]} channels"
         VARIANTS.append(Variant(name, label, hints(4, sizes[2]), launches))
 
 

@@ -42,18 +42,16 @@ def conv_tiles(channels: int, tokens: int) -> tuple[int, int]:
 
 
 class Walk(NamedTuple):
-    """Channels and tokens that a block loads at once, blocks to a multiprocessor, and whether it reads ahead, which
-    backward, where whole tiles are loaded, the compiler sees to."""
+    """Channels and tokens of the tiles that a block loads, and blocks to a multiprocessor."""
 
     channels: int
     step: int
     occupancy: int
-    ahead: bool = False
 
 
-# The fastest on an H200 in bf16; 512 channels are 8 bytes for each thread. Backward more blocks leave too few registers
-# for tiles to be loaded several groups ahead: 8192 tokens of 8192 channels take 146 us instead of 114 with three.
-FORWARD, BACKWARD = Walk(512, 4, 6, True), Walk(512, 4, 2)
+# The fastest on an H200 in bf16. Backward more blocks leave too few registers for tiles to be loaded several groups
+# ahead: 8192 tokens of 8192 channels take 146 us instead of 114 with three.
+FORWARD, BACKWARD = Walk(1024, 4, 4), Walk(512, 4, 2)
 MAX_TURNS = 4  # of blocks, one after the other
 BEGINNING = 6  # about as many groups' time as a block takes before its loop
 
@@ -61,18 +59,6 @@ BEGINNING = 6  # about as many groups' time as a block takes before its loop
 @functools.lru_cache(maxsize=1024)
 def walk_plan(
     walk: Walk, kernel: ct.kernel, batch: int, channels: int, tokens: int, device: int
-) -> tuple[ct.kernel, int, int, int, bool]:
-    """(kernel, tokens of a block, splits, TILE_C, EVEN): all blocks at a time, where there are tokens for them."""
-    tile_c = min(walk.channels, next_power_of_2(channels))
-    splits = max(1, walk.occupancy * sm_count(device) // max(1, batch * ct.cdiv(channels, tile_c)))
-    share = max(1, ct.cdiv(ct.cdiv(tokens, splits), walk.step)) * walk.step
-    even = tokens % walk.step == 0 and channels % tile_c == 0
-    return hinted(kernel, num_worker_warps=4, occupancy=walk.occupancy), share, ct.cdiv(tokens, share), tile_c, even
-
-
-@functools.lru_cache(maxsize=1024)
-def backward_plan(
-    walk: Walk, batch: int, channels: int, tokens: int, device: int
 ) -> tuple[ct.kernel, tuple[int, int, int, int], tuple[bool, bool]]:
     """(kernel, (splits, groups of a block, TILE_C, STEP), (EVEN, CHECK)): the splits that seem to take least time."""
     tile_c, groups = min(walk.channels, next_power_of_2(channels)), ct.cdiv(tokens, walk.step)
@@ -81,15 +67,15 @@ def backward_plan(
         share = max(1, ct.cdiv(groups, max(1, turns * walk.occupancy * sm_count(device) // columns)))
         plans.append((turns * (share + BEGINNING), share))
     share = min(plans)[1]
-    kernel = hinted(conv_last_backward_kernel, num_worker_warps=4, occupancy=walk.occupancy)
+    kernel = hinted(kernel, num_worker_warps=4, occupancy=walk.occupancy)
     tiles = ct.cdiv(groups, share), share, tile_c, walk.step
     return kernel, tiles, (tokens % walk.step == 0, channels % tile_c != 0)
 
 
-def _from_each(dx: torch.Tensor) -> list[torch.Tensor]:
-    """``dx`` [B, C, T] as [B, T, C], from its token 0, 1, 2, 3 on: see :func:`conv_last_backward_kernel`."""
-    dx = dx.mT
-    return [dx[:, u:] if u < dx.shape[1] else dx for u in range(4)]
+def from_each(y: torch.Tensor) -> list[torch.Tensor]:
+    """``y`` [B, C, T] as [B, T, C], from its token 0, 1, 2, 3 on: see :func:`conv_last_kernel`."""
+    y = y.mT
+    return [y[:, u:] if u < y.shape[1] else y for u in range(4)]
 
 
 def flat(weight: torch.Tensor) -> torch.Tensor:
@@ -144,15 +130,14 @@ def conv_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     options, b = (weight.shape[1], bias is not None, silu), weight if bias is None else bias
     last = is_channels_last(x)
     if last:
-        plan = walk_plan(FORWARD, conv_last_kernel, batch, channels, tokens, x.get_device())
-        kernel, share, splits, tile_c, even = plan
+        kernel, tiles, exact = walk_plan(FORWARD, conv_last_kernel, batch, channels, tokens, x.get_device())
+        splits, tile_c = tiles[0], tiles[2]
     else:
         tile_c, tile_t = conv_tiles(channels, tokens)
     for _, (some_x, some_y) in entries_per_launch(x, y):
         if last:
             grid = (some_x.shape[0] * splits, ct.cdiv(channels, tile_c))
-            arrays = (some_x.mT, flat(weight), b, *[some_y.mT] * 4)
-            launch(x, grid, kernel, (*arrays, splits, share, tile_c, FORWARD.step, *options, FORWARD.ahead, even))
+            launch(x, grid, kernel, (some_x.mT, flat(weight), b, *from_each(some_y), *tiles, *options, *exact))
         else:
             grid = (ct.cdiv(tokens, tile_t) * some_x.shape[0], ct.cdiv(channels, tile_c))
             launch(x, grid, conv_kernel, (some_x, weight, b, some_y, tile_c, tile_t, *options))
@@ -176,7 +161,7 @@ def conv_backward(
     options, b = (taps, bias is not None, silu), weight if bias is None else bias
     last = is_channels_last(x)
     if last:
-        kernel, tiles, exact = backward_plan(BACKWARD, batch, channels, tokens, device)
+        kernel, tiles, exact = walk_plan(BACKWARD, conv_last_backward_kernel, batch, channels, tokens, device)
         splits, tile_c, constants = tiles[0], tiles[2], (*tiles, *options, *exact)
     else:
         tile_c, tile_t = conv_tiles(channels, tokens)
@@ -189,7 +174,7 @@ def conv_backward(
         sums = dw[entries].flatten(0, 1), db[entries].flatten(0, 1)
         arrays = (some_dy, some_x, weight, b, some_dx)
         if last:
-            arrays = (some_dy.mT, some_x.mT, flat(weight), b, *_from_each(some_dx))
+            arrays = (some_dy.mT, some_x.mT, flat(weight), b, *from_each(some_dx))
         launch(x, (some_x.shape[0] * splits, ct.cdiv(channels, tile_c)), kernel, (*arrays, *sums, *constants))
     pairs = [(dw.view(batch * splits, taps * channels), dweight.t().view(-1))]
     if bias is not None:

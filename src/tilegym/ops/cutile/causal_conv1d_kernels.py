@@ -1,18 +1,17 @@
 """Kernels of the causal convolution.
 
-Where the channels of a token lie side by side, a thread has its channels and goes from token to token, carrying those
-that the taps reach back to. Backward it takes groups of STEP tokens, loaded as whole tiles, which on sm_90 other warps
-do ahead of it; it carries dz, and writes dx of the group before. Where the tokens of a channel lie side by side, a
-block computes a tile of both: each tap is a gather of the same tile some tokens earlier, which the first one has
-brought into the L1 cache. Negative tokens are out of bounds, which reads as zero.
+Where the channels of a token lie side by side, a thread has its channels and goes from token to token, a group of STEP
+tokens at a time, carrying those that the taps reach back to; backward it also carries dz, and writes dx of the group
+before. Groups are loaded as whole tiles, which on sm_90 other warps do ahead of it. Where the tokens of a channel lie
+side by side, a block computes a tile of both: each tap is a gather of the same tile some tokens earlier, which the
+first one has brought into the L1 cache. Negative tokens are out of bounds, which reads as zero.
 
 Backward, with z the convolution's sums: ``dz = dy * act'(z)``, ``dx[t] = sum_j weight[K - 1 - j] * dz[t + j]``,
 ``dweight[i] = sum_t dz[t] * x[t - K + 1 + i]``. Each block sums dweight and dbias over tokens of its own; the sums are
 added in a fixed order.
 
-Constants of the kernels: BIAS, whether there is one; SILU, whether it is the activation; AHEAD, whether the next tokens
-are read before these are worked on; EVEN, whether all tiles are full, so that few accesses need to be checked; backward
-EVEN is about the tokens, and CHECK, whether there are blocks with fewer than TILE_C channels.
+Constants of the kernels: BIAS, whether there is one; SILU, whether it is the activation; EVEN, whether all groups are
+full; CHECK, whether there are blocks with fewer than TILE_C channels.
 """
 
 import cuda.tile as ct
@@ -96,68 +95,6 @@ def _sum_of_taps(taps, b, near, first: Int, K: Int):
     return z
 
 
-def _tokens_at(x, batch, first, channels, COUNT: Int, CHECK: Bool):
-    """COUNT tokens, a vector of channels each."""
-    tokens = ()
-    for i in ct.static_iter(range(COUNT)):
-        tokens = (*tokens, ct.gather(x, (batch, first + i, channels), check_bounds=CHECK))
-    return tokens
-
-
-def _forward_step(xs, before, taps, b, outs, batch, first, channels, STEP: Int, K: Int, SILU: Bool, EVEN: Bool):
-    """STEP tokens from ``first`` on; the K - 1 last ones, for the next step."""
-    near, dtype = (*before, *xs), outs[0].dtype
-    for u in ct.static_iter(range(STEP)):
-        z = _sum_of_taps(taps, b, near, u, K)
-        if SILU:
-            z = over_one_plus_exp(z, z, dtype)
-        ct.scatter(outs[u % 4], (batch, first + u, channels), z.astype(dtype), check_bounds=not EVEN)
-    return near[STEP:]
-
-
-@ct.kernel
-def conv_last_kernel(
-    x, weight, bias, y0, y1, y2, y3, splits, share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool, SILU: Bool,
-    AHEAD: Bool, EVEN: Bool,
-):  # fmt: skip
-    """x, y: [B, T, C], the channels of a token side by side; weight: [C, K], or [C * K] if K is a power of two.
-
-    Blocks: (batch and splits, channels).
-
-    A block walks along ``share`` tokens, a multiple of STEP, and computes up to STEP - 1 more than there are. All y
-    are one array: stores into one array are ordered, by a barrier each, those into arrays of different names are not.
-    """
-    batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
-    start = ct.bid(0) % splits * share
-    end, last = min(start + share, x.shape[1]), x.shape[1] - STEP
-    taps, b, outs = _filter_of_walk(weight, ct.bid(1), channels, K), _bias(bias, channels, BIAS), (y0, y1, y2, y3)
-    before = _tokens_at(x, batch, start - (K - 1), channels, K - 1, True)
-    if AHEAD:
-        coming = _tokens_at(x, batch, start, channels, STEP, True)
-    for first in range(start, end, STEP):
-        if AHEAD:
-            xs, later = coming, min(first + STEP, last) if EVEN else first + STEP
-            coming = _tokens_at(x, batch, later, channels, STEP, not EVEN)
-        else:
-            xs = _tokens_at(x, batch, first, channels, STEP, not EVEN)
-        before = _forward_step(xs, before, taps, b, outs, batch, first, channels, STEP, K, SILU, EVEN)
-
-
-@ct.kernel
-def conv_kernel(x, weight, bias, y, TILE_C: Int, TILE_T: Int, K: Int, BIAS: Bool, SILU: Bool):
-    """The same, the tokens of a channel side by side."""
-    t_tiles = ct.cdiv(x.shape[2], TILE_T)
-    batch, channels = ct.bid(0) // t_tiles, span(ct.bid(1), TILE_C)
-    tokens = span(ct.bid(0) % t_tiles, TILE_T)
-    taps = _columns(_filter(weight, channels, K), K)
-    z = _bias(bias, channels, BIAS)[:, None]
-    for i in ct.static_iter(range(K)):
-        z = z + taps[i] * _load(x, batch, channels, tokens - (K - 1 - i))
-    if SILU:
-        z = over_one_plus_exp(z, z, y.dtype)
-    _store(y, batch, channels, tokens, z)
-
-
 def _tokens_before(x, batch, start, channels, K: Int):
     """The K - 1 tokens before ``start``, a vector of channels each, in fp32."""
     tokens = ()
@@ -185,6 +122,53 @@ def _put_group(outs, batch, first, tokens, CHECK: Bool):
 def _put_last_group(y, batch, first, channels, tokens):
     for u in ct.static_iter(range(len(tokens))):
         ct.scatter(y, (batch, first + u, channels), tokens[u].astype(y.dtype))
+
+
+def _forward_group(x, before, taps, b, batch, group, STEP: Int, TILE_C: Int, K: Int, SILU: Bool):
+    """y of its tokens, and those before the next ones."""
+    near, tokens = (*before, *_tokens_of(x, batch, group, STEP, TILE_C)), ()
+    for u in ct.static_iter(range(STEP)):
+        z = _sum_of_taps(taps, b, near, u, K)
+        tokens = (*tokens, over_one_plus_exp(z, z, x.dtype) if SILU else z)
+    return tokens, near[STEP:]
+
+
+@ct.kernel
+def conv_last_kernel(
+    x, weight, bias, y0, y1, y2, y3, splits, share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool, SILU: Bool, EVEN: Bool,
+    CHECK: Bool,
+):  # fmt: skip
+    """x: [B, T, C], the channels of a token side by side; y0 to y3: y [B, T, C] from its token 0, 1, 2, 3 on, of which
+    the first STEP are written to; weight: [C, K], or [C * K] if K is a power of two.
+
+    Blocks: (batch and splits, channels). A block walks along ``share`` groups. All y are one array: stores into arrays
+    of different names, at the number that a loop counts, are not ordered, which would take a barrier each.
+    """
+    batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
+    start, full, outs = ct.bid(0) % splits * share, x.shape[1] // STEP, (y0, y1, y2, y3)
+    taps, b = _filter_of_walk(weight, ct.bid(1), channels, K), _bias(bias, channels, BIAS)
+    before = _tokens_before(x, batch, start * STEP, channels, K)
+    for token in range(start * STEP, min(start + share, full) * STEP, STEP):
+        tokens, before = _forward_group(x, before, taps, b, batch, token // STEP, STEP, TILE_C, K, SILU)
+        _put_group(outs, batch, token, tokens, CHECK)
+    if not EVEN and start + share > full:
+        rest, _ = _forward_group(x, before, taps, b, batch, full, STEP, TILE_C, K, SILU)
+        _put_last_group(y0, batch, full * STEP, channels, rest)
+
+
+@ct.kernel
+def conv_kernel(x, weight, bias, y, TILE_C: Int, TILE_T: Int, K: Int, BIAS: Bool, SILU: Bool):
+    """The same, the tokens of a channel side by side."""
+    t_tiles = ct.cdiv(x.shape[2], TILE_T)
+    batch, channels = ct.bid(0) // t_tiles, span(ct.bid(1), TILE_C)
+    tokens = span(ct.bid(0) % t_tiles, TILE_T)
+    taps = _columns(_filter(weight, channels, K), K)
+    z = _bias(bias, channels, BIAS)[:, None]
+    for i in ct.static_iter(range(K)):
+        z = z + taps[i] * _load(x, batch, channels, tokens - (K - 1 - i))
+    if SILU:
+        z = over_one_plus_exp(z, z, y.dtype)
+    _store(y, batch, channels, tokens, z)
 
 
 def _dz_of(ups, near, taps, b, first, n_tokens, dtype, K: Int, SILU: Bool, EVEN: Bool):
@@ -224,12 +208,7 @@ def conv_last_backward_kernel(
     dy, x, weight, bias, dx0, dx1, dx2, dx3, dweight, dbias, splits, share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool,
     SILU: Bool, EVEN: Bool, CHECK: Bool,
 ):  # fmt: skip
-    """As :func:`conv_backward_kernel`, over the blocks of :func:`conv_last_kernel`, with dy and x [B, T, C]; dx0 to
-    dx3: dx [B, T, C] from its token 0, 1, 2, 3 on, of which the first STEP are written to; ``share`` counts groups.
-
-    All dx are one array: stores into arrays of different names, at the number that a loop counts, are not ordered,
-    which would take a barrier each.
-    """
+    """As :func:`conv_backward_kernel`, over the blocks and with the arrays of :func:`conv_last_kernel`."""
     batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
     n_tokens, start, outs = x.shape[1], ct.bid(0) % splits * share, (dx0, dx1, dx2, dx3)
     groups = ct.cdiv(n_tokens, STEP)
