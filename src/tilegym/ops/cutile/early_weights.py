@@ -24,7 +24,7 @@ NOTHING = -1  # what no element's bits are, which the compiler must not know
 def begin_early(weights, n, out, nothing, TILE_N: Int, early, COLS: Int, OVERLAP: Bool):
     """In a kernel, as ``begin``, first of all: block n reads ahead of the wait what it then takes from ``weights``.
 
-    Of each of them, [N, K] in 16 bits, the first COLS columns of TILE_N rows, by the ``early`` blocks that run at first.
+    Of each of them, [N, K] in 16 bits, the first COLS columns of TILE_N rows, by the ``early`` blocks that run first.
     ``nothing`` is NOTHING, which no element is: for it the first of ``out``, [1, N] or [1, 1, N], would be written.
     COLS is a multiple of what THREADS sectors of TILE_N rows cover.
     """
@@ -45,6 +45,12 @@ def begin_early(weights, n, out, nothing, TILE_N: Int, early, COLS: Int, OVERLAP
             ct.scatter(out, index, at.astype(out.dtype), mask=seen == nothing)
     if OVERLAP:
         ct.grid_dependency_control_wait()
+
+
+def columns_of(k: int, tile_n: int, wanted: int) -> int:
+    """COLS: ``wanted``, but no more than rows of k columns need."""
+    at_once = SECTOR // 2 * (THREADS // tile_n)
+    return min(wanted, -(-k // at_once) * at_once)
 
 
 def early_columns(like: torch.Tensor, wanted: int) -> int:

@@ -17,6 +17,7 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.ops import ops
 from tilegym.ops.cutile.early_weights import NOTHING
 from tilegym.ops.cutile.early_weights import begin_early
+from tilegym.ops.cutile.early_weights import columns_of
 from tilegym.ops.cutile.early_weights import early_columns
 from tilegym.ops.cutile.linear import DTYPES
 from tilegym.ops.cutile.linear import launch_gemv
@@ -116,7 +117,8 @@ def plan(kernel: ct.kernel, k: int, bits: int, device: int) -> tuple[ct.kernel, 
         return kernel, 8, 64, 2, 256, False
     tile_n, row_bits, occupancy = (8, 8192, 3) if kernel is norm_swiglu_kernel else (4, 16384, 4)
     tile_k, early = min(row_bits // bits, next_power_of_2(k)), occupancy * sm_count(device)
-    return hinted(kernel, occupancy=occupancy), tile_n, tile_k, early, 1024, overlaps(device)
+    cols = columns_of(k, tile_n, 1024)
+    return hinted(kernel, occupancy=occupancy), tile_n, tile_k, early, cols, overlaps(device)
 
 
 def _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded):

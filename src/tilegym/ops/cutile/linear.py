@@ -14,6 +14,7 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.ops.cutile.early_weights import NOTHING
 from tilegym.ops.cutile.early_weights import begin_early
+from tilegym.ops.cutile.early_weights import columns_of
 from tilegym.ops.cutile.early_weights import early_columns
 from tilegym.ops.cutile.matmul import check_supported
 from tilegym.ops.cutile.matmul import differentiable as differentiable_matmul
@@ -114,8 +115,9 @@ def gemv_plan(k: int, bits: int, device_index: int) -> tuple[ct.kernel, int, int
     tile_n, tile_k, occupancy, cols = (
         (4, 8192 // bits, 6, 2048) if k <= 8192 and bits < 32 else (8, 4096 // bits, 4, 1024)
     )
-    kernel, early = hinted(gemv_kernel, occupancy=occupancy), occupancy * sm_count(device_index)
-    return kernel, tile_n, min(tile_k, next_power_of_2(k)), early, cols, overlaps(device_index)
+    kernel, tile_k = hinted(gemv_kernel, occupancy=occupancy), min(tile_k, next_power_of_2(k))
+    early, cols = occupancy * sm_count(device_index), columns_of(k, tile_n, cols)
+    return kernel, tile_n, tile_k, early, cols, overlaps(device_index)
 
 
 def launch_gemv(
