@@ -179,7 +179,7 @@ def gemv_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias
     """x [..., K] with one row, residual [..., N]; [..., N]."""
     out = residual.new_empty(residual.shape)
     n, k = weight.shape
-    launch_gemv(x.view(1, k), weight, bias, residual.view(1, n), out.view(1, n))
+    launch_gemv(x.view(1, k), weight, bias, residual.view(1, n), out.view(1, n), True)
     return out
 
 

@@ -126,16 +126,18 @@ def launch_gemv(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     out: torch.Tensor,
+    early: bool = False,
 ) -> None:
     """Writes ``x @ weight.T + bias + residual`` to out; x [1, K], weight [N, K], the others [N], [1, N], [1, N].
 
-    x and out may be [1, 1, K] and [1, 1, N].
+    x and out may be [1, 1, K] and [1, 1, N]. ``early``: the launch in front is one that this one may overlap, mostly.
     """
     n, k = weight.shape
-    kernel, tile_n, tile_k, early, cols, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
+    kernel, tile_n, tile_k, early_blocks, cols, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
     has_bias, adds = bias is not None, residual is not None
     arrays = (x, weight, bias if has_bias else 0, residual if adds else 0, out)
-    flags = (has_bias, adds, k, tile_n, tile_k, early, early_columns(x, cols), overlap)
+    cols = early_columns(x, cols) if early else 0
+    flags = (has_bias, adds, k, tile_n, tile_k, early_blocks, cols, overlap)
     launch(x, (-(-n // tile_n),), kernel, (*arrays, NOTHING, *flags), overlap)
 
 
