@@ -107,6 +107,14 @@ class Test_CausalConv1d(PyTestCase):
         kwargs |= {"weight": kwargs["weight"][:channels], "bias": kwargs["bias"][:channels]}
         self.assertCorrectness(causal_conv1d_fn, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    def test_kernels_load_no_tiles_of_expanded_tensors(self):
+        x, dy, w = randn(1, 12, 1).cpu().expand(2, 12, 9), randn(1, 1, 1).cpu().expand(2, 12, 9), randn(12, 4).cpu()
+        with recorded_launches() as launches:
+            conv_forward(x, w, None, True)
+            conv_backward(dy, x, w, None, True)
+        tensors = [t for _, args in launches for t in args if torch.is_tensor(t)]
+        assert tensors and all(0 not in t.stride() for t in tensors)
+
     def test_layout_of_the_output(self):
         x = arguments(2, 12, 21, 4)["hidden_states"]
         assert causal_conv1d_fn(x, randn(12, 4), backend="cutile").stride() == x.stride()

@@ -97,12 +97,17 @@ def entries_per_launch(*tensors: torch.Tensor) -> Iterator[tuple[slice, tuple[to
         yield slice(None), tensors
         return
     for i in range(tensors[0].shape[0]):
-        # A slice would keep the stride.
-        entry = [
-            t.as_strided((1, *t.shape[1:]), (t.shape[2], *t.stride()[1:]), t.storage_offset() + i * t.stride(0))
-            for t in tensors
-        ]
+        entry = []
+        for t in tensors:
+            # A slice would keep the stride. This one is divisible by as much as the others are.
+            strides = max(t.stride()[1:]), *t.stride()[1:]
+            entry.append(t.as_strided((1, *t.shape[1:]), strides, t.storage_offset() + i * t.stride(0)))
         yield slice(i, i + 1), tuple(entry)
+
+
+def _not_expanded(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [B, C, T], or a copy with the channels of a token side by side: tiles of expanded memory are not loaded."""
+    return x.mT.contiguous().mT if 0 in x.stride() and x.numel() else x
 
 
 def _laid_out_as(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
@@ -134,7 +139,7 @@ def conv_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         splits, tile_c = tiles[0], tiles[2]
     else:
         tile_c, tile_t = conv_tiles(channels, tokens)
-    for _, (some_x, some_y) in entries_per_launch(x, y):
+    for _, (some_x, some_y) in entries_per_launch(_not_expanded(x) if last else x, y):
         if last:
             grid = (some_x.shape[0] * splits, ct.cdiv(channels, tile_c))
             launch(x, grid, kernel, (some_x.mT, flat(weight), b, *from_each(some_y), *tiles, *options, *exact))
@@ -161,6 +166,7 @@ def conv_backward(
     options, b = (taps, bias is not None, silu), weight if bias is None else bias
     last = is_channels_last(x)
     if last:
+        dy, x = _not_expanded(dy), _not_expanded(x)
         kernel, tiles, exact = walk_plan(BACKWARD, conv_last_backward_kernel, batch, channels, tokens, device)
         splits, tile_c, constants = tiles[0], tiles[2], (*tiles, *options, *exact)
     else:
