@@ -15,7 +15,9 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import rms_norm
 from tilegym.ops.cutile.rms_norm import rms_norm_forward
 from tilegym.ops.cutile.rms_norm import rms_norm_forward_rstd
+from tilegym.ops.cutile.row_norms_backward import backward_plan
 from tilegym.ops.cutile.row_norms_backward import norm_backward
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.rms_norm import rms_norm as reference
 
 MODES = ["static_persistent", "multi_wave_reload", "multi_wave_cached"]
@@ -108,6 +110,14 @@ class Test_RMSNorm(PyTestCase):
     def test_gradients_of_few_and_of_whole_rows(self, shape):
         """In one launch up to four rows; tiles as wide as the rows, which take no checks; and neither."""
         kwargs = arguments(*shape, dtype=torch.float32, bias=True)
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("odd", [0, 1])
+    def test_gradients_of_rows_two_at_a_time(self, odd):
+        """Many rows of 4096, if their number is even."""
+        kwargs = arguments(34 * sm_count(0 if HAS_GPU else -1) + odd, 4096, dtype=torch.bfloat16)
+        plan = backward_plan(len(kwargs["input"]), 4096, 0 if HAS_GPU else -1, False, False)
+        assert plan[2][0] == 2 - odd
         self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("frozen", ["weight", "bias"])
@@ -224,7 +234,7 @@ class Test_RMSNorm(PyTestCase):
         x, w = torch.empty(shape, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
         assert_launches_compile(lambda: rms_norm_forward(x, w, None, 1e-6, mode, 0.0, True))
 
-    @pytest.mark.parametrize(("m", "n"), [(4, 2048), (64, 2560), (64, 8192), (64, 10000)])
+    @pytest.mark.parametrize(("m", "n"), [(4, 2048), (64, 2560), (64, 4096), (64, 8192), (64, 10000)])
     def test_backward_compiles_for_every_architecture(self, m, n):
         x, w, rstd = torch.empty(m, n, dtype=torch.bfloat16), torch.empty(n), torch.empty(m)
         dy = torch.empty_like(x)

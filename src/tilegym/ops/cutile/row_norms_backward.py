@@ -41,28 +41,33 @@ def _xhat(row, means, rstds, rows, CENTER: Bool):
     return _normed(row, ct.gather(means, rows)[:, None] if CENTER else rstd, rstd, CENTER)
 
 
-def _load_pieces(x, tile, TILE_M: Int, TILE_N: Int, PIECES: Int, LATENCY: Int, CHECK: Bool):
+def _load_pieces(x, tile, TILE_M: Int, TILE_N: Int, PIECES: Int, LATENCY: Int, BULK: Bool, CHECK: Bool):
     pieces = ()
     for piece in ct.static_iter(range(PIECES)):
-        if LATENCY:
+        if BULK:
             shape, zero = (TILE_M, TILE_N), ct.PaddingMode.ZERO
             pieces = (*pieces, ct.load(x, (tile, piece), shape, padding_mode=zero, latency=LATENCY))
+        elif LATENCY:
+            at = span(tile, TILE_M)[:, None], span(piece, TILE_N)[None, :]
+            pieces = (*pieces, ct.gather(x, at, check_bounds=CHECK, latency=LATENCY))
         else:
             pieces = (*pieces, load(x, span(tile, TILE_M), span(piece, TILE_N), CHECK))
     return pieces
 
 
-def _load_rows(
-    dy, x, means, rstds, tile, last, TILE_M: Int, TILE_N: Int, PIECES: Int, LATENCY: Int, CENTER: Bool, CHECK: Bool
-):
-    """What the backward pass needs of TILE_M rows."""
-    if LATENCY == 0 and not CHECK:
-        tile = min(tile, last)  # in the end the last rows once more
-    rows = span(tile, TILE_M)
+def _load_statistics(means, rstds, tile, last, TILE_M: Int, CENTER: Bool, CHECK: Bool):
+    rows = span(tile if CHECK else min(tile, last), TILE_M)
     rstd = ct.gather(rstds, rows, check_bounds=CHECK)[:, None]
-    mean = ct.gather(means, rows, check_bounds=CHECK)[:, None] if CENTER else rstd
-    ups = _load_pieces(dy, tile, TILE_M, TILE_N, PIECES, LATENCY, CHECK)
-    return ups, _load_pieces(x, tile, TILE_M, TILE_N, PIECES, LATENCY, CHECK), mean, rstd
+    return (ct.gather(means, rows, check_bounds=CHECK)[:, None] if CENTER else rstd), rstd
+
+
+def _load_rows(dy, x, means, rstds, tile, last, TILE_M: Int, TILE_N: Int, PIECES: Int, CENTER: Bool, CHECK: Bool):
+    """What the backward pass needs of TILE_M rows, in registers."""
+    statistics = _load_statistics(means, rstds, tile, last, TILE_M, CENTER, CHECK)
+    if not CHECK:
+        tile = min(tile, last)  # in the end the last rows once more
+    ups = _load_pieces(dy, tile, TILE_M, TILE_N, PIECES, 0, False, CHECK)
+    return ups, _load_pieces(x, tile, TILE_M, TILE_N, PIECES, 0, False, CHECK), statistics
 
 
 def _zeros(TILE_M: Int, TILE_N: Int, PIECES: Int):
@@ -81,16 +86,16 @@ def _store_sums(sums, parts, TILE_N: Int, PIECES: Int, CHECK: Bool):
 @ct.kernel
 def backward_kernel(
     dy, x, through, weight, means, rstds, dx, dweight, dbias, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int,
-    PIECES: Int, LATENCY: Int, CHECK: Bool, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool,
-    OVERLAP: Bool, INPLACE: Bool,
+    PIECES: Int, LATENCY: Int, BULK: Bool, CHECK: Bool, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool,
+    DBIAS: Bool, OVERLAP: Bool, INPLACE: Bool,
 ):  # fmt: skip
     """Whole rows in registers, as PIECES tiles; blocks stride over them, and row ``bid`` of dweight and dbias is that
     block's sum.
 
     ``through`` is a gradient that is added to dx. LATENCY: what the compiler's own pipeline of loads is told, through
-    shared memory; with 0 the next rows are read into registers before these are worked on. CHECK: whether some of a
-    tile may lie outside of the rows. OVERLAP: the launch that adds the sums may begin, and waits. INPLACE: dx is
-    written over x, and stands for nothing itself.
+    shared memory, by the tensor memory accelerator (BULK) or by each thread; with 0 the next rows are read into
+    registers before these are worked on. CHECK: whether some of a tile may lie outside of the rows. OVERLAP: the launch
+    that adds the sums may begin, and waits. INPLACE: dx is written over x, and stands for nothing itself.
     """
     if OVERLAP:
         ct.grid_dependency_control_launch_dependents()
@@ -102,17 +107,24 @@ def backward_kernel(
     last = x.shape[0] // TILE_M - 1
     if INPLACE:  # of this block: the others' rows are being overwritten
         last -= (last - ct.bid(0)) % ct.num_blocks(0)
+    first, step, tiles = ct.bid(0), ct.num_blocks(0), (TILE_M, TILE_N, PIECES)
     if LATENCY == 0:
-        following = _load_rows(dy, x, means, rstds, ct.bid(0), last, TILE_M, TILE_N, PIECES, 0, CENTER, CHECK)
-    for tile in range(ct.bid(0), ct.cdiv(x.shape[0], TILE_M), ct.num_blocks(0)):
+        following = _load_rows(dy, x, means, rstds, first, last, *tiles, CENTER, CHECK)
+    elif not BULK:  # such a pipeline reads single numbers no row ahead
+        following = _load_statistics(means, rstds, first, last, TILE_M, CENTER, CHECK)
+    for tile in range(first, ct.cdiv(x.shape[0], TILE_M), step):
         if LATENCY == 0:
-            ups, xs, mean, rstd = following
-            later = tile + ct.num_blocks(0)
-            following = _load_rows(dy, x, means, rstds, later, last, TILE_M, TILE_N, PIECES, 0, CENTER, CHECK)
+            ups, xs, (mean, rstd) = following
+            following = _load_rows(dy, x, means, rstds, tile + step, last, *tiles, CENTER, CHECK)
         else:
-            tiles = TILE_M, TILE_N, PIECES, LATENCY
-            ups, xs, mean, rstd = _load_rows(dy, x, means, rstds, tile, last, *tiles, CENTER, CHECK)
-        added = _load_pieces(through, tile, TILE_M, TILE_N, PIECES, LATENCY, CHECK) if THROUGH else ups
+            if BULK:
+                mean, rstd = _load_statistics(means, rstds, tile, last, TILE_M, CENTER, CHECK)
+            else:
+                mean, rstd = following
+                following = _load_statistics(means, rstds, tile + step, last, TILE_M, CENTER, CHECK)
+            ups = _load_pieces(dy, tile, *tiles, LATENCY, BULK, CHECK)
+            xs = _load_pieces(x, tile, *tiles, LATENCY, BULK, CHECK)
+        added = _load_pieces(through, tile, *tiles, LATENCY, BULK, CHECK) if THROUGH else ups
         products = ct.zeros((TILE_M, TILE_N), ct.float32)
         totals = ct.zeros((TILE_M, TILE_N), ct.float32)
         # Where columns are beyond the row's end up is 0, whatever xhat is.
@@ -232,22 +244,29 @@ def backward_columns_kernel(
 
 @functools.lru_cache(maxsize=1024)
 def backward_plan(
-    rows: int, n: int, device: int, center: bool, add: bool, in_place: bool = False
-) -> tuple[ct.kernel, int, tuple[int, int, int, int, bool]]:
-    """(kernel, blocks, (TILE_M, TILE_N, PIECES, LATENCY, CHECK)) of the backward pass in registers, for rows of up to
-    MAX_CACHED_BACKWARD. ``center``: with a mean; ``add``: something is added; ``in_place``: dx over x.
+    rows: int, n: int, device: int, center: bool, add: bool, in_place: bool = False, itemsize: int = 2
+) -> tuple[ct.kernel, int, tuple[int, int, int, int, bool, bool]]:
+    """(kernel, blocks, (TILE_M, TILE_N, PIECES, LATENCY, BULK, CHECK)) of the backward pass in registers, for rows of
+    up to MAX_CACHED_BACKWARD. ``center``: with a mean; ``add``: something is added; ``in_place``: dx over x;
+    ``itemsize``: bytes of an element of x.
 
     The fastest on an H200 in bf16, without spills: 8192 rows of 2048, 2560, 4096, 5120 and 8192, and 65536 of 512.
-    Without checks plain rows of 2048 take 36.8 us instead of 38.1, of 4096 62.1 instead of 63.3, of 2560 in five pieces
-    41.5 instead of 44.9; rows with a mean are slower without them, but those of 2560 in five pieces, 46.3 us instead of
-    47.7. What is added is read before the reduction in rows of two pieces of 1024, not in one tile: 44.5 us, not 50.1.
+    Without checks plain rows of 2048 take 36.8 us instead of 38.1, of 2560 in five pieces 41.5 instead of 44.9; rows
+    with a mean are slower without them, but those of 2560 in five pieces, 46.3 us instead of 47.7. What is added is
+    read before the reduction in rows of two pieces of 1024, not in one tile: 44.5 us, not 50.1. Plain rows of 4096, two
+    at a time, through a pipeline of the threads' own loads take 60.2 us, one ahead in registers 62.5. Other rows are
+    slower through pipelines: with a mean they take too many registers, those of 2048 take 36.5 us instead of 36.0.
 
     In place the compiler's pipeline loads no row before the one before it is stored, and what it makes of plain rows in
     one tile of 2048 neither: they are read into registers, in pieces.
     """
     rows, plain, exact = rows if n else 0, not center and not add, not center and (not add or n == 2048)
     tile_n, pieces, latency = next_power_of_2(n), 1, 0
-    if n > 4096:
+    # Many plain rows of 4096, two a block: half as many reductions to wait for, and half as many sums to add up.
+    two = n == 4096 and plain and not in_place and itemsize == 2 and rows % 2 == 0 and rows >= 32 * sm_count(device)
+    if two:
+        warps, occupancy, tile_n, latency = 8, 1, 2048, 8
+    elif n > 4096:
         warps, occupancy, tile_n, latency = (8, 1, 4096, 6) if n > 6144 else (8, 1, 2048, 4)
         if n % 8 or in_place:  # the pipeline copies rows that begin at 16 bytes
             tile_n, latency = 2048, 0
@@ -263,17 +282,19 @@ def backward_plan(
         tile_n = min(tile_n, 1024) if (in_place or add) and not center else tile_n
     if n > tile_n:
         pieces = ct.cdiv(n, tile_n)
-    tile_m = max(1, min(2048 // (tile_n * pieces), next_power_of_2(rows // (occupancy * sm_count(device)))))
+    most = sm_count(device)
+    tile_m = 2 if two else max(1, min(2048 // (tile_n * pieces), next_power_of_2(rows // (occupancy * most))))
     kernel = hinted(backward_kernel, num_worker_warps=warps, occupancy=occupancy)
     # More blocks make more sums to add up: at least four tiles each, if that leaves one to a multiprocessor.
-    tiles, most = ct.cdiv(rows, tile_m), sm_count(device)
+    tiles = ct.cdiv(rows, tile_m)
     blocks = min(tiles, occupancy * most, max(most, tiles // 4))
-    if occupancy == 4 and blocks:
+    if (two or occupancy == 4) and blocks:
         # Each with as many tiles: of 528 blocks 512 are left, whose sums are one tile. 8192x2048 with a mean takes
         # 39.1 us instead of 42.0.
         blocks = ct.cdiv(tiles, ct.cdiv(tiles, blocks))
-    check = not exact or latency > 0 or tile_m > 1 or n != tile_n * pieces
-    return kernel, blocks, (tile_m, tile_n, pieces, latency, check)
+    bulk = latency > 0 and not two
+    check = not two and (not exact or bulk or tile_m > 1 or n != tile_n * pieces)
+    return kernel, blocks, (tile_m, tile_n, pieces, latency, bulk, check)
 
 
 # Up to so many rows a multiprocessor, of that many columns, one launch does all; it sums up tiles of FEW_ROWS x SLICE.
@@ -354,8 +375,8 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
         return dw, db
     cached = n <= MAX_CACHED_BACKWARD
     if cached:
-        kernel, blocks, tiles = backward_plan(m, n, device, center, add, over_x)
-        if tiles[3]:  # rows that repeat cannot be copied by the pipeline
+        kernel, blocks, tiles = backward_plan(m, n, device, center, add, over_x, rows.dtype.itemsize)
+        if tiles[4]:  # rows that repeat cannot be copied by the pipeline
             dy, rows, through = (t.contiguous() if 0 in t.stride() else t for t in (dy, rows, through))
     else:
         blocks = min(ct.cdiv(m, WIDE_M), max(1, 8 * sm_count(device) // ct.cdiv(n, WIDE_N)))
