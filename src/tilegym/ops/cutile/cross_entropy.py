@@ -64,31 +64,27 @@ def _above(logit, base, unit):
     return ct.where(logit * unit >= base, 0.0, logit * unit - base)
 
 
-def _chosen(x, target, rows):
+def _chosen(x, target, rows, SOFTCAP: Float):
     """The targets of rows, and the logits of those."""
     label = ct.gather(target, rows)
-    return label, ct.gather(x, (rows, label))
+    return label, _capped(ct.gather(x, (rows, label)).astype(ct.float32), SOFTCAP)
 
 
 def _write_losses(
-    x, label, logit, losses, lses, ignore_index, rows, base, total, mean,
-    SOFTCAP: Float, SMOOTHING: Float, Z_LOSS: Float,
-):  # fmt: skip
-    """From the sum ``total`` of the powers relative to ``base``, both in the kernel's unit, and the mean of the row."""
-    unit, classes = _unit(x.dtype), x.shape[1]
-    is_class = (label == ignore_index) | ((label >= 0) & (label < classes))
+    x, label, chosen, losses, lses, ignore_index, rows, top, total, mean, SMOOTHING: Float, Z_LOSS: Float
+):
+    """From the maximum ``top`` of the row, the sum ``total`` of powers relative to it, and, as differences to it
+    rounded as in that sum, the logit of the target and the mean: lse - x[target] would cancel."""
+    is_class = (label == ignore_index) | ((label >= 0) & (label < x.shape[1]))
     log_sum = ct.where(is_class, ct.log(total), math.nan)
-    chosen = _capped(logit.astype(ct.float32), SOFTCAP)
-    # Differences to the maximum first, rounded as in the sum: lse - chosen would cancel.
-    loss = log_sum - _above(chosen, base, unit) * (1.0 / unit)
+    loss = log_sum - chosen
     if SMOOTHING > 0.0:
-        loss = (1.0 - SMOOTHING) * loss + SMOOTHING * (log_sum - _above(mean, base, unit) * (1.0 / unit))
-    base = base * (1.0 / unit)
+        loss = (1.0 - SMOOTHING) * loss + SMOOTHING * (log_sum - mean)
     if Z_LOSS > 0.0:
-        lse = base + log_sum
+        lse = top + log_sum
         loss = loss + Z_LOSS * lse * lse
     ct.scatter(losses, rows, ct.where(label == ignore_index, 0.0, loss))
-    ct.scatter(lses, (rows, 0), base)
+    ct.scatter(lses, (rows, 0), top)
     ct.scatter(lses, (rows, 1), log_sum)
 
 
@@ -107,10 +103,11 @@ def cross_entropy_kernel(
     if SMOOTHING > 0.0:
         mean = ct.sum(ct.where(inside, part.astype(ct.float32), 0.0), axis=1, keepdims=True) / x.shape[1]
     # In the dtype of x: two values of 16 bits are compared at once.
-    base = _base(ct.max(part, axis=1, keepdims=True).astype(ct.float32) * unit)
-    total = ct.sum(_power(part.astype(ct.float32) * unit - base, x.dtype), axis=1, keepdims=True)
-    chosen = _chosen(x, target, rows)
-    _write_losses(x, *chosen, losses, lses, ignore_index, rows, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
+    top = _base(ct.max(part, axis=1, keepdims=True).astype(ct.float32))
+    total = ct.sum(_power((part.astype(ct.float32) - top) * unit, x.dtype), axis=1, keepdims=True)
+    label, logit = _chosen(x, target, rows, SOFTCAP)
+    args = (x, label, logit - top, losses, lses, ignore_index, rows, top, total, mean - top)
+    _write_losses(*args, SMOOTHING, Z_LOSS)
 
 
 @ct.kernel
@@ -144,7 +141,8 @@ def cross_entropy_finish_kernel(
     row, index, parts = ct.bid(0), ct.arange(PARTS, dtype=ct.int32), ct.cdiv(x.shape[1], TILE_N)
     if OVERLAP:
         ct.grid_dependency_control_launch_dependents()
-    chosen = _chosen(x, target, row)
+    unit = _unit(x.dtype)
+    label, logit = _chosen(x, target, row, SOFTCAP)
     if OVERLAP:
         ct.grid_dependency_control_wait()
     place = ct.where(index < parts, row * parts + index, -1)
@@ -154,7 +152,9 @@ def cross_entropy_finish_kernel(
     mean = 0.0
     if SMOOTHING > 0.0:
         mean = ct.sum(ct.gather(states, (place, 2))) / x.shape[1]
-    _write_losses(x, *chosen, losses, lses, ignore_index, row, base, total, mean, SOFTCAP, SMOOTHING, Z_LOSS)
+    top, per = base * (1.0 / unit), 1.0 / unit
+    chosen, mean = _above(logit, base, unit) * per, _above(mean, base, unit) * per
+    _write_losses(x, label, chosen, losses, lses, ignore_index, row, top, total, mean, SMOOTHING, Z_LOSS)
 
 
 def _write_gradient(
