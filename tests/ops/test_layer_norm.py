@@ -49,7 +49,7 @@ class Test_LayerNorm(PyTestCase):
         kwargs["input"] += 1000.0
         self.assertCorrectness(layer_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
-    @pytest.mark.parametrize("n", [2048, 2880, 5000])
+    @pytest.mark.parametrize("n", [2048, 2880, 4000, 5000])
     def test_rows_in_pieces(self, n):
         """Where there are more than a few rows; the last of the pieces full or not."""
         kwargs = arguments(2**20 // n + 1, n, dtype=torch.bfloat16)

@@ -39,6 +39,7 @@ from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import size_of
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import small_or_rows
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
@@ -122,8 +123,8 @@ def layer_norm_reload_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
-    """(kernel, grid, tiles) for [rows, n] on CUDA device ``device`` (-1: CPU).
+def forward_plan(rows: int, n: int, device: int, wide: bool = False) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
+    """(kernel, grid, tiles) for [rows, n] on CUDA device ``device`` (-1: CPU); ``wide``: some of it is fp32.
 
     The tiles are TILE_M and TILE_N, and where rows are held PIECES and AT_ONCE: whether all blocks run at once.
 
@@ -133,10 +134,14 @@ def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int],
     tile_n = next_power_of_2(n)
     if tile_n > MAX_CACHED:
         return hinted(layer_norm_reload_kernel, num_worker_warps=4, occupancy=8), (rows,), (1, 4096)
-    if rows * n > SMALL and (1024 < n <= 3072 or 4096 < n <= 6144):
+    few = rows <= 4 * sm_count(device)
+    if rows * n > SMALL and (1024 < n <= 3072 or (few and n <= 4096) or 4096 < n <= 6144):
         # Instead of one tile, part of which is idle, or of two rows of 2048. On an H200 8192x1536 19.3 us instead of
-        # 22.9, 8192x2048 24.5 instead of 25.8, 8192x2560 27.4 instead of 33.5, 8192x5120 52.7 instead of 64.1.
-        tile_n, warps, occupancy = (512, 4, 8) if n <= 3072 else (1024, 8, 4)
+        # 22.9, 8192x2048 24.5 instead of 25.8, 8192x2560 27.4 instead of 33.5, 8192x5120 52.7 instead of 64.1. Few rows
+        # have registers for all loads at once: 512x4096 7.5 us instead of 8.0.
+        tile_n, warps, occupancy = (512, 4, 8) if n <= 3072 else (1024, 4, 4) if n <= 4096 else (1024, 8, 4)
+        if wide and not 3072 < n <= 4096:
+            occupancy = occupancy * 3 // 4  # without spills
         kernel = hinted(layer_norm_kernel, num_worker_warps=warps, occupancy=occupancy)
         return kernel, (rows,), (1, tile_n, ct.cdiv(n, tile_n), False)
     tile_m, tile_n = whole_rows(rows, n, device)
@@ -160,7 +165,9 @@ def _launch_forward(x, weight, bias, eps, dims, save):
     m, n = size_of(rows)
     y = torch.empty_like(rows, memory_format=torch.contiguous_format)
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2)) if save else (0, 0)
-    kernel, grid, tiles = forward_plan(m, n, x.get_device())
+    kernel, grid, tiles = forward_plan(
+        m, n, x.get_device(), any(t is not None and t.dtype.itemsize == 4 for t in (x, weight, bias))
+    )
     constants = (n, *tiles, weight is not None, bias is not None, save)
     launch(x, grid, kernel, (rows, _flat(weight, dims), _flat(bias, dims), y, mean, rstd, eps, *constants))
     return (y if rows is x else y.view(x.shape)), mean, rstd
