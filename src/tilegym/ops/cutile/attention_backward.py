@@ -309,9 +309,9 @@ def launch_backward(
     if plain and max(queries, keys) <= SHORT and _is_hopper(q.get_device()):
         shares = heads // kv_heads if heads > 4 * kv_heads and not tile_r else 1
         dk_parts, dv_parts = sums_of(shares)
-        tile_m, columns = 32 if queries <= 32 else 64, min(tile_d, 64) if tile_r else tile_d
+        columns = min(tile_d, 64) if tile_r else tile_d
         arrays = (q, k, v, out, do, lse, dq, dk_parts, dv_parts, qpe, kpe, dqpe, dkpe)
-        tiles = (tile_m, SHORT, columns, -(-head_dim // columns), tile_r, tile_dv)
+        tiles = (SHORT, columns, -(-head_dim // columns), tile_r, tile_dv)
         kernel = hinted(attention_short_backward_kernel, num_worker_warps=8)
         blocks = (batch * kv_heads * shares,)
         launch(q, blocks, kernel, (*arrays, *numbers, *tiles, is_causal, windowed, soft_cap is not None))

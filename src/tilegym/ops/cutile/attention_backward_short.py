@@ -16,8 +16,8 @@ from tilegym.ops.cutile.tiling import Int
 
 @ct.kernel
 def attention_short_backward_kernel(
-    q,  # [B, Hq, Sq, D], Sq at most TILE_M
-    k,  # [B, Hkv, Skv, D], Skv at most TILE_N
+    q,  # [B, Hq, Sq, D], Sq at most TILE
+    k,  # [B, Hkv, Skv, D], Skv at most TILE
     v,  # [B, Hkv, Skv, Dv]
     out,  # [B, Hq, Sq, Dv]
     do,  # [B, Hq, Sq, Dv]
@@ -32,8 +32,7 @@ def attention_short_backward_kernel(
     scaling: float,
     soft_cap: float,
     window: int,
-    TILE_M: Int,
-    TILE_N: Int,
+    TILE: Int,
     TILE_P: Int,
     PARTS: Int,
     TILE_R: Int,
@@ -46,29 +45,29 @@ def attention_short_backward_kernel(
     batch, block_head = ct.bid(0) // dk.shape[1], ct.bid(0) % dk.shape[1]
     group, kv_head = q.shape[1] // dk.shape[1], block_head // (dk.shape[1] // k.shape[1])
     keys = k.shape[2]
-    columns = ct.arange(TILE_N, dtype=ct.int32)[:, None]
-    positions = keys - q.shape[2] + ct.arange(TILE_M, dtype=ct.int32)[None, :]
-    k_tiles = load_parts(k, kpe, batch, kv_head, 0, 0, TILE_N, TILE_P, PARTS, TILE_R, False)
-    v_tile = load_rows(v, batch, kv_head, 0, TILE_N, TILE_DV, False)
-    dk_tiles = zero_parts(TILE_N, TILE_P, PARTS, TILE_R)
-    dv_tile = ct.zeros((TILE_N, TILE_DV), dtype=ct.float32)
-    zeros = ct.zeros((TILE_N, TILE_M), dtype=ct.float32)
+    columns = ct.arange(TILE, dtype=ct.int32)[:, None]
+    positions = keys - q.shape[2] + ct.arange(TILE, dtype=ct.int32)[None, :]
+    k_tiles = load_parts(k, kpe, batch, kv_head, 0, 0, TILE, TILE_P, PARTS, TILE_R, False)
+    v_tile = load_rows(v, batch, kv_head, 0, TILE, TILE_DV, False)
+    dk_tiles = zero_parts(TILE, TILE_P, PARTS, TILE_R)
+    dv_tile = ct.zeros((TILE, TILE_DV), dtype=ct.float32)
+    zeros = ct.zeros((TILE, TILE), dtype=ct.float32)
     for n in range(group):
         head = block_head * group + n
-        q_tiles = load_parts(q, qpe, batch, head, head, 0, TILE_M, TILE_P, PARTS, TILE_R, False)
-        do_tile = load_rows(do, batch, head, 0, TILE_M, TILE_DV, False)
-        out_tile = load_rows(out, batch, head, 0, TILE_M, TILE_DV, False)
+        q_tiles = load_parts(q, qpe, batch, head, head, 0, TILE, TILE_P, PARTS, TILE_R, False)
+        do_tile = load_rows(do, batch, head, 0, TILE, TILE_DV, False)
+        out_tile = load_rows(out, batch, head, 0, TILE, TILE_DV, False)
         row_delta = ct.sum(do_tile.astype(ct.float32) * out_tile.astype(ct.float32), axis=1)[None, :]
-        row_lse = load_statistic(lse, 0, batch, head, 0, TILE_M)[None, :]
+        row_lse = load_statistic(lse, 0, batch, head, 0, TILE)[None, :]
         p, _, ds = softmax_backward(
             sum_of_products(k_tiles, q_tiles, zeros), ct.mma(v_tile, ct.transpose(do_tile), zeros), 0,
             (batch, head, 0, 0), (positions, columns), True, (keys, window), (row_lse, 0.0, row_delta), scaling,
-            soft_cap, CAUSAL, WINDOW, SOFT_CAP, 0, 1, False, False, TILE_N, True,
+            soft_cap, CAUSAL, WINDOW, SOFT_CAP, 0, 1, False, False, TILE, True,
         )  # fmt: skip
         dv_tile = ct.mma(p.astype(do.dtype), do_tile, dv_tile)
         ds = ds.astype(q.dtype)
         dk_tiles = add_products(ds, q_tiles, dk_tiles)
-        dq_tiles = add_products(ct.transpose(ds), k_tiles, zero_parts(TILE_M, TILE_P, PARTS, TILE_R))
+        dq_tiles = add_products(ct.transpose(ds), k_tiles, zero_parts(TILE, TILE_P, PARTS, TILE_R))
         store_parts(dq, dqpe, batch, head, 0, dq_tiles, scaling, PARTS)
     store_parts(dk, dkpe, batch, block_head, 0, dk_tiles, scaling, PARTS)
-    ct.store(dv, (batch, block_head, 0, 0), dv_tile.reshape((1, 1, TILE_N, TILE_DV)).astype(dv.dtype))
+    ct.store(dv, (batch, block_head, 0, 0), dv_tile.reshape((1, 1, TILE, TILE_DV)).astype(dv.dtype))
