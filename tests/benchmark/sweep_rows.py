@@ -135,7 +135,7 @@ def norm_backward(norm: str, m: int, n: int) -> Group:
         for hint, latency in itertools.product(hints(occupancies=(1, 2, 3, 4, 8)), (0, 4, 6)):
             blocks = min(ct.cdiv(m, tile[0]), SMS * hint["occupancy"])
             parts = [rstd.new_empty(blocks, n) for _ in range(2)]
-            flags = (True, center, through, True, True, center, False)
+            flags = (latency > 0, True, center, through, True, True, center, False, False)
             args = (dy, x, added, w, mean, rstd, dx, *parts, 0.0, n, *tile, latency, *flags)
             name = f"whole rows {tile} latency {latency}"
             variants.append(Variant(name, hint, (blocks,), row_norms.backward_kernel, args))
@@ -145,7 +145,7 @@ def norm_backward(norm: str, m: int, n: int) -> Group:
         for tile, blocks in itertools.product(((2, 512), (4, 512), (8, 512), (4, 1024), (8, 256)), (16, 33, 66, 132)):
             parts = [rstd.new_empty(blocks, n) for _ in range(2)]
             arrays = (dy, x, added, w, mean, rstd, sums, products, dx, *parts)
-            args = (*arrays, 0.0, *tile, center, through, True, True, center)
+            args = (*arrays, 0.0, *tile, center, through, True, True, center, False)
             for hint in hints(warps=(4,), occupancies=(None, 4, 8)):
                 grid = (blocks, ct.cdiv(n, tile[1]))
                 variants.append(
