@@ -40,13 +40,15 @@ def arguments(*lead, dtype=torch.float32, bias=True, hidden=H, vocab=V, **option
 
 
 def of_columns(hidden_states, weight, target, bias=None, ignore_index=-100, reduction="mean"):
-    """The reference with logits [V, M], as the kernels have them, tokens beside each other.
+    """The reference with logits [V, M] and their gradient, as the kernels have them, tokens beside each other.
 
     On an H200 cuBLAS gives hidden states' gradient by these, [60, 300] @ [300, 80] in fp32, an error of 3.0e-7, and by
     logits [M, V] one of 1.3e-7; with [2048, 32000] @ [32000, 2048] it is 1.1e-6 and 1.5e-6.
     """
-    logits = (weight @ hidden_states.reshape(-1, hidden_states.shape[-1]).t()).t()
-    logits = logits if bias is None else logits + bias
+    logits = weight @ hidden_states.reshape(-1, hidden_states.shape[-1]).t()
+    if logits.requires_grad:
+        logits.register_hook(torch.Tensor.contiguous)
+    logits = logits.t() if bias is None else logits.t() + bias
     losses = F.cross_entropy(logits, target.reshape(-1), ignore_index=ignore_index, reduction=reduction)
     return losses.view(target.shape) if reduction == "none" else losses
 
