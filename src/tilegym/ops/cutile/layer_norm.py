@@ -52,7 +52,8 @@ def _scaled(xhat, weight, bias):
 
 def _over(total, N: Int):
     """total / N, correctly rounded but for the rarest: from a product and what it leaves. fp32's own division branches
-    on sm_90, and the compiler spills the row around it; constants are rounded to fp32, which shows in large means."""
+    on sm_90, and the compiler spills the row around it; constants are rounded to fp32, which shows in large means, but
+    for powers of two."""
     if N & (N - 1) == 0:
         mean = total * (1.0 / N)
     else:
