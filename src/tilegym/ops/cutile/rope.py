@@ -41,7 +41,7 @@ def _rotate(
 
     TILE_D = ct.static_eval(next_power_of_2(HALF))
     cols = ct.arange(TILE_D, dtype=ct.int32)[None, None, :]
-    # Masks instead of checked bounds: where tiles fit there are none, and half as many instructions.
+    # Masks instead of checked bounds: where tiles fit there are none, and a fifth fewer instructions on sm_90.
     inside = tokens < x.shape[2] if RAGGED else None
     if TILE_D == HALF:
         own = inside
