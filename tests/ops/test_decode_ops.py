@@ -235,12 +235,13 @@ def test_whatever_bits_weights_hold_results_stay(dtype):
 
 
 def test_weights_are_read_early_in_graphs():
+    large, small = (torch.empty(4096, k, dtype=torch.bfloat16, device=device()) for k in (4096, 2048))
     early = 0 if HAS_GPU else 1024  # a CPU reads them always, so that tests see it
-    assert early_columns(randn(1, 8, dtype=torch.bfloat16), 1024) == early
-    assert early_columns(randn(1, 8), 1024) == 0
+    assert early_columns(large, 1024) == early_columns(small, 1024) == early
+    assert early_columns(large.float(), 1024) == 0
     if HAS_GPU:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            assert early_columns(torch.empty(1, 8, dtype=torch.bfloat16, device="cuda"), 1024) == 1024
+            assert early_columns(large, 1024) == 1024 and early_columns(small, 1024) == 0
 
 
 @gpu

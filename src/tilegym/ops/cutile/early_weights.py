@@ -19,6 +19,7 @@ from tilegym.ops.cutile.tiling import Int
 SECTOR = 32  # bytes that come from memory together
 THREADS = 128  # of a block: each has an element in flight for every tile that is gathered
 NOTHING = -1  # what no element's bits are, which the compiler must not know
+MIN_BYTES = 2**25  # of the smallest weight, 4096x4096, for which it was measured
 
 
 def begin_early(weights, n, out, nothing, TILE_N: Int, early, COLS: Int, OVERLAP: Bool):
@@ -53,11 +54,14 @@ def columns_of(k: int, tile_n: int, wanted: int) -> int:
     return min(wanted, -(-k // at_once) * at_once)
 
 
-def early_columns(like: torch.Tensor, wanted: int) -> int:
-    """COLS for a launch on the device of ``like``: ``wanted`` where its predecessor keeps it waiting, else 0.
+def early_columns(weight: torch.Tensor, wanted: int) -> int:
+    """COLS for a launch that reads ``weight`` first: ``wanted`` where its predecessor keeps it waiting, else 0.
 
     That is in a graph. One launch at a time, as eager calls mostly are, would wait for nothing but these loads.
     """
-    if like.dtype.itemsize != 2:
+    if weight.dtype.itemsize != 2:
         return 0
-    return wanted if not like.is_cuda or recording.ask(torch.cuda.is_current_stream_capturing) else 0
+    if not weight.is_cuda:
+        return wanted
+    waits = recording.ask(torch.cuda.is_current_stream_capturing)
+    return wanted if waits and 2 * weight.numel() >= MIN_BYTES else 0

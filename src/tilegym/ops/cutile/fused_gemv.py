@@ -143,7 +143,7 @@ def norm_gemv(
     absent = 3 - len(weights)
     rows = [y.view(1, y.shape[-1]) for y in outs]
     arrays = [ts + ts[-1:] * absent for ts in (list(weights), list(biases) or [0] * len(weights), rows)]
-    tiles = (tile_n, tile_k, early, early_columns(x, cols), overlap)
+    tiles = (tile_n, tile_k, early, early_columns(weights[0], cols), overlap)
     sizes = (blocks[0], sum(blocks[:2]), eps, NOTHING, offset, rounded, len(biases) > 0, k)
     args = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2], *sizes, *tiles)
     launch(x, (sum(blocks),), kernel, args, overlap)
@@ -168,7 +168,7 @@ def norm_swiglu(
     out = _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded)
     n, k = gate.shape
     kernel, tile_n, tile_k, early, cols, overlap = plan(norm_swiglu_kernel, k, x.dtype.itemsize * 8, x.get_device())
-    tiles = (k, tile_n, tile_k, early, early_columns(x, cols), overlap)
+    tiles = (k, tile_n, tile_k, early, early_columns(gate, cols), overlap)
     args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, NOTHING, offset, rounded, *tiles)
     launch(x, (-(-n // tile_n),), kernel, args, overlap)
     return out

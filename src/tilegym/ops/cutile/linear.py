@@ -136,7 +136,7 @@ def launch_gemv(
     kernel, tile_n, tile_k, early_blocks, cols, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
     has_bias, adds = bias is not None, residual is not None
     arrays = (x, weight, bias if has_bias else 0, residual if adds else 0, out)
-    cols = early_columns(x, cols) if early else 0
+    cols = early_columns(weight, cols) if early else 0
     flags = (has_bias, adds, k, tile_n, tile_k, early_blocks, cols, overlap)
     launch(x, (-(-n // tile_n),), kernel, (*arrays, NOTHING, *flags), overlap)
 
