@@ -1,7 +1,5 @@
 """The backward pass of ``fmha`` by one kernel that adds to dq atomically."""
 
-import functools
-
 import pytest
 import torch
 from common import HAS_GPU
@@ -27,7 +25,6 @@ from tilegym.ops.cutile.attention_backward import fused_configs
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_rows import finish_fused_kernel
 from tilegym.ops.cutile.attention_backward_rows import prepare_fused_kernel
-from tilegym.ops.cutile.attention_backward_rows import sum_heads_kernel
 from tilegym.ops.pytorch.attention import fmha as reference
 from tilegym.ops.pytorch.mla import mla as latent_reference
 
@@ -39,6 +36,7 @@ def fused(monkeypatch):
     monkeypatch.setenv("DISABLE_FALLBACK", "1")
     monkeypatch.setattr(attention_backward, "FUSED", {(d, c): 0 for d in (64, 128, 192, 256) for c in (True, False)})
     monkeypatch.setattr(attention_backward, "SHORT", 0)
+    monkeypatch.setattr(attention_backward, "sm_count", lambda device: 0)
     monkeypatch.setattr(attention_backward, "_is_hopper", lambda device: True)
 
 
@@ -59,43 +57,26 @@ class Test_FMHA_Fused_Backward(PyTestCase):
 
     @pytest.mark.parametrize("name", ["scaling", "window", "window, not causal", "soft cap", "soft cap, full"])
     def test_options(self, name):
-        kwargs = tensors(*SHAPES[1], dtype=torch.bfloat16) | OPTIONS[name]
+        shape = (1, 4, 2, 17, 50, 144, 144) if name == "window" else SHAPES[1]
+        kwargs = tensors(*shape, dtype=torch.bfloat16) | OPTIONS[name]
         self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+        assert backward_kernels(kwargs) == FUSED
 
-    @pytest.mark.parametrize("options", [{}, {"is_causal": False}, {"window_size": 20}, {"soft_cap": 2.0}], ids=str)
+    @pytest.mark.parametrize(
+        "options", [{}, {"is_causal": False}, {"is_causal": False, "window_size": 20}, {"soft_cap": 2.0}], ids=str
+    )
     def test_serves(self, options):
         assert backward_kernels(tensors(*SHAPES[1], dtype=torch.bfloat16) | options) == FUSED
 
-    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    def test_parts_of_a_group(self, is_causal, monkeypatch):
-        """Where keys are few, the blocks of one take some heads of a group each, and a sum over them comes last."""
-        monkeypatch.setattr(attention_backward, "sm_count", lambda device: 3 if is_causal else 6)
-        attention_backward._shares.cache_clear()
-        kwargs = tensors(1, 12, 2, 40, 50, 16, 16, dtype=torch.bfloat16) | {"is_causal": is_causal}
-        kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-        with recorded_launches(run=True) as launches:
-            gradients(kwargs, backend="cutile")
-        attention_backward._shares.cache_clear()
-        assert [kernel for kernel, _ in launches[1:]] == [*FUSED, sum_heads_kernel]
-        assert launches[-1][1][0].shape[1] == 6
-        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
-
-    def test_shares(self, monkeypatch):
-        """What an H200 computes in parts."""
+    def test_causal_needs_many_blocks(self, monkeypatch):
+        """Where few blocks of unequal length would be waited for, and of a window, two kernels are as fast."""
+        monkeypatch.setattr(attention_backward, "FUSED", {(128, True): 4096, (128, False): 1024, (256, True): 1024})
         monkeypatch.setattr(attention_backward, "sm_count", lambda device: 132)
-        shares = attention_backward._shares.__wrapped__
-        assert shares(0, 128, 1, 32, 8, 8192, True) == shares(0, 128, 1, 32, 4, 8192, True) == 1
-        assert shares(0, 128, 4, 32, 8, 4096, False) == shares(0, 256, 1, 8, 4, 8192, True) == 1
-        assert shares(0, 128, 1, 32, 8, 2048, True) == 2 and shares(0, 128, 1, 32, 8, 2048, False) == 1
-        assert shares(0, 128, 1, 8, 1, 4096, True) == 8 and shares(0, 128, 1, 4, 4, 1024, True) == 1
-
-    @pytest.mark.parametrize("options", [{"is_causal": False, "window_size": 500}, {"window_size": 512}], ids=str)
-    def test_window(self, options, monkeypatch):
-        """Of a causal mask with a window shorter than half the keys two kernels need fewer passes over memory."""
-        serves = functools.partial(attention_backward._fuses, 0, 64, queries=2048, keys=2048)
-        monkeypatch.setattr(attention_backward, "FUSED", {(64, True): 1024, (64, False): 1024})
-        assert serves(options.get("is_causal", True), options["window_size"])
-        assert not serves(True, 511)
+        serves = attention_backward._fuses
+        assert serves(0, 128, True, False, 1, 4, 8192, 8192) and serves(0, 128, True, False, 4, 8, 4096, 4096)
+        assert not serves(0, 128, True, False, 1, 1, 8192, 8192) and not serves(0, 128, True, True, 4, 8, 4096, 4096)
+        assert not serves(0, 128, True, False, 4, 8, 2048, 2048)
+        assert serves(0, 128, False, True, 1, 1, 1024, 1024) and serves(0, 256, True, True, 1, 4, 1024, 1024)
 
     @pytest.mark.parametrize("name", ["padding mask", "mask of heads", "additive mask", "sinks", "lengths"])
     def test_leaves_to_two_kernels(self, name):

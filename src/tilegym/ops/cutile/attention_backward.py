@@ -169,12 +169,13 @@ def _is_hopper(device: int) -> bool:
     return device >= 0 and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _fuses(device: int, width: int, is_causal: bool, window: int | None, queries: int, keys: int) -> bool:
-    length = min(queries, keys)
-    if is_causal and window is not None:
-        # As many scores as of a causal mask without a window, or as many keys.
-        length = min(length, 2 * window)
-    wanted = length >= FUSED.get((width, is_causal), math.inf)
+def _fuses(
+    device: int, width: int, is_causal: bool, windowed: bool, batch: int, kv_heads: int, queries: int, keys: int
+) -> bool:
+    wanted = min(queries, keys) >= FUSED.get((width, is_causal), math.inf)
+    if is_causal and width <= 128:
+        # Of a causal mask the blocks differ in length: two for each multiprocessor, or the longest one is waited for.
+        wanted = wanted and not windowed and -(-keys // 128) * batch * kv_heads >= 1.8 * sm_count(device)
     return wanted and _is_hopper(device) and not recording.ask(torch.are_deterministic_algorithms_enabled)
 
 
@@ -186,17 +187,6 @@ def width_of(head_dim: int, tile_r: int, tile_dv: int) -> int:
 def _splits(device: int, batch: int, heads: int, kv_heads: int, keys: int) -> bool:
     """Whether the heads of a group are computed by blocks of their own: tiles of 64 keys leave multiprocessors idle."""
     return heads > kv_heads and -(-keys // 64) * batch * kv_heads < sm_count(device)
-
-
-@functools.cache
-def _shares(device: int, width: int, batch: int, heads: int, kv_heads: int, keys: int, is_causal: bool) -> int:
-    """Into how many parts the fused kernel's blocks divide the heads of a group: as many as keep multiprocessors busy.
-
-    Of blocks of a causal mask, whose lengths differ, that takes two for each.
-    """
-    blocks, group = -(-keys // (64 if width > 192 else 128)) * batch * kv_heads, heads // kv_heads
-    wanted = 0.9 * sm_count(device) * (2 if is_causal else 1)
-    return next((n for n in range(1, group) if group % n == 0 and blocks * n >= wanted), group)
 
 
 @functools.cache
@@ -317,14 +307,12 @@ def launch_backward(
         launch(q, blocks, kernel, (*arrays, *numbers, *tiles, is_causal, windowed, soft_cap is not None))
         add_up(shares, dk_parts, dv_parts)
         return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
-    if plain and _fuses(q.get_device(), width, is_causal, window_size, queries, keys):
-        shares = 1 if tile_r else _shares(q.get_device(), width, batch, heads, kv_heads, keys, is_causal)
+    if plain and _fuses(q.get_device(), width, is_causal, windowed, batch, kv_heads, queries, keys):
         total, totalpe = lse.new_empty(q.shape), lse.new_empty(qpe.shape) if tile_r else 0
-        dk_parts, dv_parts = sums_of(shares)
         rows = (-(-queries // ROWS) * batch * heads,)
 
         def fused_arguments(cfg: Config) -> tuple:
-            arrays = (q, k, v, do, lse, delta, 0, 0, dk_parts, dv_parts, total, qpe, kpe, dkpe, totalpe)
+            arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total, qpe, kpe, dkpe, totalpe)
             bounded = is_causal or windowed or keys % cfg.TILE_N != 0
             tiles = constants(cfg, mask_kind, bounded)
             columns = min(vars(cfg).get("TILE_DQ", tiles[2]), tiles[2])
@@ -333,14 +321,13 @@ def launch_backward(
         launch(q, rows, prepare_fused_kernel, (out, do, delta, total, totalpe, ROWS, tile_d, tile_r, tile_dv))
         _fused_autotuner(width)(
             None,
-            grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads * shares,),
+            grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads,),
             kernel=attention_dkdv_kernel,
             args_fn=fused_arguments,
-            key=(*key, shares),
+            key=key,
             outputs=("dk", "dv"),
         )
         launch(q, rows, finish_fused_kernel, (total, dq, totalpe, dqpe, scaling, ROWS, tile_d, tile_r))
-        add_up(shares, dk_parts, dv_parts)
         return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
     # Where the heads of a group can have masks of their own, what is masked shows in the loop over them only.
     own_masks = mask_kind == KEY_MASK and mask_shape[1] > 1
