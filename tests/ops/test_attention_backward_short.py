@@ -1,4 +1,4 @@
-"""The backward pass of ``fmha`` and ``mla`` by one launch, where queries and keys are few."""
+"""The backward pass of ``fmha`` by one launch, where queries and keys are few."""
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from tilegym.ops.cutile import attention_backward
 from tilegym.ops.cutile.attention_backward_rows import sum_heads_kernel
 from tilegym.ops.cutile.attention_backward_short import attention_short_backward_kernel
 from tilegym.ops.pytorch.attention import fmha as reference
-from tilegym.ops.pytorch.mla import mla as latent_reference
 
 
 @pytest.fixture(autouse=True)
@@ -69,19 +68,11 @@ class Test_FMHA_Short_Backward(PyTestCase):
         assert all(gradient.isfinite().all() for gradient in gradients(kwargs, backend="cutile"))
         self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
 
-    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    @pytest.mark.parametrize("shape", LATENT_SHAPES, ids=str)
-    def test_latent_attention(self, shape, is_causal):
-        kwargs = latent_tensors(*shape, dtype=torch.bfloat16) | {"is_causal": is_causal}
-        names = (*QKV, "qpe", "kpe")
-        self.assertCorrectness(mla, latent_reference, kwargs, {"backend": "cutile"}, gradient=names)
-        assert is_short(backward_kernels(kwargs, names, mla))
+    def test_leaves_latent_attention(self):
+        kwargs = latent_tensors(*LATENT_SHAPES[0], dtype=torch.bfloat16)
+        assert not is_short(backward_kernels(kwargs, (*QKV, "qpe", "kpe"), mla))
 
     @pytest.mark.parametrize("head_dim", [64, 256])
     def test_compiles(self, head_dim):
         kwargs = {k: t.cpu() for k, t in tensors(1, 4, 2, 16, 16, head_dim, head_dim, dtype=torch.bfloat16).items()}
         assert_launches_compile(lambda: gradients(kwargs, backend="cutile"), ("sm_90",))
-
-    def test_latent_attention_compiles(self):
-        kwargs = {k: t.cpu() for k, t in latent_tensors(1, 2, 2, 16, 16, 128, 64, 128, dtype=torch.bfloat16).items()}
-        assert_launches_compile(lambda: gradients(kwargs, (*QKV, "qpe", "kpe"), mla, backend="cutile"), ("sm_90",))

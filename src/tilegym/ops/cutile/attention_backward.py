@@ -296,15 +296,13 @@ def launch_backward(
 
     key = (*look, is_causal, windowed, soft_cap is not None, mask_kind, has_kv_len, tf32, sinks is None)
     plain = attention_mask is None and kv_len is None and sinks is None and not exact
-    if plain and max(queries, keys) <= SHORT and _is_hopper(q.get_device()):
-        shares = heads // kv_heads if heads > 4 * kv_heads and not tile_r else 1
+    if plain and not tile_r and max(queries, keys) <= SHORT and _is_hopper(q.get_device()):
+        shares = heads // kv_heads if heads > 4 * kv_heads else 1
         dk_parts, dv_parts = sums_of(shares)
-        columns = min(tile_d, 64) if tile_r else tile_d
-        arrays = (q, k, v, out, do, lse, dq, dk_parts, dv_parts, qpe, kpe, dqpe, dkpe)
-        tiles = (SHORT, columns, -(-head_dim // columns), tile_r, tile_dv)
+        arrays = (q, k, v, out, do, lse, dq, dk_parts, dv_parts)
+        options = (SHORT, tile_d, tile_dv, is_causal, windowed, soft_cap is not None)
         kernel = hinted(attention_short_backward_kernel, num_worker_warps=8)
-        blocks = (batch * kv_heads * shares,)
-        launch(q, blocks, kernel, (*arrays, *numbers, *tiles, is_causal, windowed, soft_cap is not None))
+        launch(q, (batch * kv_heads * shares,), kernel, (*arrays, *numbers, *options))
         add_up(shares, dk_parts, dv_parts)
         return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
     if plain and _fuses(q.get_device(), width, is_causal, windowed, batch, kv_heads, queries, keys):

@@ -3,13 +3,8 @@
 import cuda.tile as ct
 
 from tilegym.ops.cutile.attention_backward_kernels import softmax_backward
-from tilegym.ops.cutile.attention_backward_tiles import add_products
-from tilegym.ops.cutile.attention_backward_tiles import load_parts
 from tilegym.ops.cutile.attention_backward_tiles import load_rows
 from tilegym.ops.cutile.attention_backward_tiles import load_statistic
-from tilegym.ops.cutile.attention_backward_tiles import store_parts
-from tilegym.ops.cutile.attention_backward_tiles import sum_of_products
-from tilegym.ops.cutile.attention_backward_tiles import zero_parts
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 
@@ -25,17 +20,11 @@ def attention_short_backward_kernel(
     dq,  # [B, Hq, Sq, D]
     dk,  # [B, H, Skv, D], H a multiple of Hkv and a divisor of Hq: the sums of Hq / H heads each
     dv,  # [B, H, Skv, Dv]
-    qpe,  # as in attention_dq_kernel
-    kpe,
-    dqpe,
-    dkpe,  # [B, H, Skv, R] if TILE_R, else 0
     scaling: float,
     soft_cap: float,
     window: int,
     TILE: Int,
-    TILE_P: Int,
-    PARTS: Int,
-    TILE_R: Int,
+    TILE_D: Int,
     TILE_DV: Int,
     CAUSAL: Bool,
     WINDOW: Bool,
@@ -47,27 +36,28 @@ def attention_short_backward_kernel(
     keys = k.shape[2]
     columns = ct.arange(TILE, dtype=ct.int32)[:, None]
     positions = keys - q.shape[2] + ct.arange(TILE, dtype=ct.int32)[None, :]
-    k_tiles = load_parts(k, kpe, batch, kv_head, 0, 0, TILE, TILE_P, PARTS, TILE_R, False)
+    k_tile = load_rows(k, batch, kv_head, 0, TILE, TILE_D, False)
     v_tile = load_rows(v, batch, kv_head, 0, TILE, TILE_DV, False)
-    dk_tiles = zero_parts(TILE, TILE_P, PARTS, TILE_R)
+    dk_tile = ct.zeros((TILE, TILE_D), dtype=ct.float32)
     dv_tile = ct.zeros((TILE, TILE_DV), dtype=ct.float32)
     zeros = ct.zeros((TILE, TILE), dtype=ct.float32)
     for n in range(group):
         head = block_head * group + n
-        q_tiles = load_parts(q, qpe, batch, head, head, 0, TILE, TILE_P, PARTS, TILE_R, False)
+        q_tile = load_rows(q, batch, head, 0, TILE, TILE_D, False)
         do_tile = load_rows(do, batch, head, 0, TILE, TILE_DV, False)
         out_tile = load_rows(out, batch, head, 0, TILE, TILE_DV, False)
         row_delta = ct.sum(do_tile.astype(ct.float32) * out_tile.astype(ct.float32), axis=1)[None, :]
         row_lse = load_statistic(lse, 0, batch, head, 0, TILE)[None, :]
         p, _, ds = softmax_backward(
-            sum_of_products(k_tiles, q_tiles, zeros), ct.mma(v_tile, ct.transpose(do_tile), zeros), 0,
+            ct.mma(k_tile, ct.transpose(q_tile), zeros), ct.mma(v_tile, ct.transpose(do_tile), zeros), 0,
             (batch, head, 0, 0), (positions, columns), True, (keys, window), (row_lse, 0.0, row_delta), scaling,
             soft_cap, CAUSAL, WINDOW, SOFT_CAP, 0, 1, False, False, TILE, True,
         )  # fmt: skip
         dv_tile = ct.mma(p.astype(do.dtype), do_tile, dv_tile)
         ds = ds.astype(q.dtype)
-        dk_tiles = add_products(ds, q_tiles, dk_tiles)
-        dq_tiles = add_products(ct.transpose(ds), k_tiles, zero_parts(TILE, TILE_P, PARTS, TILE_R))
-        store_parts(dq, dqpe, batch, head, 0, dq_tiles, scaling, PARTS)
-    store_parts(dk, dkpe, batch, block_head, 0, dk_tiles, scaling, PARTS)
+        dk_tile = ct.mma(ds, q_tile, dk_tile)
+        dq_tile = ct.mma(ct.transpose(ds), k_tile, ct.zeros((TILE, TILE_D), dtype=ct.float32)) * scaling
+        ct.store(dq, (batch, head, 0, 0), dq_tile.reshape((1, 1, TILE, TILE_D)).astype(dq.dtype))
+    dk_tile = (dk_tile * scaling).reshape((1, 1, TILE, TILE_D))
+    ct.store(dk, (batch, block_head, 0, 0), dk_tile.astype(dk.dtype))
     ct.store(dv, (batch, block_head, 0, 0), dv_tile.reshape((1, 1, TILE, TILE_DV)).astype(dv.dtype))
