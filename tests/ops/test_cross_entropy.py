@@ -97,6 +97,15 @@ class Test_CrossEntropy(PyTestCase):
         self.test_special_values(9000, label_smoothing)
         self.test_an_ignored_row_may_hold_anything(9000)
 
+    @dtypes()
+    @pytest.mark.parametrize("n", [1, 40, 9000])
+    def test_sure_predictions_cost_nothing(self, n, dtype, parts):
+        """Whatever the multiples of log2(e) are rounded to that the largest logits become."""
+        logits = torch.full((16, n), -1e4, dtype=dtype, device=device())
+        logits[:, n // 2] = torch.linspace(-300, 300, 16)
+        target = torch.full((16,), n // 2, device=device())
+        assert cross_entropy(logits, target, reduction="none", backend="cutile").eq(0).all()
+
     @pytest.mark.parametrize("shape", [(5, 9000), (2, 11, 40), (7, 100)], ids=str)
     def test_more_rows_than_a_launch_takes(self, shape, monkeypatch):
         monkeypatch.setattr(kernels, "MAX_BLOCKS", 2)

@@ -127,9 +127,15 @@ def cross_entropy_parts_kernel(
         part = ct.where(inside, _capped(part.astype(ct.float32), SOFTCAP), -math.inf)
     if SMOOTHING > 0.0:
         ct.scatter(states, (place, 2), ct.sum(ct.where(inside, part.astype(ct.float32), 0.0)))
-    top = ct.max(part).astype(ct.float32) * unit
+    largest = ct.max(part).astype(ct.float32)
+    top = largest * unit
+    total = ct.sum(_power(part.astype(ct.float32) * unit - _base(top), x.dtype))
+    if x.dtype != ct.float32:
+        # The power of the largest itself is 1, not that of what the product's rounding leaves: a sure prediction's
+        # loss would be that.
+        total = ct.where(top == -math.inf, total, (total - _power(largest * unit - top, x.dtype)) + 1.0)
     ct.scatter(states, (place, 0), top)
-    ct.scatter(states, (place, 1), ct.sum(_power(part.astype(ct.float32) * unit - _base(top), x.dtype)))
+    ct.scatter(states, (place, 1), total)
 
 
 @ct.kernel
