@@ -25,10 +25,12 @@ from tilegym.ops.cutile.attention_backward import fused_configs
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_rows import finish_fused_kernel
 from tilegym.ops.cutile.attention_backward_rows import prepare_fused_kernel
+from tilegym.ops.cutile.attention_backward_rows import sum_heads_kernel
 from tilegym.ops.pytorch.attention import fmha as reference
 from tilegym.ops.pytorch.mla import mla as latent_reference
 
 FUSED = [prepare_fused_kernel, attention_dkdv_kernel, finish_fused_kernel]
+MEASURED = attention_backward.FUSED
 
 
 @pytest.fixture(autouse=True)
@@ -68,15 +70,39 @@ class Test_FMHA_Fused_Backward(PyTestCase):
     def test_serves(self, options):
         assert backward_kernels(tensors(*SHAPES[1], dtype=torch.bfloat16) | options) == FUSED
 
-    def test_causal_needs_many_blocks(self, monkeypatch):
-        """Where few blocks of unequal length would be waited for, and of a window, two kernels are as fast."""
-        monkeypatch.setattr(attention_backward, "FUSED", {(128, True): 4096, (128, False): 1024, (256, True): 1024})
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("shape", [(1, 12, 2, 40, 50, 16, 16), (2, 6, 2, 33, 17, 40, 24)], ids=str)
+    def test_parts_of_a_group(self, is_causal, shape, monkeypatch):
+        """Where keys are few, the blocks of one take some heads of a group each, and a sum over them comes last."""
+        blocks = shape[0] * 2
+        monkeypatch.setattr(attention_backward, "sm_count", lambda device: blocks * (1.6 if is_causal else 3.2))
+        kwargs = tensors(*shape, dtype=torch.bfloat16) | {"is_causal": is_causal}
+        kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+        with recorded_launches(run=True) as launches:
+            gradients(kwargs, backend="cutile")
+        assert [kernel for kernel, _ in launches[1:]] == [*FUSED, sum_heads_kernel]
+        assert launches[-1][1][0].shape[1] == 6
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+
+    def test_shares(self, monkeypatch):
+        """What an H200 computes by one kernel, and in how many parts of a group: few blocks of unequal length would be
+        waited for.
+        """
+        monkeypatch.setattr(attention_backward, "FUSED", MEASURED)
         monkeypatch.setattr(attention_backward, "sm_count", lambda device: 132)
-        serves = attention_backward._fuses
-        assert serves(0, 128, True, False, 1, 4, 8192, 8192) and serves(0, 128, True, False, 4, 8, 4096, 4096)
-        assert not serves(0, 128, True, False, 1, 1, 8192, 8192) and not serves(0, 128, True, True, 4, 8, 4096, 4096)
-        assert not serves(0, 128, True, False, 4, 8, 2048, 2048)
-        assert serves(0, 128, False, True, 1, 1, 1024, 1024) and serves(0, 256, True, True, 1, 4, 1024, 1024)
+
+        def shares(width, is_causal, shape, windowed=False):
+            batch, heads, kv_heads, tokens = shape
+            return attention_backward._shares(0, width, is_causal, windowed, batch, heads, kv_heads, tokens, tokens)
+
+        for shape in ((1, 32, 4, 8192), (1, 32, 8, 4096), (4, 32, 8, 4096), (1, 16, 16, 2048)):
+            assert shares(128, True, shape) == 1
+        assert shares(128, True, (1, 32, 8, 2048)) == shares(64, True, (1, 64, 8, 2048)) == 2
+        assert shares(128, True, (1, 32, 4, 2048)) == 4
+        assert shares(128, True, (1, 32, 8, 1024)) == shares(128, True, (1, 8, 1, 2048)) == 0
+        assert shares(128, True, (4, 32, 8, 4096), windowed=True) == 0
+        assert shares(128, False, (1, 32, 8, 1024)) == 2 and shares(128, False, (4, 32, 8, 4096)) == 1
+        assert shares(128, False, (1, 1, 1, 1024), windowed=True) == shares(256, True, (1, 8, 4, 1024), True) == 1
 
     @pytest.mark.parametrize("name", ["padding mask", "mask of heads", "additive mask", "sinks", "lengths"])
     def test_leaves_to_two_kernels(self, name):
@@ -92,14 +118,16 @@ class Test_FMHA_Fused_Backward(PyTestCase):
     def test_leaves_fp32_to_two_kernels(self):
         assert not set(FUSED[::2]) & set(backward_kernels(tensors(*SHAPES[1])))
 
-    def test_deterministic_on_request(self):
-        kwargs = tensors(*SHAPES[1], dtype=torch.bfloat16)
+    @pytest.mark.parametrize("multiprocessors", [0, 2], ids=["whole groups", "parts of groups"])
+    def test_deterministic_on_request(self, multiprocessors, monkeypatch):
+        monkeypatch.setattr(attention_backward, "sm_count", lambda device: multiprocessors)
+        kwargs = tensors(1, 4, 1, 17, 50, 16, 16, dtype=torch.bfloat16)
         torch.use_deterministic_algorithms(True)
         try:
             assert not set(FUSED[::2]) & set(backward_kernels(kwargs))
         finally:
             torch.use_deterministic_algorithms(False)
-        assert backward_kernels(kwargs) == FUSED
+        assert backward_kernels(kwargs)[:3] == FUSED
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     def test_what_is_behind_the_last_key_does_not_count(self, is_causal):
@@ -117,11 +145,21 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         self.assertCorrectness(mla, latent_reference, kwargs, {"backend": "cutile"}, gradient=names)
         assert backward_kernels(kwargs, names, mla) == FUSED
 
-    @pytest.mark.parametrize("head_dim", [64, 128, 256])
-    def test_compiles(self, head_dim):
+    def test_latent_attention_keeps_groups_whole(self, monkeypatch):
+        monkeypatch.setattr(attention_backward, "sm_count", lambda device: 10**6)
+        kwargs = latent_tensors(2, 4, 2, 17, 50, 40, 24, 20, dtype=torch.bfloat16) | {"is_causal": False}
+        assert kwargs["q"].shape[1] > kwargs["k"].shape[1]
+        names = (*QKV, "qpe", "kpe")
+        assert backward_kernels(kwargs, names, mla) == FUSED
+        self.assertCorrectness(mla, latent_reference, kwargs, {"backend": "cutile"}, gradient=names)
+
+    @pytest.mark.parametrize(("head_dim", "parts"), [(64, 1), (64, 2), (128, 1), (128, 2), (256, 1)])
+    def test_compiles(self, head_dim, parts):
         q, k, v, do, out, dk, dv, dq = (
-            torch.empty(2, h, 50, head_dim, dtype=torch.bfloat16) for h in (4, 2, 2, 4, 4, 2, 2, 4)
+            torch.empty(2, h, 50, head_dim, dtype=torch.bfloat16) for h in (4, 2, 2, 4, 4, 2 * parts, 2 * parts, 4)
         )
+        if parts > 1:
+            dk, dv = dk.float(), dv.float()
         lse, delta, total = torch.empty(1, 2, 4, 50), torch.empty(1, 2, 4, 50), torch.empty(q.shape)
         config = fused_configs("sm_90", head_dim)[0]
         tile_dq = vars(config).get("TILE_DQ", head_dim)

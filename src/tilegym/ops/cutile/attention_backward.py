@@ -36,12 +36,13 @@ from tilegym.ops.cutile.tiling import sm_count
 # 1.85 instead of 1.94 if causal, 5.35 instead of 6.2 for D 128, 2.88 instead of 3.00 if causal, 13.3 instead of 14.8
 # for D 256, 6.8 instead of 7.7 if causal; causal B1 S8192 2.78 instead of 2.93 for D 128, with Hq64 3.48 instead of
 # 3.68 for D 64; latent attention, B4 H16 S4096, 3.75 instead of 3.99, but 2.08 instead of 1.99 if causal. Where it is
-# not named, two are as fast or faster; of fewer queries, launches before and behind it weigh more.
+# not named, two are as fast or faster; of fewer queries, launches before and behind it weigh more: of 1024, causal,
+# Hq32 Hkv8 D128 it takes 128 us, two kernels 117.
 FUSED = {
     (64, False): 1024,
-    (64, True): 4096,
+    (64, True): 2048,
     (128, False): 1024,
-    (128, True): 4096,
+    (128, True): 2048,
     (192, False): 1024,
     (256, False): 1024,
     (256, True): 1024,
@@ -169,14 +170,28 @@ def _is_hopper(device: int) -> bool:
     return device >= 0 and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _fuses(
-    device: int, width: int, is_causal: bool, windowed: bool, batch: int, kv_heads: int, queries: int, keys: int
-) -> bool:
-    wanted = min(queries, keys) >= FUSED.get((width, is_causal), math.inf)
-    if is_causal and width <= 128:
-        # Of a causal mask the blocks differ in length: two for each multiprocessor, or the longest one is waited for.
-        wanted = wanted and not windowed and -(-keys // 128) * batch * kv_heads >= 1.8 * sm_count(device)
-    return wanted and _is_hopper(device) and not recording.ask(torch.are_deterministic_algorithms_enabled)
+def _shares(
+    device: int, width: int, is_causal: bool, windowed: bool, batch: int, heads: int, kv_heads: int, queries: int,
+    keys: int,
+) -> int:  # fmt: skip
+    """Into how many parts the blocks of the fused kernel divide the heads of a group; 0: two kernels are faster.
+
+    Of a causal mask the blocks differ in length: two for each multiprocessor, or the longest one is waited for. In as
+    few parts as give that many, since their sums in fp32 are added up behind it: causal S2048 on an H200 takes 261 us
+    with Hq32 Hkv8 D128 in two parts, 289 in four and 376 in one, where two kernels take 325; with Hkv4 256 in four and
+    287 by two kernels; with Hq64 Hkv8 D64 295 in two, 306 in four, 468 in one, and 416; full S1024 with Hq32 Hkv8 D128
+    128 in two and 194 in one.
+    """
+    if min(queries, keys) < FUSED.get((width, is_causal), math.inf) or not _is_hopper(device):
+        return 0
+    shares = 1
+    if width <= 128:
+        blocks, group = -(-keys // 128) * batch * kv_heads, heads // kv_heads
+        enough = (1.8 if is_causal else 0.9) * sm_count(device)
+        shares = next((n for n in range(1, group) if group % n == 0 and blocks * n >= enough), group)
+        if is_causal and (windowed or blocks * shares < enough):
+            return 0
+    return 0 if recording.ask(torch.are_deterministic_algorithms_enabled) else shares
 
 
 def width_of(head_dim: int, tile_r: int, tile_dv: int) -> int:
@@ -305,12 +320,15 @@ def launch_backward(
         launch(q, (batch * kv_heads * shares,), kernel, (*arrays, *numbers, *options))
         add_up(shares, dk_parts, dv_parts)
         return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
-    if plain and _fuses(q.get_device(), width, is_causal, windowed, batch, kv_heads, queries, keys):
+    # Of latent attention dkpe has no sum over parts.
+    place = (q.get_device(), width, is_causal, windowed, batch, kv_heads if tile_r else heads, kv_heads, queries, keys)
+    if plain and (shares := _shares(*place)):
         total, totalpe = lse.new_empty(q.shape), lse.new_empty(qpe.shape) if tile_r else 0
+        dk_parts, dv_parts = sums_of(shares)
         rows = (-(-queries // ROWS) * batch * heads,)
 
         def fused_arguments(cfg: Config) -> tuple:
-            arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total, qpe, kpe, dkpe, totalpe)
+            arrays = (q, k, v, do, lse, delta, 0, 0, dk_parts, dv_parts, total, qpe, kpe, dkpe, totalpe)
             bounded = is_causal or windowed or keys % cfg.TILE_N != 0
             tiles = constants(cfg, mask_kind, bounded)
             columns = min(vars(cfg).get("TILE_DQ", tiles[2]), tiles[2])
@@ -319,13 +337,14 @@ def launch_backward(
         launch(q, rows, prepare_fused_kernel, (out, do, delta, total, totalpe, ROWS, tile_d, tile_r, tile_dv))
         _fused_autotuner(width)(
             None,
-            grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads,),
+            grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads * shares,),
             kernel=attention_dkdv_kernel,
             args_fn=fused_arguments,
-            key=key,
+            key=key if shares == 1 else (*key, "parts", shares),
             outputs=("dk", "dv"),
         )
         launch(q, rows, finish_fused_kernel, (total, dq, totalpe, dqpe, scaling, ROWS, tile_d, tile_r))
+        add_up(shares, dk_parts, dv_parts)
         return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
     # Where the heads of a group can have masks of their own, what is masked shows in the loop over them only.
     own_masks = mask_kind == KEY_MASK and mask_shape[1] > 1
