@@ -1,5 +1,6 @@
 """Tuning results on disk: round trips, several processes at once, and files that cannot be used."""
 
+import contextlib
 import multiprocessing
 import sqlite3
 import time
@@ -133,6 +134,25 @@ def test_corrupt_file_is_set_aside(cache):
     assert cache.get(_key()) == _result()
     (aside,) = cache.path.parent.glob("*.unusable")
     assert aside.read_bytes().startswith(b"this is no database")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE results SET config = '{broken'",
+        "UPDATE results SET sizes = 'null'",
+        "DROP TABLE results",
+        "ALTER TABLE results RENAME COLUMN family TO other",
+    ],
+)
+def test_database_whose_content_is_damaged_is_set_aside(cache, damage):
+    cache.put(_result())
+    with contextlib.closing(sqlite3.connect(cache.path)) as connection, connection:
+        connection.execute(damage)
+    with pytest.warns(RuntimeWarning, match="the file is corrupt.*it is now .*unusable"):
+        assert cache.get(_key()) is None
+    cache.put(_result())
+    assert cache.all() == [_result()]
 
 
 def test_file_that_is_damaged_in_the_middle_is_set_aside(cache):

@@ -11,6 +11,7 @@ import re
 import sqlite3
 import time
 import warnings
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,10 @@ class TuningResult(NamedTuple):
     time_us: float
     family: str = ""
     sizes: tuple[int, ...] = ()
+
+
+_COLUMNS = (*TuningKey._fields, "config", "time_us", "family", "sizes")
+_SELECT = f"SELECT {', '.join(_COLUMNS)} FROM results"
 
 
 class TuningCache:
@@ -86,17 +91,13 @@ class TuningCache:
         return count
 
     def _select(self, condition: str, values: Iterable[Any] = ()) -> list[TuningResult]:
-        columns = ", ".join((*TuningKey._fields, "config", "time_us", "family", "sizes"))
-        return [
-            TuningResult(TuningKey(*row[:-4]), json.loads(row[-4]), row[-3], row[-2], tuple(json.loads(row[-1])))
-            for row in self._run(f"SELECT {columns} FROM results {condition}", values)
-        ]
+        return self._run(f"{_SELECT} {condition}", values, _as_results)
 
-    def _run(self, statement: str, values: Iterable[Any] = ()) -> list[tuple]:
+    def _run(self, statement: str, values: Iterable[Any] = (), read: Callable[[list[tuple]], list] = list) -> list:
         for _ in range(2):
             try:
                 with self._locked(), self._connection() as connection:
-                    return connection.execute(statement, tuple(values)).fetchall()
+                    return read(connection.execute(statement, tuple(values)).fetchall())
             except _Unusable as reason:
                 self._set_aside(str(reason))
             except (sqlite3.OperationalError, OSError) as error:
@@ -121,6 +122,9 @@ class TuningCache:
     def _prepare(self, connection: sqlite3.Connection) -> None:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version == SCHEMA_VERSION:
+            there = {name for (name,) in connection.execute("SELECT name FROM pragma_table_info('results')")}
+            if not there.issuperset(_COLUMNS):
+                raise _Unusable("is corrupt (its table of results is not there, or is another one)")
             return
         if version > SCHEMA_VERSION:
             raise sqlite3.OperationalError(f"it was written by a later version of TileGym (schema {version})")
@@ -153,6 +157,7 @@ class TuningCache:
             try:
                 with self._connection() as connection:
                     if connection.execute("PRAGMA quick_check").fetchone()[0] == "ok":
+                        _as_results(connection.execute(_SELECT).fetchall())
                         return  # another process has set it aside already
             except _Unusable:
                 pass
@@ -165,6 +170,16 @@ class TuningCache:
 
 class _Unusable(Exception):
     """The file is not a database, or not one of this schema."""
+
+
+def _as_results(rows: list[tuple]) -> list[TuningResult]:
+    try:
+        return [
+            TuningResult(TuningKey(*row[:-4]), json.loads(row[-4]), row[-3], row[-2], tuple(json.loads(row[-1])))
+            for row in rows
+        ]
+    except (ValueError, TypeError) as error:
+        raise _Unusable(f"is corrupt (a result in it cannot be read: {error})") from error
 
 
 @functools.cache  # says each thing once
