@@ -93,7 +93,7 @@ def rms_norm_forward(m: int, n: int) -> Group:
     x, w, y = tensor(m, n), tensor(n), tensor(m, n)
 
     def variant(kernel, grid, tile, hint):
-        flags = (False,) if kernel is rms.rms_norm_cached_kernel else ()
+        flags = (1, False, 0) if kernel is rms.rms_norm_cached_kernel else ()
         args = (x, w, x, y, x, EPS, 0.0, n, *tile, *flags, True, False, True, False)
         return Variant(f"{kernel._pyfunc.__name__[9:-7]} {tile}", hint, grid, kernel, args)
 
@@ -246,7 +246,7 @@ def rope_group(b: int, heads: int, kv_heads: int, s: int, d: int, heads_inside: 
     variants = []
     for rows, inside in itertools.product((4, 8, 16, 32, 64, 128), (True, False)):
         grid, constants = rope.layout(b, heads, kv_heads, s, rows, inside)
-        args = (q, k, cos, sin, q_out, k_out, d // 2, 0, *constants, False, False, False)
+        args = (q, k, cos, sin, q_out, k_out, d // 2, 0, *constants, False, False, False, False)
         for hint in hints(occupancies=(None, 4, 8)):
             variants.append(Variant(f"{rows}{' inside' * inside}", hint, grid, rope.rope_kernel, args))
 

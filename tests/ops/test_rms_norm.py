@@ -55,6 +55,12 @@ class Test_RMSNorm(PyTestCase):
         same = rms_norm(**kwargs, backend="cutile") == reference(**kwargs)
         assert same.float().mean() > 0.99
 
+    @pytest.mark.parametrize("n", [1100, 2880, 5000])
+    def test_rows_in_pieces(self, n):
+        """Many rows that fill no tile of a power of two; the last of the pieces full or not."""
+        kwargs = arguments(2**20 // n + 1, n, dtype=torch.bfloat16, bias=True, offset=1.0)
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
     @pytest.mark.parametrize("offset", [0.0, 1.0])
     def test_without_weight(self, offset):
         kwargs = arguments(6, 80, dtype=torch.float16, offset=offset) | {"weight": None}
@@ -229,9 +235,11 @@ class Test_RMSNorm(PyTestCase):
         torch.library.opcheck(rms_norm_forward_rstd.operator, (x, None, w, 1e-6, None, 0.0, True))
         torch.library.opcheck(norm_backward.operator, (dy, x, None, w, None, rstd, 0.0, 1, True, False, torch.float32))
 
-    @pytest.mark.parametrize(("mode", "shape"), [*((mode, (64, 4096)) for mode in MODES), (None, (2, 3, 4096))])
+    @pytest.mark.parametrize(
+        ("mode", "shape"), [*((mode, (64, 4096)) for mode in MODES), (None, (2, 3, 4096)), (None, (410, 2560))]
+    )
     def test_compiles_for_every_architecture(self, mode, shape):
-        x, w = torch.empty(shape, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+        x, w = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[-1], dtype=torch.bfloat16)
         assert_launches_compile(lambda: rms_norm_forward(x, w, None, 1e-6, mode, 0.0, True))
 
     @pytest.mark.parametrize(("m", "n"), [(4, 2048), (64, 2560), (64, 4096), (64, 8192), (64, 10000)])

@@ -19,6 +19,7 @@ from tilegym.ops.cutile.row_norms import MAX_CACHED
 from tilegym.ops.cutile.row_norms import at_once
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import forward_warps
+from tilegym.ops.cutile.row_norms import grid_of
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
 from tilegym.ops.cutile.row_norms import outside
@@ -54,11 +55,11 @@ def _add(x, residual, rows, cols, CHECK: Bool = True):
 @ct.kernel
 def add_rms_norm_kernel(
     x, residual, weight, y, total, rstd, eps, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int, PIECES: Int,
-    AT_ONCE: Bool, WEIGHT: Bool, ROUND: Bool, RSTD: Bool,
+    AT_ONCE: Bool, AXIS: Int, WEIGHT: Bool, ROUND: Bool, RSTD: Bool,
 ):  # fmt: skip
     """A block reads TILE_M whole rows, as PIECES tiles, and keeps their sums in registers."""
     check = outside(N, TILE_M, TILE_N * PIECES)
-    rows = span(ct.bid(0), TILE_M)
+    rows = span(ct.bid(AXIS), TILE_M)
     squares = ct.zeros((TILE_M, TILE_N), ct.float32)
     sums, pieces, ws = (), (), ()
     for piece in ct.static_iter(range(PIECES)):
@@ -68,11 +69,11 @@ def add_rms_norm_kernel(
         squares = squares + row * row
         sums, pieces, ws = (*sums, stored), (*pieces, row), (*ws, w)
     for piece in ct.static_iter(range(PIECES)):
-        store_piece(total, rows, piece, sums[piece], TILE_N, PIECES, check)
+        store_piece(total, rows, piece, sums[piece], TILE_N, PIECES, AXIS, check)
     r = rstd_of(row_sum(squares, x.dtype, *ws) if AT_ONCE else squares, eps, N)
     for piece in ct.static_iter(range(PIECES)):
         out = scaled(pieces[piece] * r, ws[piece], None, y.dtype, OFFSET, ROUND)
-        store_piece(y, rows, piece, out, TILE_N, PIECES, check)
+        store_piece(y, rows, piece, out, TILE_N, PIECES, AXIS, check)
     if RSTD:
         ct.scatter(rstd, rows[:, None], r)
 
@@ -101,10 +102,10 @@ def add_rms_norm_reload_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
+def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int, ...], tuple]:
     """(kernel, grid, tiles) for [rows, n] on CUDA device ``device`` (-1: CPU).
 
-    The tiles are TILE_M and TILE_N, and where rows are held PIECES and AT_ONCE: whether all blocks run at once.
+    The tiles are TILE_M and TILE_N, and where rows are held PIECES, AT_ONCE, whether all blocks run at once, and AXIS.
 
     As rms_norm's, whose tiles were measured on an H200, with half the blocks for the second input held in flight, and
     8 warps from 4096 columns on: 8192x4096 in 69.5 us instead of 72.9. Where all blocks run at once, with as many
@@ -117,14 +118,17 @@ def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int],
     tile_m, tile_n = whole_rows(rows, n, device)
     if 2048 < n <= 3072 and rows * n > SMALL:
         # 8192x2560 in one tile, of which a third is idle, takes an H200 52.0 us instead of 46.0.
-        kernel = hinted(add_rms_norm_kernel, num_worker_warps=4, occupancy=6)
-        return kernel, (rows,), (1, 1024, 3, False)
+        few = at_once(rows, n, device)
+        kernel = hinted(add_rms_norm_kernel, num_worker_warps=4, occupancy=few or 6)
+        grid, axis = grid_of(rows)
+        return kernel, grid, (1, 1024, 3, few > 0, axis)
     elements = tile_m * tile_n
     tiles = ct.cdiv(rows, tile_m)
     warps, occupancy = forward_warps(tiles, elements, device), max(1, min(8, 16384 // elements))
-    early = at_once(tiles, device)
-    hints = {"num_worker_warps": 8 if tile_n >= 4096 else warps, "occupancy": 1 if early else occupancy}
-    return hinted(add_rms_norm_kernel, **hints), (tiles,), (tile_m, tile_n, 1, early)
+    early = at_once(rows, elements, device)
+    hints = {"num_worker_warps": 8 if tile_n >= 4096 else warps, "occupancy": early or occupancy}
+    grid, axis = grid_of(tiles)
+    return hinted(add_rms_norm_kernel, **hints), grid, (tile_m, tile_n, 1, early > 0, axis)
 
 
 def _launch_forward(x, residual, weight, eps, offset, rounded, with_rstd):

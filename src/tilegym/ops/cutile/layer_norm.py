@@ -21,8 +21,11 @@ from tilegym.ops.cutile.row_norms import at_once
 from tilegym.ops.cutile.row_norms import centered
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import forward_warps
+from tilegym.ops.cutile.row_norms import grid_of
+from tilegym.ops.cutile.row_norms import in_pieces
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
+from tilegym.ops.cutile.row_norms import piece_plan
 from tilegym.ops.cutile.row_norms import row_sum
 from tilegym.ops.cutile.row_norms import rows_over
 from tilegym.ops.cutile.row_norms import rstd_of
@@ -65,11 +68,11 @@ def _over(total, N: Int):
 
 @ct.kernel
 def layer_norm_kernel(
-    x, weight, bias, y, means, rstds, eps, N: Int, TILE_M: Int, TILE_N: Int, PIECES: Int, AT_ONCE: Bool, WEIGHT: Bool,
-    BIAS: Bool, SAVE: Bool,
+    x, weight, bias, y, means, rstds, eps, N: Int, TILE_M: Int, TILE_N: Int, PIECES: Int, AT_ONCE: Bool, AXIS: Int,
+    WEIGHT: Bool, BIAS: Bool, SAVE: Bool,
 ):  # fmt: skip
     """A block reads TILE_M whole rows, as PIECES tiles, and keeps them in registers."""
-    rows = span(ct.bid(0), TILE_M)
+    rows = span(ct.bid(AXIS), TILE_M)
     pieces, ws, bs, sums = (), (), (), 0.0
     for piece in ct.static_iter(range(PIECES)):
         cols, check = span(piece, TILE_N), TILE_M > 1 or (piece + 1) * TILE_N > N
@@ -86,7 +89,7 @@ def layer_norm_kernel(
     rstd = rstd_of(squares, eps, N)
     for piece in ct.static_iter(range(PIECES)):
         check = TILE_M > 1 or (piece + 1) * TILE_N > N
-        store_piece(y, rows, piece, _scaled(rests[piece] * rstd, ws[piece], bs[piece]), TILE_N, PIECES, check)
+        store_piece(y, rows, piece, _scaled(rests[piece] * rstd, ws[piece], bs[piece]), TILE_N, PIECES, AXIS, check)
     if SAVE:
         ct.scatter(means, rows[:, None], mean)
         ct.scatter(rstds, rows[:, None], rstd)
@@ -124,10 +127,10 @@ def layer_norm_reload_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def forward_plan(rows: int, n: int, device: int, wide: bool = False) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
+def forward_plan(rows: int, n: int, device: int, wide: bool = False) -> tuple[ct.kernel, tuple[int, ...], tuple]:
     """(kernel, grid, tiles) for [rows, n] on CUDA device ``device`` (-1: CPU); ``wide``: some of it is fp32.
 
-    The tiles are TILE_M and TILE_N, and where rows are held PIECES and AT_ONCE: whether all blocks run at once.
+    The tiles are TILE_M and TILE_N, and where rows are held PIECES, AT_ONCE, whether all blocks run at once, and AXIS.
 
     The kernels hold what rms_norm's hold: tiles, warps and occupancy are those measured for it on an H200.
     """
@@ -136,22 +139,24 @@ def forward_plan(rows: int, n: int, device: int, wide: bool = False) -> tuple[ct
     if tile_n > MAX_CACHED:
         return hinted(layer_norm_reload_kernel, num_worker_warps=4, occupancy=8), (rows,), (1, 4096)
     few = rows <= 4 * sm_count(device)
-    if rows * n > SMALL and (1024 < n <= 3072 or (few and n <= 4096) or 4096 < n <= 6144):
+    if in_pieces(rows, n) or (few and 3072 < n <= 4096 and rows * n > SMALL):
         # Instead of one tile, part of which is idle, or of two rows of 2048. On an H200 8192x1536 19.3 us instead of
         # 22.9, 8192x2048 24.5 instead of 25.8, 8192x2560 27.4 instead of 33.5, 8192x5120 52.7 instead of 64.1. Few rows
         # have registers for all loads at once: 512x4096 7.5 us instead of 8.0.
-        tile_n, warps, occupancy = (512, 4, 8) if n <= 3072 else (1024, 4, 4) if n <= 4096 else (1024, 8, 4)
+        tile_n, warps, occupancy = (1024, 4, 4) if 3072 < n <= 4096 else piece_plan(n)
         if wide and not 3072 < n <= 4096:
             occupancy = occupancy * 3 // 4  # without spills
         kernel = hinted(layer_norm_kernel, num_worker_warps=warps, occupancy=occupancy)
-        return kernel, (rows,), (1, tile_n, ct.cdiv(n, tile_n), False)
+        grid, axis = grid_of(rows)
+        return kernel, grid, (1, tile_n, ct.cdiv(n, tile_n), few and n > 3072, axis)
     tile_m, tile_n = whole_rows(rows, n, device)
     elements = tile_m * tile_n
     tiles = ct.cdiv(rows, tile_m)
-    early = at_once(tiles, device)  # one block a multiprocessor, which takes the registers it needs
-    warps, occupancy = forward_warps(tiles, elements, device), 1 if early else min(8, 32768 // elements)
+    early = at_once(rows, elements, device)
+    warps, occupancy = forward_warps(tiles, elements, device), early or min(8, 32768 // elements)
     kernel = hinted(layer_norm_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (tiles,), (tile_m, tile_n, 1, early)
+    grid, axis = grid_of(tiles)
+    return kernel, grid, (tile_m, tile_n, 1, early > 0, axis)
 
 
 def _flat(vector, dims):

@@ -18,13 +18,16 @@ from tilegym.ops.cutile.row_norms import MAX_CACHED
 from tilegym.ops.cutile.row_norms import at_once
 from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import forward_warps
+from tilegym.ops.cutile.row_norms import grid_of
+from tilegym.ops.cutile.row_norms import in_pieces
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
-from tilegym.ops.cutile.row_norms import outside
+from tilegym.ops.cutile.row_norms import piece_plan
 from tilegym.ops.cutile.row_norms import row_sum
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.row_norms import store
+from tilegym.ops.cutile.row_norms import store_piece
 from tilegym.ops.cutile.row_norms import sums_dtype
 from tilegym.ops.cutile.row_norms import whole_rows
 from tilegym.ops.cutile.row_norms_backward import norm_gradients
@@ -46,17 +49,21 @@ from tilegym.ops.pytorch.rms_norm import check_rms_norm
 
 @ct.kernel
 def rms_norm_cached_kernel(
-    x, weight, bias, y, rstd, eps, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int, AT_ONCE: Bool, WEIGHT: Bool,
-    BIAS: Bool, ROUND: Bool, RSTD: Bool,
+    x, weight, bias, y, rstd, eps, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int, PIECES: Int, AT_ONCE: Bool,
+    AXIS: Int, WEIGHT: Bool, BIAS: Bool, ROUND: Bool, RSTD: Bool,
 ):  # fmt: skip
-    """multi_wave_cached: a block reads TILE_M whole rows and keeps them in registers."""
-    check = outside(N, TILE_M, TILE_N)
-    rows, cols = span(ct.bid(0), TILE_M), span(0, TILE_N)
-    row = load(x, rows, cols, check).astype(ct.float32)
-    w, b = load_vector(weight, cols, WEIGHT, check), load_vector(bias, cols, BIAS, check)
-    squares = row * row
-    r = rstd_of(row_sum(squares, x.dtype, w, b) if AT_ONCE else squares, eps, N)
-    store(y, rows, cols, scaled(row * r, w, b, y.dtype, OFFSET, ROUND), check)
+    """multi_wave_cached: a block reads TILE_M whole rows, as PIECES tiles, and keeps them in registers."""
+    rows = span(ct.bid(AXIS), TILE_M)
+    pieces, ws, bs, squares = (), (), (), 0.0
+    for piece in ct.static_iter(range(PIECES)):
+        cols, check = span(piece, TILE_N), TILE_M > 1 or (piece + 1) * TILE_N > N
+        row = load(x, rows, cols, check).astype(ct.float32)
+        w, b = load_vector(weight, cols, WEIGHT, check), load_vector(bias, cols, BIAS, check)
+        pieces, ws, bs, squares = (*pieces, row), (*ws, w), (*bs, b), squares + row * row if piece else row * row
+    r = rstd_of(row_sum(squares, x.dtype, *ws, *bs) if AT_ONCE else squares, eps, N)
+    for piece in ct.static_iter(range(PIECES)):
+        out, check = scaled(pieces[piece] * r, ws[piece], bs[piece], y.dtype, OFFSET, ROUND), (piece + 1) * TILE_N > N
+        store_piece(y, rows, piece, out, TILE_N, PIECES, AXIS, TILE_M > 1 or check)
     if RSTD:
         ct.scatter(rstd, rows[:, None], r)
 
@@ -102,10 +109,10 @@ def rms_norm_reload_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int], tuple[int, ...]]:
+def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int, ...], tuple]:
     """(kernel, grid, tiles) for an input of [rows, n] on CUDA device ``device`` (-1: CPU).
 
-    The tiles are TILE_M and TILE_N, and AT_ONCE where rows are held: whether all blocks run at once.
+    The tiles are TILE_M and TILE_N, and where rows are held PIECES, AT_ONCE, whether all blocks run at once, and AXIS.
 
     Warps and occupancy are those that were the fastest on an H200 for 8192x4096, 262144x128, 4096x8192, 4096x14336
     and 1024x65536 in bf16: about as much as its registers hold.
@@ -116,16 +123,22 @@ def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.k
         # 1024x65536 with 8 warps: 94 us. 4 warps and half the columns: 106, but shorter rows need no more.
         hints = {"num_worker_warps": 8, "occupancy": 1} if tile_n > 4096 else {"num_worker_warps": 4, "occupancy": 8}
         return hinted(rms_norm_reload_kernel, **hints), (rows,), (1, min(tile_n, 8192))
+    if in_pieces(rows, n) and rows > 4 * sm_count(device) and mode != "static_persistent":
+        tile_n, warps, occupancy = piece_plan(n)
+        kernel = hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy)
+        grid, axis = grid_of(rows)
+        return kernel, grid, (1, tile_n, ct.cdiv(n, tile_n), False, axis)
     tile_m, tile_n = whole_rows(rows, n, device)
     tiles, elements = ct.cdiv(rows, tile_m), tile_m * tile_n
     if mode == "static_persistent":
         occupancy = 3 if elements <= 4096 else 1
         kernel = hinted(rms_norm_persistent_kernel, num_worker_warps=8, occupancy=occupancy)
         return kernel, (min(tiles, occupancy * sm_count(device)),), (tile_m, tile_n)
-    early = at_once(tiles, device)  # one block a multiprocessor, which takes the registers it needs
-    warps, occupancy = forward_warps(tiles, elements, device), 1 if early else min(8, 32768 // elements)
+    early = at_once(rows, elements, device)
+    warps, occupancy = forward_warps(tiles, elements, device), early or min(8, 32768 // elements)
     kernel = hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, (tiles,), (tile_m, tile_n, early)
+    grid, axis = grid_of(tiles)
+    return kernel, grid, (tile_m, tile_n, 1, early > 0, axis)
 
 
 def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):

@@ -16,7 +16,9 @@ import cuda.tile as ct
 import torch
 
 from tilegym.backend.cutile.launch import launch
+from tilegym.ops.cutile.pointwise import MAX_BLOCKS
 from tilegym.ops.cutile.tiling import INT32_MAX
+from tilegym.ops.cutile.tiling import SMALL
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
@@ -56,19 +58,19 @@ def put(y, tile, piece, value):
     ct.store(y, (tile, piece), value.astype(y.dtype), allow_tma=False)
 
 
-def store_piece(y, rows, piece, value, TILE_N: Int, PIECES: Int, CHECK: Bool):
+def store_piece(y, rows, piece, value, TILE_N: Int, PIECES: Int, AXIS: Int, CHECK: Bool):
     """Stores one of the PIECES of the rows of this block."""
     if PIECES == 1:
         store(y, rows, span(0, TILE_N), value, CHECK)
     else:
-        put(y, ct.bid(0), piece, value)
+        put(y, ct.bid(AXIS), piece, value)
 
 
 def behind(row, *others):
     """``row`` in fp32, which is known only when the others are: so they are read before a reduction over it. The
     compiler sinks loads to where they are used, and a block would wait for memory twice."""
-    # Grids have one axis, which the compiler does not know.
-    zero = ct.full((1, 1), ct.bid(1), ct.int32).astype(ct.uint32)
+    # Grids have no third axis, which the compiler does not know.
+    zero = ct.full((1, 1), ct.bid(2), ct.int32).astype(ct.uint32)
     bits = ct.bitcast(row.astype(ct.float32), ct.uint32)
     for other in ct.static_iter(others):
         bits = bits | (ct.bitcast(other.astype(ct.float32), ct.uint32) & zero)
@@ -152,9 +154,26 @@ def whole_rows(rows: int, n: int, device: int) -> tuple[int, int]:
     return max(1, min(4096 // tile_n, next_power_of_2(rows // (4 * sm_count(device))))), tile_n
 
 
-def at_once(tiles: int, device: int) -> bool:
-    """Whether all blocks of a forward pass run at once, so that none works while another waits for memory."""
-    return tiles <= sm_count(device)
+def at_once(rows: int, elements: int, device: int) -> int:
+    """How many blocks a multiprocessor has where all blocks of a forward pass, of a row of ``elements`` each, run at
+    once, so that none works while another waits for memory; else 0."""
+    return 1 if rows <= sm_count(device) else 4 if rows <= 4 * sm_count(device) and elements <= 4096 else 0
+
+
+def in_pieces(rows: int, n: int) -> bool:
+    """Whether a forward pass of many rows holds each in pieces: part of a single tile would be idle."""
+    return rows * n > SMALL and (1024 < n <= 3072 or 4096 < n <= 6144)
+
+
+def piece_plan(n: int) -> tuple[int, int, int]:
+    """(TILE_N, warps, occupancy) for rows in pieces."""
+    return (512, 4, 8) if n <= 3072 else (1024, 8, 4)
+
+
+def grid_of(blocks: int) -> tuple[tuple[int, ...], int]:
+    """A grid of so many blocks, and the axis along which it counts them: the second if they are not too many, since
+    sm_90 gets a block's number along it in a fifth of the instructions."""
+    return ((1, blocks), 1) if blocks <= MAX_BLOCKS else ((blocks,), 0)
 
 
 def forward_warps(tiles: int, elements: int, device: int) -> int:

@@ -160,7 +160,7 @@ def backward_few_kernel(
 ):  # fmt: skip
     """The first ``slices`` blocks sum up TILE_C columns each of dweight and dbias, which need nothing of what the other
     blocks find out, dx of a row each: few rows come from the cache the second time."""
-    block = ct.bid(0)
+    block = ct.bid(1)
     if block < slices:
         cols = span(block, TILE_C)
         dw = ct.zeros((TILE_R, TILE_C), ct.float32)
@@ -371,7 +371,7 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
         tiles = next_power_of_2(n), min(FEW_ROWS, next_power_of_2(m)), SLICE
         constants = (offset, n, *tiles, center, add, weighted, dweight, dbias)
         kernel = hinted(backward_few_kernel, num_worker_warps=8, occupancy=2)
-        launch(x, (slices + m,), kernel, (dy, rows, through, w, means, rstd, out, dw, db, slices, *constants))
+        launch(x, (1, slices + m), kernel, (dy, rows, through, w, means, rstd, out, dw, db, slices, *constants))
         return dw, db
     cached = n <= MAX_CACHED_BACKWARD
     if cached:
