@@ -175,6 +175,15 @@ def test_folder_without_tokenizer(tmp_path):
         models.load(str(folder), torch.float32, CPU, random_weights=False)
 
 
+def test_a_broken_tokenizer_is_told_from_none(tmp_path):
+    folder = copy_of_tiny_llama(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{broken")
+    with pytest.raises(
+        ModelError, match="tokenizer.json of .* cannot be used [(].*line 1 column 2.*[)]: restore it, or"
+    ):
+        models.load(str(folder), torch.float32, CPU, random_weights=False)
+
+
 def test_a_tokenizer_class_that_starts_out_empty_is_none(tmp_path):
     """Cohere's makes a tokenizer without words where there is no file of one."""
     write_config(tmp_path / "config.json", model_type="cohere")
@@ -228,3 +237,10 @@ def test_first_sentence():
     except RuntimeError as error:
         assert models.first_sentence(error) == "The root"
     assert models.first_sentence(KeyError()) == "KeyError"
+    assert models.first_sentence(KeyError("wobble")) == "'wobble' is not known"
+
+
+def test_a_config_with_an_unknown_activation(tmp_path):
+    config = models.load_config(str(write_config(tmp_path / "config.json", hidden_act="wobble")), True)
+    with pytest.raises(ModelError, match="'llama' makes no .* [(]'wobble' is not known[)]: correct it, or take one of"):
+        models.count_parameters(config)

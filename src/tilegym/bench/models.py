@@ -233,10 +233,10 @@ def _load_tokenizer(model_id: str, random_weights: bool, extra: dict[str, bool])
     except Exception as error:  # as many reasons as there are kinds of tokenizer
         if random_weights:
             return None
-        raise ModelError(
-            f"transformers finds no tokenizer for {model_id}: put its tokenizer.json there, "
-            "or add --random_weights to run the shape without one"
-        ) from error
+        problem = f"transformers finds no tokenizer for {model_id}: put its tokenizer.json there"
+        if (path / "tokenizer.json").is_file():
+            problem = f"the tokenizer.json of {model_id} cannot be used ({first_sentence(error)}): restore it"
+        raise ModelError(f"{problem}, or add --random_weights to run the shape without one") from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -259,7 +259,7 @@ def count_parameters(config: Any) -> int:
     except Exception as error:  # a config that contradicts itself fails anywhere in the model's constructor
         raise ModelError(
             f"a config of type {config.model_type!r} makes no causal language model ({first_sentence(error)}): "
-            "take one of a decoder such as llama or qwen3"
+            "correct it, or take one of a decoder such as llama or qwen3"
         ) from error
 
 
@@ -341,4 +341,6 @@ def first_sentence(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, KeyError) and lines:  # its text is the key alone
+        return f"{error} is not known"
     return (lines[0].split(". ")[0].rstrip(".:") if lines else type(error).__name__)[:300]
