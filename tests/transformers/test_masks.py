@@ -268,6 +268,28 @@ def test_decoding_does_not_wait_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("queries", [1, 4, 9])
+def test_attention_with_weights_is_attention(queries, softcap, sinks):
+    """A call that asks for the weights gets what the op gives, and they are what weights the values."""
+    q, k, v = randn(2, 4, queries, 16), randn(2, 2, 9, 16), randn(2, 2, 9, 16)
+    s_aux = randn(4) if sinks else None
+    keys = torch.ones(2, 1, 1, 9, dtype=torch.bool, device=device())
+    keys[0, ..., :3] = False
+    filled = torch.tensor([8, 8], dtype=torch.int32, device=device())
+    shape, attend = (2, 1, queries, 9), AttentionInterface()["tilegym"]
+    for mask in (None, CausalMask(shape, keys, filled, 3), CausalMask(shape, keys, filled, None).to_dense()):
+        options = dict(scaling=0.3, softcap=softcap, s_aux=s_aux, sliding_window=3)
+        out, none = attend(torch.nn.Module(), q, k, v, mask, **options)
+        again, weights = attend(torch.nn.Module(), q, k, v, mask, output_attentions=True, **options)
+        seen = slice(None) if queries < 9 or mask is None else (slice(None), slice(4, None))  # rows that see a key
+        assert none is None
+        assert_close(again[seen], out[seen])
+        values = v.repeat_interleave(2, 1)[:, :, : weights.shape[-1]]
+        assert_close((weights @ values).transpose(1, 2)[seen], out[seen])
+
+
 def test_paged_caches_are_refused():
     q = randn(1, 1, 1, 16)
     with pytest.raises(UnsupportedError, match="paged cache"):

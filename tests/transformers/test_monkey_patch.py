@@ -374,6 +374,27 @@ def test_attention_weights_are_not_lost_silently():
         assert len(model(tokens(1, 5)).attentions) == 2
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gpt_oss", "gemma3"])
+def test_attention_weights_of_a_call(family):
+    """The patched model gives them as transformers' eager attention does; calls without them take the kernel."""
+    model = make_model(family, attn_implementation="eager")
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    seen = mask.bool()
+    with torch.no_grad():
+        for given in (mask, None):
+            expected = model(ids, attention_mask=given, output_attentions=True)
+            with monkey_patch.apply(model, use_cutile=False):
+                got = model(ids, attention_mask=given, output_attentions=True)
+                assert not model(ids).attentions
+            assert len(got.attentions) == len(expected.attentions) > 0
+            for weights, right in zip(got.attentions, expected.attentions, strict=True):
+                assert weights.shape == right.shape
+                assert_close(weights.transpose(1, 2)[seen], right.transpose(1, 2)[seen])
+            assert_close(got.logits[seen], expected.logits[seen])
+
+
 def test_norms_kept_in_fp32_in_a_bf16_model():
     model = make_model("llama", torch.bfloat16)
     norm = model.model.norm.float()

@@ -185,11 +185,11 @@ def _attention_forward(backend: str | None) -> Callable:
         cache: Any = None,
         output_attentions: bool = False,
         **kwargs,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention as transformers calls it: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D].
 
-        Returns ([B, Sq, Hq, D], None). Dropout and a position bias go to PyTorch, as do calls that ask for attention
-        weights: transformers' SDPA has none either, and says so. Dropout, soft cap and sinks may come together.
+        Returns [B, Sq, Hq, D], and None or, where they are asked for, the attention weights [B, Hq, Sq, Skv]. Those go
+        to PyTorch, as do dropout and a position bias. Dropout, soft cap and sinks may come together.
 
         Raises:
             UnsupportedError: for a paged cache (continuous batching).
@@ -197,11 +197,16 @@ def _attention_forward(backend: str | None) -> Callable:
         if cache is not None:
             raise UnsupportedError("no paged cache in TileGym's attention: patch without it for continuous batching")
         capped_or_sinks = softcap is not None or s_aux is not None
-        if (dropout and not capped_or_sinks) or position_bias is not None or output_attentions:
+        if output_attentions:
+            return _attention_with_weights(
+                module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux, is_causal,
+                position_bias,
+            )  # fmt: skip
+        if (dropout and not capped_or_sinks) or position_bias is not None:
             return _torch_attention(
                 module, query, key, value, attention_mask,
                 scaling=scaling, dropout=dropout, is_causal=is_causal, softcap=softcap, s_aux=s_aux,
-                position_bias=position_bias, output_attentions=output_attentions, **kwargs,
+                position_bias=position_bias, **kwargs,
             )  # fmt: skip
         query, key, value = as_autocast_wants(query, key, value)
         kv_len = window = None
@@ -238,11 +243,42 @@ def _attention_forward(backend: str | None) -> Callable:
 def _torch_attention(module, query, key, value, attention_mask, *, softcap, s_aux, **kwargs):
     """What the kernels do not do, by transformers' SDPA integration."""
     if softcap is not None or s_aux is not None:
-        raise UnsupportedError("attention with a soft cap or sinks has no position bias and gives no attention weights")
+        raise UnsupportedError("attention with a soft cap or sinks has no position bias")
     if isinstance(attention_mask, CausalMask):
         attention_mask = attention_mask.to_dense().to(query.device)
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _attention_with_weights(
+    module, query, key, value, mask, scaling, dropout, window, softcap, s_aux, is_causal, position_bias
+) -> tuple[Tensor, Tensor]:
+    """Attention in the steps of transformers' eager functions, which hold the weights."""
+    query, key, value = as_autocast_wants(query, key, value)
+    q_len = query.shape[2]
+    if mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        if 1 < q_len < key.shape[2]:
+            key, value = key[:, :, :q_len], value[:, :, :q_len]
+        mask = CausalMask((1, 1, q_len, key.shape[2]), None, None, window)
+    if isinstance(mask, CausalMask):
+        mask = mask.to_dense().to(query.device)
+    key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    if s_aux is not None:  # one more key without a value
+        scores = torch.cat([scores, s_aux.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = torch.softmax(scores, -1, torch.float32).to(query.dtype)
+    if s_aux is not None:
+        weights = weights[..., :-1]
+    weights = nn.functional.dropout(weights, dropout)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 NAMES = {None: "tilegym", PREFER_CUTILE: "tilegym_cutile"}  # by the backend
