@@ -130,7 +130,7 @@ def run(
         show(result, console)
         summary = json.dumps(result.summary(), indent=2, allow_nan=False)
         if summary_file is not None:
-            summary_file.write_text(summary + "\n", encoding="utf-8")
+            _write(summary_file, summary + "\n")
             console.print(f"results written to {summary_file}", highlight=False, soft_wrap=True)
     except TileGymError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -151,7 +151,18 @@ def _check_writable(path: Path) -> None:
         if not there:
             path.unlink()
     except OSError as error:
-        raise ModelError(f"--summary_file {path} cannot be written: {error.strerror}; name another file") from error
+        raise _unwritable(path, error) from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:  # a full disk shows only now
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ModelError:
+    return ModelError(f"--summary_file {path} cannot be written: {error.strerror}; name another file")
 
 
 @contextlib.contextmanager

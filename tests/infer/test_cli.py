@@ -83,6 +83,13 @@ class Test_Unpatched:
         assert str(path) in result.stdout
         assert json.loads(path.read_text())["model"]["parameters"] == 541_824
 
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file on a full disk")
+    def test_summary_file_on_a_full_disk(self):
+        result = infer("--model_id", TINY_LLAMA, *SHORT, "--summary_file", "/dev/full")
+        assert result.exit_code == 2 and "Average throughput" in result.stdout
+        last = result.stderr.splitlines()[-1]
+        assert last == "error: --summary_file /dev/full cannot be written: No space left on device; name another file"
+
     def test_prompts_of_a_file_in_padded_batches(self, tmp_path):
         path = tmp_path / "prompts.txt"
         path.write_text("The capital of Peru is\nQuestion: What is the capital of Japan? Answer:\nTwo and two\n")
