@@ -91,6 +91,29 @@ def test_wrong_patches_fail(patch, dtype):
         assert result.summary()["patched_max_error"] == "inf"
 
 
+def test_a_model_whose_own_logits_overflow_is_compared_with_nothing():
+    """However wrong a patched model's are, they are no further from the oracle than NaN is."""
+    model = tiny_model(torch.float16)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight *= 1e4
+        model.model.layers[0].mlp.down_proj.weight *= 1e4
+    with pytest.raises(ModelError, match="logits are not finite in float16.*take a --precision of more range"):
+        judge(model, tiny_batches(), unchanged)
+
+
+@pytest.mark.parametrize("patch", [unchanged, norm_of_other_eps])
+def test_tokens_that_a_model_never_gives_do_not_count(patch):
+    model = tiny_model()
+
+    def never(module, inputs, output):
+        return output.masked_fill(torch.arange(300, device=output.device) % 2 == 0, -torch.inf)
+
+    model.lm_head.register_forward_hook(never)
+    result = judge(model, tiny_batches(), patch)
+    assert result.passed == (patch is unchanged), result.reason
+    assert result.unpatched_max_error < 1e-3 and result.max_logit < 1e3
+
+
 def test_tokens_that_differ_without_a_tie_fail_although_the_logits_agree():
     model, batches = tiny_model(), tiny_batches()
     tokens = generate.run_once(model, batches, LENGTH).tokens

@@ -44,6 +44,7 @@ class Deviation:
             difference = ours.double() - theirs.double()  # [vocab]: a row at a time, to need little memory
             # NaN must not vanish in a comparison: any non-finite difference is infinitely wrong.
             difference = torch.where(difference.isfinite(), difference, torch.inf)
+            difference[ours == theirs] = 0.0  # -inf for a token that a model never gives
             self.largest = max(self.largest, difference.abs().max().item())
             self.squares += difference.square().sum().item()
             self.count += difference.numel()
@@ -170,6 +171,9 @@ def compare(
         unpatched_tokens: what it generated, for each batch [B, T].
         patched_tokens: what it generated while patched.
         patched_logits: the patched model's :func:`collect_logits` along ``unpatched_tokens``, [B, steps, V] each.
+
+    Raises:
+        ModelError: the unpatched model's own logits are not finite: no others could be further from the oracle.
     """
     steps = patched_logits[0].shape[1]
     unpatched_logits = collect_logits(model, batches, unpatched_tokens, steps)
@@ -185,7 +189,12 @@ def compare(
         unpatched.add(theirs, exact)
         patched.add(ours, exact)
 
-    scale = max(max(exact.max().item(), -exact.min().item()) for exact in oracle)
+    if not math.isfinite(unpatched.largest):
+        raise ModelError(
+            f"the unpatched model's logits are not finite in {str(model.dtype)[6:]}, so that nothing "
+            "can be compared with them: take a --precision of more range, float32 or bfloat16, or leave out --compare"
+        )
+    scale = max(exact[exact.isfinite()].abs().max().item() for exact in oracle)
     rounding = torch.finfo(model.dtype).eps * scale
     tie = 2 * (unpatched.largest + patched.largest) + rounding
     reason = judge_logits(patched, unpatched, rounding) or judge_tokens(unpatched_tokens, patched_tokens, oracle, tie)
