@@ -247,6 +247,7 @@ class Test_FMHA(PyTestCase):
             (dict(k=randn(1, 2, 5, 8)), ValueError, "expected q \\[B, Hq, Sq, D\\]"),
             (dict(q=randn(1, 3, 4, 16)), ValueError, "3 heads are not a multiple of k's 2"),
             (dict(v=randn(1, 2, 5, 16).half()), TypeError, "one dtype"),
+            ({x: randn(1, 2, 5, 16).int() for x in "qkv"}, TypeError, "q is torch.int32, it must be floating point"),
             (dict(window_size=0), ValueError, "window_size must be at least 1"),
             (dict(soft_cap=0.0), ValueError, "soft_cap must be positive"),
             (dict(sinks=randn(3)), ValueError, "sinks must be \\[4\\]"),

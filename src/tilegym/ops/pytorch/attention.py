@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_floating
 
 _BACKENDS_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -43,6 +44,7 @@ def attention(
 ) -> torch.Tensor:
     """``fmha``, with dropout of the attention weights besides."""
     check_arguments("fmha", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
+    check_floating("fmha", q=q)
     scaling = q.shape[3] ** -0.5 if scaling is None else scaling
     queries, keys = q.shape[2], k.shape[2]
     if keys == 0:
