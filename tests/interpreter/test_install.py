@@ -185,6 +185,20 @@ def test_a_script_for_a_gpu(tmp_path):
     assert (done.returncode, done.stdout) == (0, "[0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0] []\n"), done.stderr
 
 
+def test_a_script_for_a_gpu_that_imports_tilegym(tmp_path):
+    text = """
+        import torch
+        import tilegym
+
+        x = torch.linspace(-1, 1, 24, device="cuda").view(3, 8)
+        y = tilegym.ops.softmax(x)
+        torch.testing.assert_close(y, torch.softmax(x, -1))
+        print(tilegym.backend.get_current_backend())
+    """
+    done = run(tmp_path, "script.py", text, "-m", "tilegym.interpreter", interpret=False)
+    assert (done.returncode, done.stdout) == (0, "cutile\n"), done.stderr
+
+
 def test_a_script_that_is_not_there(tmp_path):
     command = [sys.executable, "-m", "tilegym.interpreter", "missing.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
