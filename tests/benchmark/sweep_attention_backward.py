@@ -32,6 +32,7 @@ from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
 from tilegym.ops.cutile.attention_backward_rows import finish_fused_kernel
 from tilegym.ops.cutile.attention_backward_rows import prepare_fused_kernel
+from tilegym.ops.cutile.attention_backward_rows import sum_heads_kernel
 from tilegym.ops.cutile.mla import mla_forward_lse
 from tilegym.ops.pytorch.mla import join_parts
 
@@ -127,11 +128,11 @@ def dq(shape, causal, tile, h, two_loops=False, interleave=1):
     VARIANTS.append(Variant(group_of("dq", shape, causal), label(tile, two_loops, interleave), h, launches))
 
 
-def dkdv_launch(t, shape, causal, tile, two_loops, interleave, total):
+def dkdv_launch(t, shape, causal, tile, two_loops, interleave, total, shares=1):
     b, _, hkv, s, d, r = shape
-    grid = (-(-s // tile[1]) * b * hkv,)
+    grid = (-(-s // tile[1]) * b * hkv * shares,)
     fused = isinstance(total, torch.Tensor)
-    arrays = (t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], 0, 0, t["dk"], t["dv"], total)
+    arrays = (t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], 0, 0, *sums_of(t, shares), total)
     parts = (t["qpe"], t["kpe"], t["dkpe"], t["total_pe"] if fused else 0)
     columns = (tile[-1] if len(tile) > 2 else p2(d)) if fused else 0
     parts_of_dq = (columns, -(-d // columns) if fused else 0)
@@ -146,24 +147,42 @@ def dkdv(shape, causal, tile, h, two_loops=False, interleave=1):
     VARIANTS.append(Variant(group_of("dkdv", shape, causal), label(tile, two_loops, interleave), h, launches))
 
 
-def around(t, shape, launch, rows=32):
+def sums_of(t, shares):
+    """Where the sums of dk and dv go that have some heads of a group each."""
+    if shares == 1:
+        return t["dk"], t["dv"]
+    b, h, s, d = t["dk"].shape
+    if ("sums", shares) not in t:
+        t["sums", shares] = [torch.empty(b, h * shares, s, d, device=t["dk"].device) for _ in range(2)]
+    return t["sums", shares]
+
+
+def around(t, shape, launch, rows=32, shares=1):
     """What comes before and behind the launch that adds to dq."""
     b, hq, _, s, d, r = shape
     grid = (-(-s // rows) * b * hq,)
     prepare = (t["out"], t["do"], t["delta"], t["total"], t["total_pe"], rows, p2(d), r, p2(d))
     finish = (t["total"], t["dq"], t["total_pe"], t["dqpe"], (d + r) ** -0.5, rows, p2(d), r)
-    return [(grid, prepare_fused_kernel, prepare), launch, (grid, finish_fused_kernel, finish)]
+    steps = [(grid, prepare_fused_kernel, prepare), launch, (grid, finish_fused_kernel, finish)]
+    if shares > 1:
+        add = (*sums_of(t, shares), t["dk"], t["dv"], 16, p2(d), p2(d), shares)
+        steps.append(((-(-s // 16) * b * shape[2],), sum_heads_kernel, add))
+    return steps
 
 
-def fused(shape, causal, tile, h, two_loops=False, interleave=1, rows=32, which=None):
-    """The whole backward pass, or with ``which`` the first, second or third of its launches."""
+def fused(shape, causal, tile, h, two_loops=False, interleave=1, rows=32, which=None, shares=1):
+    """The whole backward pass, or with ``which`` the first, second, third or fourth of its launches.
+
+    ``shares``: into so many parts the blocks divide the heads of a group.
+    """
 
     def launches(t):
-        grid, kernel, args = dkdv_launch(t, shape, causal, tile, two_loops, interleave, t["total"])
-        steps = around(t, shape, (grid, hinted(kernel, tuple(h.items())), args), rows)
+        grid, kernel, args = dkdv_launch(t, shape, causal, tile, two_loops, interleave, t["total"], shares)
+        steps = around(t, shape, (grid, hinted(kernel, tuple(h.items())), args), rows, shares)
         return steps if which is None else steps[which : which + 1]
 
-    name = f"{label(tile, two_loops, interleave)} {rows} rows {hints_text(h)}"
+    parts = f" {shares} parts of a group" if shares > 1 else ""
+    name = f"{label(tile, two_loops, interleave)}{parts} {rows} rows {hints_text(h)}"
     if which is not None:
         name = f"launch {which} of {name}"
     VARIANTS.append(Variant(group_of("fused" if which is None else "part", shape, causal), name, {}, launches))
@@ -201,6 +220,11 @@ for d, (dq_tiles, dkdv_tiles, fused_tiles) in TILES.items():
                 for two_loops in (True, False) if causal else (False,):
                     for interleave in heads if n == 0 else heads[1:2]:
                         kernel(shape, causal, tile, h, two_loops, interleave)
+for shape in ((1, 32, 8, 2048, 128, 0), (1, 32, 8, 1024, 128, 0), (1, 64, 8, 2048, 64, 0)):  # few keys
+    for causal in (True, False):
+        for shares in (1, 2, 4):
+            for tile, h in TILES[shape[4]][2][:1]:
+                fused(shape, causal, tile, h, causal, 8, shares=shares)
 for causal in (True, False):  # latent attention
     shape = (4, 16, 16, 4096, 128, 64)
     for tile, h in (((128, 64, 64), TALL), ((64, 64, 64), PAIR), ((64, 64), PAIR)):
