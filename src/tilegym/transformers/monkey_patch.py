@@ -173,7 +173,11 @@ def _model_type(model: nn.Module, supported: tuple[str, ...]) -> str:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in supported:
         what = f"model type {model_type!r}" if model_type else "no config.model_type"
-        raise ModelError(f"{type(model).__name__} has {what}; supported here: {', '.join(supported)}")
+        remedy = "monkey_patch.apply" if model_type in FAMILIES else "tilegym.apply"
+        raise ModelError(
+            f"{type(model).__name__} has {what}; supported here: {', '.join(supported)}"
+            + (f". For others there is {remedy}(model)" if model_type else "")
+        )
     return model_type
 
 
