@@ -202,16 +202,17 @@ def conv_group(tokens, channels=8192):
 
     work = 2 * 2 * tokens * channels / 1e9
     GROUPS[name] = Group(tensors, lambda t: t["y"], {"torch": reference}, work, "GB/s")
-    for sizes in itertools.product((256, 512, 1024), (4,), (2, 3, 4, 6)):
+    for rows, span, tile_c, occupancy in itertools.product((1, 4, 8), (4, 8, 16), (128, 256, 512), (3, 4, 5)):
+        if rows * tile_c not in (512, 1024):
+            continue
 
-        def launches(t, walk=conv.Walk(*sizes)):
-            plan = conv.walk_plan(walk, conv.conv_last_kernel, 1, channels, tokens, t["x"].get_device())
-            _, tiles, exact = plan
-            args = (t["x"].mT, t["w"].view(-1), t["w"], *conv.from_each(t["y"]), *tiles, 4, False, True, *exact)
-            return [((tiles[0], ct.cdiv(channels, tiles[2])), conv.conv_last_kernel, args)]
+        def launches(t, sizes=(rows, span, tile_c)):
+            pieces = ct.cdiv(tokens, sizes[0] * sizes[1])
+            args = (t["x"].mT, t["w"].view(-1), t["w"], t["y"].mT, pieces, *sizes, 4, False, True, True, False, False)
+            return [((1, channels // sizes[2], pieces), conv.conv_last_kernel, args)]
 
-        label = f"{sizes[1]} tokens x {sizes[0]} channels"
-        VARIANTS.append(Variant(name, label, hints(4, sizes[2]), launches))
+        label = f"{rows} x {span} tokens x {tile_c} channels"
+        VARIANTS.append(Variant(name, label, hints(4, occupancy), launches))
 
 
 for sequences in (1, 64):

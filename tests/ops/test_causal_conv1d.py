@@ -233,9 +233,21 @@ class Test_CausalConv1d(PyTestCase):
     @pytest.mark.parametrize("walk", [Walk(16, 4, 2), Walk(32, 4, 1), Walk(16, 4, 9)])
     def test_walks(self, walk, shape, monkeypatch):
         """Other tiles than those for an H200, and blocks that walk along several of them."""
-        monkeypatch.setattr(causal_conv1d, "FORWARD", walk)
         monkeypatch.setattr(causal_conv1d, "BACKWARD", walk)
         self.assertCorrectness(causal_conv1d_fn, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)
+
+    @dtypes()
+    @pytest.mark.parametrize("shape", [(2, 32, 64, 4), (2, 128, 45, 3), (1, 256, 3, 2), (1, 300, 32, 4)])
+    def test_blocks_full_of_channels_or_tokens(self, dtype, shape):
+        """Of channels, of tokens, or of both: of what is full no bounds are checked."""
+        self.assertCorrectness(causal_conv1d_fn, reference, arguments(*shape, dtype=dtype), {"backend": "cutile"})
+
+    @pytest.mark.parametrize("shape", [(5, 8, 64, 4), (7, 6, 3, 4)])
+    def test_more_blocks_than_along_one_axis(self, shape, monkeypatch):
+        monkeypatch.setattr(causal_conv1d, "MAX_BLOCKS", 3)
+        causal_conv1d.pieces_plan.cache_clear()
+        self.assertCorrectness(causal_conv1d_fn, reference, arguments(*shape), {"backend": "cutile"})
+        causal_conv1d.pieces_plan.cache_clear()
 
     @gpu
     def test_more_than_32_bits_of_elements(self):

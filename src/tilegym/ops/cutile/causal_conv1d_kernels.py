@@ -1,10 +1,10 @@
 """Kernels of the causal convolution.
 
-Where the channels of a token lie side by side, a thread has its channels and goes from token to token, a group of STEP
-tokens at a time, carrying those that the taps reach back to; backward it also carries dz, and writes dx of the group
-before. Groups are loaded as whole tiles, which on sm_90 other warps do ahead of it. Where the tokens of a channel lie
-side by side, a block computes a tile of both: each tap is a gather of the same tile some tokens earlier, which the
-first one has brought into the L1 cache. Negative tokens are out of bounds, which reads as zero.
+Where the channels of a token lie side by side, a thread has its channels, of SPAN tokens and those that the taps reach
+back to. Backward it goes from token to token, a group of STEP tokens at a time, carrying the latter and dz, and writes
+dx of the group before; groups are loaded as whole tiles, which on sm_90 other warps do ahead of it. Where the tokens of
+a channel lie side by side, a block computes a tile of both: each tap is a gather of the same tile some tokens earlier,
+which the first one has brought into the L1 cache. Negative tokens are out of bounds, which reads as zero.
 
 Backward, with z the convolution's sums: ``dz = dy * act'(z)``, ``dx[t] = sum_j weight[K - 1 - j] * dz[t + j]``,
 ``dweight[i] = sum_t dz[t] * x[t - K + 1 + i]``. Each block sums dweight and dbias over tokens of its own; the sums are
@@ -56,6 +56,16 @@ def _columns_of(tile, COUNT: Int):
     return columns
 
 
+def _taps_of(tile, K: Int):
+    """The first columns of a ``tile`` of 16-bit numbers, [TILE_C, up to 4], vectors in fp32."""
+    # All of a channel as one number: it alone goes by way of shared memory to the threads that have the channel.
+    places = ct.arange(tile.shape[1], dtype=ct.int64)[None, :] * 16
+    packed, taps = ct.sum(ct.bitcast(tile, ct.uint16).astype(ct.int64) << places, axis=1), ()
+    for i in ct.static_iter(range(K)):
+        taps = (*taps, ct.bitcast((packed >> (16 * i)).astype(ct.uint16), tile.dtype).astype(ct.float32))
+    return taps
+
+
 def _filter_of_walk(weight, block, channels, K: Int):
     """The same where x is not to take on the layout of what is gathered; of a weight [C * K] with wide accesses."""
     # As columns of one tile: the layout of strided vectors would become that of x too, by way of shared memory.
@@ -64,7 +74,7 @@ def _filter_of_walk(weight, block, channels, K: Int):
     else:
         at = ct.arange(ct.static_eval(next_power_of_2(K)), dtype=ct.int32)[None, :]
         tile = ct.gather(weight, (channels[:, None], at))
-    return _columns_of(tile, K)
+    return _columns_of(tile, K) if weight.dtype == ct.float32 else _taps_of(tile, K)
 
 
 def _columns(vectors, K: Int):
@@ -124,36 +134,49 @@ def _put_last_group(y, batch, first, channels, tokens):
         ct.scatter(y, (batch, first + u, channels), tokens[u].astype(y.dtype))
 
 
-def _forward_group(x, before, taps, b, batch, group, STEP: Int, TILE_C: Int, K: Int, SILU: Bool):
-    """y of its tokens, and those before the next ones."""
-    near, tokens = (*before, *_tokens_of(x, batch, group, STEP, TILE_C)), ()
-    for u in ct.static_iter(range(STEP)):
-        z = _sum_of_taps(taps, b, near, u, K)
-        tokens = (*tokens, over_one_plus_exp(z, z, x.dtype) if SILU else z)
-    return tokens, near[STEP:]
+def _tokens_near(x, batch, at, channels, SPAN: Int, K: Int, EVEN: Bool, CHECK: Bool):
+    """Of each piece, whose first token is ``at``, its tokens and the K - 1 before it, [ROWS, TILE_C] each."""
+    tokens = ()
+    for u in ct.static_iter(range(1 - K, SPAN)):
+        if CHECK:
+            tokens = (*tokens, ct.gather(x, (batch, at + u, channels)))
+        elif u < 0:
+            there = at > 0 if EVEN else (at > 0) & (at + u < x.shape[1])
+            tokens = (*tokens, ct.gather(x, (batch, at + u, channels), mask=there, check_bounds=False))
+        elif EVEN:
+            tokens = (*tokens, ct.gather(x, (batch, at + u, channels), check_bounds=False))
+        else:
+            tokens = (*tokens, ct.gather(x, (batch, at + u, channels), mask=at + u < x.shape[1], check_bounds=False))
+    return tokens
 
 
 @ct.kernel
 def conv_last_kernel(
-    x, weight, bias, y0, y1, y2, y3, splits, share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool, SILU: Bool, EVEN: Bool,
-    CHECK: Bool,
+    x, weight, bias, y, pieces, ROWS: Int, SPAN: Int, TILE_C: Int, K: Int, BIAS: Bool, SILU: Bool, EVEN: Bool,
+    CHECK: Bool, FAR: Bool,
 ):  # fmt: skip
-    """x: [B, T, C], the channels of a token side by side; y0 to y3: y [B, T, C] from its token 0, 1, 2, 3 on, of which
-    the first STEP are written to; weight: [C, K], or [C * K] if K is a power of two.
+    """x, y: [B, T, C], the channels of a token side by side; weight: [C, K], or [C * K] if K is a power of two.
 
-    Blocks: (batch and splits, channels). A block walks along ``share`` groups. All y are one array: stores into arrays
-    of different names, at the number that a loop counts, are not ordered, which would take a barrier each.
+    Blocks: (1, channels, batch and groups of ROWS pieces of SPAN tokens), or FAR, so many that they go on along the
+    first axis, where the last ones may have nothing to do.
     """
-    batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
-    start, full, outs = ct.bid(0) % splits * share, x.shape[1] // STEP, (y0, y1, y2, y3)
-    taps, b = _filter_of_walk(weight, ct.bid(1), channels, K), _bias(bias, channels, BIAS)
-    before = _tokens_before(x, batch, start * STEP, channels, K)
-    for token in range(start * STEP, min(start + share, full) * STEP, STEP):
-        tokens, before = _forward_group(x, before, taps, b, batch, token // STEP, STEP, TILE_C, K, SILU)
-        _put_group(outs, batch, token, tokens, CHECK)
-    if not EVEN and start + share > full:
-        rest, _ = _forward_group(x, before, taps, b, batch, full, STEP, TILE_C, K, SILU)
-        _put_last_group(y0, batch, full * STEP, channels, rest)
+    # Along 1 and 2, where they come without a division.
+    number = ct.bid(0) * ct.num_blocks(2) + ct.bid(2) if FAR else ct.bid(2)
+    batch, across = number // pieces, span(ct.bid(1), TILE_C)
+    at, channels = (number % pieces * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]) * SPAN, across[None, :]
+    near = _tokens_near(x, batch, at, channels, SPAN, K, EVEN, CHECK)
+    taps, b = _filter_of_walk(weight, ct.bid(1), across, K), _bias(bias, channels, BIAS)
+    rows = ()
+    for i in ct.static_iter(range(K)):
+        rows = (*rows, taps[i][None, :])
+    for u in ct.static_iter(range(SPAN)):
+        z = _sum_of_taps(rows, b, near, u, K)
+        if SILU:
+            z = over_one_plus_exp(z, z, x.dtype)
+        if EVEN or CHECK:
+            ct.scatter(y, (batch, at + u, channels), z.astype(y.dtype), check_bounds=CHECK)
+        else:
+            ct.scatter(y, (batch, at + u, channels), z.astype(y.dtype), mask=at + u < x.shape[1], check_bounds=False)
 
 
 @ct.kernel
@@ -208,17 +231,24 @@ def conv_last_backward_kernel(
     dy, x, weight, bias, dx0, dx1, dx2, dx3, dweight, dbias, splits, share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool,
     SILU: Bool, EVEN: Bool, CHECK: Bool,
 ):  # fmt: skip
-    """As :func:`conv_backward_kernel`, over the blocks and with the arrays of :func:`conv_last_kernel`."""
+    """As :func:`conv_backward_kernel`, with x, dy: [B, T, C], the channels of a token side by side; dx0 to dx3: dx [B,
+    T, C] from its token 0, 1, 2, 3 on, of which the first STEP are written to; weight: [C, K], or [C * K] if K is a
+    power of two.
+
+    Blocks: (batch and splits, channels). A block walks along ``share`` groups. All dx are one array: stores into arrays
+    of different names, at the number that a loop counts, are not ordered, which would take a barrier each.
+    """
     batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
     n_tokens, start, outs = x.shape[1], ct.bid(0) % splits * share, (dx0, dx1, dx2, dx3)
     groups = ct.cdiv(n_tokens, STEP)
     end = min(start + share, groups)
-    taps, b = _filter_of_walk(weight, ct.bid(1), channels, K), _bias(bias, channels, BIAS)
+    before = _tokens_before(x, batch, start * STEP, channels, K)
+    b, taps = _bias(bias, channels, BIAS), _filter_of_walk(weight, ct.bid(1), channels, K)
     zero = ct.zeros((TILE_C,), ct.float32)
     zeros, owned = (), ()
     for _ in ct.static_iter(range(K)):
         zeros = (*zeros, zero)
-    near = (*_tokens_before(x, batch, start * STEP, channels, K), *_tokens_of(x, batch, start, STEP, TILE_C))
+    near = (*before, *_tokens_of(x, batch, start, STEP, TILE_C))
     ups = _tokens_of(dy, batch, start, STEP, TILE_C)
     dzs = _dz_of(ups, near, taps, b, start * STEP, n_tokens, x.dtype, K, SILU, EVEN)
     # Sums are over what is read in the loops; the first group of all is read before them.
