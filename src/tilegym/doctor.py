@@ -61,7 +61,7 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print the checks 
 
 def run_checks() -> list[Check]:
     """All checks, in the order in which they are printed. None of them raises."""
-    return [*_software(), *_gpu(), *_cutile(), *_backend(), *_caches()]
+    return [*_software(), *_gpu(), *_cutile(), *_backend(), *_caches(), *_settings()]
 
 
 def backend_can_run(checks: list[Check]) -> bool:
@@ -263,3 +263,11 @@ def _writable(name: str, folder: Path, remedy: str) -> Check:
             return Check(name, OK, str(folder))
     except OSError as error:
         return Check(name, FAIL, f"{folder} cannot be written to: {error.strerror}", remedy)
+
+
+def _settings() -> Iterator[Check]:
+    """Variables whose value would only fail in the middle of a run."""
+    try:
+        env.tune_timeout()
+    except ValueError as error:
+        yield Check("settings", FAIL, str(error), "unset TILEGYM_TUNE_TIMEOUT, or give it a number")

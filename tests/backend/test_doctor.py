@@ -132,6 +132,13 @@ def test_every_failure_has_a_remedy(monkeypatch):
     assert "580" in checks["driver"].remedy and "1.3.0" in checks["cuTile"].found
 
 
+def test_settings_that_no_run_could_use(monkeypatch):
+    assert "settings" not in by_name(doctor.run_checks())
+    monkeypatch.setenv("TILEGYM_TUNE_TIMEOUT", "a minute")
+    check = by_name(doctor.run_checks())["settings"]
+    assert check.status == doctor.FAIL and "'a minute'" in check.found and "TILEGYM_TUNE_TIMEOUT" in check.remedy
+
+
 @pytest.mark.parametrize("build, remedy", [(None, "CUDA build of torch"), ("13.0", "CUDA_VISIBLE_DEVICES")])
 def test_gpu_that_pytorch_does_not_see(monkeypatch, build, remedy):
     monkeypatch.setattr(doctor, "_driver_version", lambda: "580.1")
