@@ -1,9 +1,15 @@
-"""The tiles of elementwise ops: each way to count them serves arrays that they fit and arrays that they do not."""
+"""The tiles of elementwise ops, each way to count them, and launches that begin while their predecessors end."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from common import HAS_GPU
 from common import PyTestCase
+from common import assert_compiles
+from common import gpu
 from common import randn
+from common import recorded_launches
 
 from tilegym import ops
 from tilegym.ops.cutile import geglu
@@ -12,6 +18,28 @@ from tilegym.ops.cutile import silu_and_mul
 from tilegym.ops.cutile import swiglu
 from tilegym.ops.pytorch.geglu import geglu as geglu_reference
 from tilegym.ops.pytorch.silu_and_mul import silu_and_mul as silu_and_mul_reference
+
+# Of a, b [M, 256] and a table [1, M, 64]; forward and backward are a launch each.
+OVERLAPPING: dict[str, Callable] = {
+    "geglu": lambda a, b, table: ops.geglu(a, b, backend="cutile"),
+    "gelu": lambda a, b, table: ops.gelu(a, backend="cutile"),
+    "sigmoid_mul": lambda a, b, table: ops.sigmoid_mul(a, b, backend="cutile"),
+    "silu_and_mul": lambda a, b, table: ops.silu_and_mul(a, backend="cutile"),
+    "swiglu": lambda a, b, table: ops.swiglu(a, b, backend="cutile"),
+    "apply_rope_base": lambda a, b, table: ops.apply_rope_base(
+        *(x.view(1, -1, 4, 64).transpose(1, 2) for x in (a, b)), table, table, backend="cutile"
+    )[0],
+}
+
+
+def gradient(name: str, a: torch.Tensor, wait: Callable = lambda: None) -> torch.Tensor:
+    """Of ``a``, after a forward and a backward pass."""
+    a, b = a.detach().requires_grad_(), randn(*a.shape, dtype=a.dtype, seed=1)
+    y = OVERLAPPING[name](a, b, randn(1, len(a), 64, dtype=a.dtype, seed=2))
+    wait()
+    (grad,) = torch.autograd.grad(y, a, randn(*y.shape, dtype=a.dtype, seed=3))
+    wait()
+    return grad
 
 
 class Test_Pointwise(PyTestCase):
@@ -40,3 +68,31 @@ class Test_Pointwise(PyTestCase):
         self.assertCorrectness(ops.geglu, geglu_reference, {"a": a, "b": b}, cutile, gradient=True)
         x = {"input": torch.cat((a, b), -1)}
         self.assertCorrectness(ops.silu_and_mul, silu_and_mul_reference, x, cutile, gradient=True)
+
+    def test_tiles_of_one_row_are_wide(self):
+        """A block of 1024 columns of 768 has a quarter idle; blocks of other rows would have to wait for it."""
+        assert pointwise.cover((1, 768), 1024) == ((1, 1, 1), (1, 1024, pointwise.AXES, True))
+        assert pointwise.cover((4, 768), 1024) == ((1, 3, 1), (4, 256, pointwise.AXES, False))
+
+    @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+    @pytest.mark.parametrize("name", OVERLAPPING)
+    def test_overlapping_launches_compile(self, name):
+        """OVERLAP, every kernel's last argument, needs compute capability 9.0."""
+        with recorded_launches(run=True) as launches:
+            gradient(name, randn(4, 256, dtype=torch.bfloat16))
+        assert len(launches) == 2
+        for kernel, args in launches:
+            assert args[-1] is False
+            assert_compiles(kernel, (*args[:-1], True), ("sm_90",))
+
+    @gpu
+    @pytest.mark.parametrize("name", OVERLAPPING)
+    def test_overlapping_launches(self, name):
+        """A chain of them gives what it gives with the device idle between them."""
+        results = []
+        for wait in (lambda: None, torch.cuda.synchronize):
+            a = randn(8192, 256, dtype=torch.bfloat16)
+            for _ in range(8):
+                a = gradient(name, a, wait)
+            results.append(a)
+        assert torch.equal(*results)

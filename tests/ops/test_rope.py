@@ -16,6 +16,7 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import apply_rope_base
 from tilegym.ops.cutile import rope
 from tilegym.ops.cutile.rope import rope_forward
+from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.pytorch.rope import apply_rope_base as reference
 
 # B, Hq, Hkv, S, D: grouped queries, one token, dims and halves that are not powers of two.
@@ -100,9 +101,20 @@ class Test_RoPE(PyTestCase):
         kwargs = arguments(batch, 3, 1, 19, 256, dtype=torch.bfloat16)
         if heads_inside:
             kwargs |= {name: kwargs[name].transpose(1, 2).contiguous().transpose(1, 2) for name in Q_AND_K}
-        grid, constants = rope.plan(batch, 3, 1, 19, 128, heads_inside)
+        grid, constants, _ = rope.plan(batch, 3, 1, 19, 128, heads_inside)
         assert constants[4:7] == axes and max(grid[1:]) <= most and math.prod(grid) == batch * 4 * 5
         self.assertCorrectness(apply_rope_base, reference, kwargs, {"backend": "cutile"}, gradient=Q_AND_K)
+
+    @pytest.mark.parametrize(
+        "tokens, elements, hints", [(5, 512, {}), (513, 2048, {"num_worker_warps": 8}), (9000, 1024, {})]
+    )
+    def test_blocks_by_size(self, tokens, elements, hints):
+        _, (_, heads, _, tile, *_), kernel = rope.plan(1, 8, 2, tokens, 64, True)
+        assert heads * tile * 64 == elements
+        assert kernel is (hinted(rope.rope_kernel, **hints) if hints else rope.rope_kernel)
+        if tokens < 9000:
+            kwargs = arguments(1, 8, 2, tokens, 128, dtype=torch.bfloat16)
+            self.assertCorrectness(apply_rope_base, reference, kwargs, {"backend": "cutile"}, gradient=Q_AND_K)
 
     def test_too_many_blocks_fall_back(self, monkeypatch):
         monkeypatch.setattr(rope, "MAX_BLOCKS", 3)
@@ -190,12 +202,12 @@ class Test_RoPE(PyTestCase):
     def test_operator(self):
         kwargs = arguments(2, 4, 2, 9, 16)
         q = kwargs.pop("q").transpose(1, 2).contiguous().transpose(1, 2)
-        torch.library.opcheck(rope_forward.operator, (q, *kwargs.values(), 8, False))
+        torch.library.opcheck(rope_forward.operator, (q, *kwargs.values(), 8, False, False))
 
-    @pytest.mark.parametrize("dim, rotary", [(128, 128), (80, 20)])
-    def test_compiles_for_every_architecture(self, dim, rotary):
-        q, k, t = (torch.empty(1, h, 4, d, dtype=torch.bfloat16) for h, d in ((8, dim), (2, dim), (1, rotary)))
-        assert_launches_compile(lambda: rope_forward(q, k, t[0], t[0].clone(), rotary, False))
+    @pytest.mark.parametrize("tokens, dim, rotary", [(4, 128, 128), (512, 128, 128), (4, 80, 20)])
+    def test_compiles_for_every_architecture(self, tokens, dim, rotary):
+        q, k, t = (torch.empty(1, h, tokens, d, dtype=torch.bfloat16) for h, d in ((8, dim), (2, dim), (1, rotary)))
+        assert_launches_compile(lambda: rope_forward(q, k, t[0], t[0].clone(), rotary, False, False))
 
     @gpu
     def test_more_than_32_bits_of_elements(self):

@@ -19,13 +19,17 @@ from tilegym.ops.cutile.pointwise import tile_of
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
+from tilegym.ops.cutile.tiling import let_next_begin
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.pytorch.activations import check_gelu
 from tilegym.ops.pytorch.checks import check_floating
 
 
 @ct.kernel
-def gelu_kernel(x, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool):
+def gelu_kernel(x, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool, OVERLAP: Bool):
     """x, y: [M, N]; one block a tile, neighbours along a row."""
+    let_next_begin(OVERLAP)
     at = tile_of(y, TILE_M, TILE_N, GRID)
     value = ct.gather(x, at, check_bounds=CHECK)
     value = gelu_of(value.astype(ct.float32), value.dtype, TANH)
@@ -33,8 +37,9 @@ def gelu_kernel(x, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bo
 
 
 @ct.kernel
-def gelu_backward_kernel(dy, x, dx, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool):
-    at = tile_of(dx, TILE_M, TILE_N, GRID)
+def gelu_backward_kernel(dy, x, dx, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool, OVERLAP: Bool):
+    begin(OVERLAP)
+    at = tile_of(dx, TILE_M, TILE_N, GRID, LAST_FIRST=True)
     value, up = ct.gather(x, at, check_bounds=CHECK), ct.gather(dy, at, check_bounds=CHECK)
     wide = value.astype(ct.float32)
     p, slope = _gate(wide, value.dtype, TANH)
@@ -98,23 +103,24 @@ def _like(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
-def _launch(kernel: ct.kernel, inputs: tuple[torch.Tensor, ...], *options: bool) -> torch.Tensor:
+def _launch(kernel: ct.kernel, inputs: tuple[torch.Tensor, ...], *options: bool, overlap: bool = False) -> torch.Tensor:
     """The result of an elementwise kernel, in the first input's dtype and shape."""
     out = _like(inputs[0])
     rows = small_or_flat(*inputs, out)
     grid, tiles = layout(rows[-1].shape, out.get_device())
-    launch(out, grid, kernel, (*rows, *tiles, *options))
+    launch(out, grid, kernel, (*rows, *tiles, *options), overlap=overlap)
     return out
 
 
 @compilable(fake=lambda x, tanh: _like(x))
 def gelu_forward(x: torch.Tensor, tanh: bool) -> torch.Tensor:
-    return _launch(gelu_kernel, (x,), tanh)
+    return _launch(gelu_kernel, (x,), tanh, overlaps(x.get_device()))
 
 
 @compilable(fake=lambda dy, x, tanh: _like(dy))
 def gelu_backward(dy: torch.Tensor, x: torch.Tensor, tanh: bool) -> torch.Tensor:
-    return _launch(gelu_backward_kernel, (dy, x), tanh)
+    overlap = overlaps(x.get_device())
+    return _launch(gelu_backward_kernel, (dy, x), tanh, overlap, overlap=overlap)
 
 
 @compilable(fake=lambda x: _like(x))

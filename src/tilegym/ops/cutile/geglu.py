@@ -21,6 +21,9 @@ from tilegym.ops.cutile.pointwise import tile_of
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
+from tilegym.ops.cutile.tiling import let_next_begin
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.geglu import check_geglu
 
@@ -101,8 +104,9 @@ def gelu_of(a, dtype, TANH: Bool):
 
 
 @ct.kernel
-def geglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool):
+def geglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool, OVERLAP: Bool):
     """a, b, y: [M, N] or [B, S, N]; one block a tile, neighbours along a row."""
+    let_next_begin(OVERLAP)
     at = tile_of(y, TILE_M, TILE_N, GRID)
     gate, up = ct.gather(a, at, check_bounds=CHECK), ct.gather(b, at, check_bounds=CHECK)
     gelu = gelu_of(gate.astype(ct.float32), gate.dtype, TANH).astype(y.dtype)
@@ -111,10 +115,11 @@ def geglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH
 
 @ct.kernel
 def geglu_backward_kernel(
-    dy, a, b, da, db, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool, INPLACE: Bool
+    dy, a, b, da, db, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH: Bool, INPLACE: Bool, OVERLAP: Bool
 ):  # fmt: skip
     """INPLACE: da is written over a, db over b, and da and db stand for nothing."""
-    at = tile_of(dy, TILE_M, TILE_N, GRID)
+    begin(OVERLAP)
+    at = tile_of(dy, TILE_M, TILE_N, GRID, LAST_FIRST=True)
     gate, up = ct.gather(a, at, check_bounds=CHECK), ct.gather(b, at, check_bounds=CHECK)
     g = ct.gather(dy, at, check_bounds=CHECK)
     wide, up, g = gate.astype(ct.float32), up.astype(ct.float32), g.astype(ct.float32)
@@ -132,25 +137,29 @@ def geglu_forward(a: torch.Tensor, b: torch.Tensor, tanh: bool) -> torch.Tensor:
     y = _like(a)
     rows = small_or_flat(a, b, y)
     grid, tiles = layout(rows[0].shape, y.get_device())
-    launch(y, grid, geglu_kernel, (*rows, *tiles, tanh))
+    launch(y, grid, geglu_kernel, (*rows, *tiles, tanh, overlaps(y.get_device())))
     return y
+
+
+def _launch_backward(tanh, dy, a, b, da=None, db=None) -> None:
+    """Writes the gradients into da and db, or over a and b; all are [M, N] or [B, S, N]."""
+    grid, tiles = layout(dy.shape, dy.get_device())
+    outputs = (0, 0, *tiles, tanh, True) if da is None else (da, db, *tiles, tanh, False)
+    overlap = overlaps(dy.get_device())
+    launch(dy, grid, geglu_backward_kernel, (dy, a, b, *outputs, overlap), overlap=overlap)
 
 
 @compilable(fake=lambda dy, a, b, tanh: (_like(a), _like(b)))
 def geglu_backward(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
     da, db = _like(a), _like(b)
-    rows = small_or_flat(dy, a, b, da, db)
-    grid, tiles = layout(rows[0].shape, dy.get_device())
-    launch(dy, grid, geglu_backward_kernel, (*rows, *tiles, tanh, False))
+    _launch_backward(tanh, *small_or_flat(dy, a, b, da, db))
     return da, db
 
 
 @compilable(fake=lambda dy, a, b, tanh: None, mutates=("a", "b"))
 def geglu_backward_in_place(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tanh: bool) -> None:
     """Writes the gradients over a and b, which are 2-D or contiguous."""
-    rows = small_or_flat(dy, a, b)
-    grid, tiles = layout(rows[0].shape, dy.get_device())
-    launch(dy, grid, geglu_backward_kernel, (*rows, 0, 0, *tiles, tanh, True))
+    _launch_backward(tanh, *small_or_flat(dy, a, b))
 
 
 class GEGLU(torch.autograd.Function):

@@ -58,7 +58,7 @@ def over_one_plus_exp(x, a, dtype):
 @functools.lru_cache(maxsize=1024)
 def plan(m: int, n: int, device: int) -> tuple[tuple[int], int, int]:
     """(grid, TILE_M, TILE_N) for arrays of [m, n] on CUDA device ``device`` (-1: CPU)."""
-    tile_m, tile_n = _tile(n, 2048 if m * n >= 4096 * sm_count(device) else 512)
+    tile_m, tile_n = _tile(m, n, 2048 if m * n >= 4096 * sm_count(device) else 512)
     return (ct.cdiv(m, tile_m) * ct.cdiv(n, tile_n),), tile_m, tile_n
 
 
@@ -66,7 +66,7 @@ def plan(m: int, n: int, device: int) -> tuple[tuple[int], int, int]:
 def layout(shape: tuple[int, ...], device: int) -> tuple[tuple[int, ...], tuple[int, int, int, bool]]:
     """:func:`cover` for arrays of this shape on CUDA device ``device`` (-1: CPU)."""
     size = math.prod(shape)
-    return cover(shape, 512 if size < 4096 * sm_count(device) else 1024 if size < 2**25 else 2048)
+    return cover(shape, 512 if size < 2048 * sm_count(device) else 1024 if size < 2**25 else 2048)
 
 
 def cover(shape: tuple[int, ...], elements: int) -> tuple[tuple[int, ...], tuple[int, int, int, bool]]:
@@ -75,15 +75,17 @@ def cover(shape: tuple[int, ...], elements: int) -> tuple[tuple[int, ...], tuple
     CHECK: some tiles are partly beside the array.
     """
     m, n = math.prod(shape[:-1]), shape[-1]
-    tile_m, tile_n = _tile(n, elements)
+    tile_m, tile_n = _tile(m, n, elements)
     down, across, check = ct.cdiv(m, tile_m), ct.cdiv(n, tile_n), m % tile_m + n % tile_n > 0
     if max(down, across) > MAX_BLOCKS:
         return (down * across,), (tile_m, tile_n, LINEAR, check)
     return (1, across, down), (tile_m, tile_n, ONE_SEQUENCE if len(shape) == 3 and shape[0] == 1 else AXES, check)
 
 
-def _tile(n: int, elements: int) -> tuple[int, int]:
+def _tile(m: int, n: int, elements: int) -> tuple[int, int]:
     """The widest tile of so many elements of which little is beside n columns: of 768 one of 1024 would leave 256."""
+    if m == 1:  # its few blocks have multiprocessors of their own: silu_and_mul 1x768 5.1 us instead of 5.3 on an H200
+        return 1, min(elements, next_power_of_2(n))
     widths = [min(elements, next_power_of_2(n)) >> i for i in range(5)]
     padded = [ct.cdiv(n, width) * width for width in widths if width >= 64] or [n]
     tile_n = next(width for width, columns in zip(widths, padded, strict=False) if 16 * columns <= 17 * min(padded))

@@ -19,13 +19,17 @@ from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
+from tilegym.ops.cutile.tiling import let_next_begin
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.sigmoid_mul import check_sigmoid_mul
 
 
 @ct.kernel
-def sigmoid_mul_kernel(x, gate, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool):
+def sigmoid_mul_kernel(x, gate, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, OVERLAP: Bool):
     """x, gate, y: [M, N] or [B, S, N]; one block a tile, neighbours along a row."""
+    let_next_begin(OVERLAP)
     at = tile_of(y, TILE_M, TILE_N, GRID)
     value, opening = ct.gather(x, at, check_bounds=CHECK), ct.gather(gate, at, check_bounds=CHECK)
     sigmoid = over_one_plus_exp(1.0, opening, opening.dtype).astype(opening.dtype)
@@ -33,8 +37,11 @@ def sigmoid_mul_kernel(x, gate, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: B
 
 
 @ct.kernel
-def sigmoid_mul_backward_kernel(dy, x, gate, dx, dgate, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool):
-    at = tile_of(dy, TILE_M, TILE_N, GRID)
+def sigmoid_mul_backward_kernel(
+    dy, x, gate, dx, dgate, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, OVERLAP: Bool
+):  # fmt: skip
+    begin(OVERLAP)
+    at = tile_of(dy, TILE_M, TILE_N, GRID, LAST_FIRST=True)
     value, opening = ct.gather(x, at, check_bounds=CHECK), ct.gather(gate, at, check_bounds=CHECK)
     up = ct.gather(dy, at, check_bounds=CHECK)
     up, value = up.astype(ct.float32), value.astype(ct.float32)
@@ -49,7 +56,7 @@ def sigmoid_mul_forward(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     y = contiguous_like(x)
     rows = small_or_flat(x, gate, y)
     grid, tiles = layout(rows[2].shape, y.get_device())
-    launch(y, grid, sigmoid_mul_kernel, (*rows, *tiles))
+    launch(y, grid, sigmoid_mul_kernel, (*rows, *tiles, overlaps(y.get_device())))
     return y
 
 
@@ -62,7 +69,8 @@ def sigmoid_mul_backward(dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) 
     dx, dgate = _fake_backward(dy, x, gate)
     rows = small_or_flat(dy, x, gate, dx, dgate)
     grid, tiles = layout(rows[3].shape, dy.get_device())
-    launch(dy, grid, sigmoid_mul_backward_kernel, (*rows, *tiles))
+    overlap = overlaps(dy.get_device())
+    launch(dy, grid, sigmoid_mul_backward_kernel, (*rows, *tiles, overlap), overlap=overlap)
     return dx, dgate
 
 

@@ -16,6 +16,7 @@ from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import is_small
+from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import rows_of
 from tilegym.ops.pytorch.checks import check_floating
@@ -25,8 +26,7 @@ from tilegym.ops.pytorch.silu_and_mul import check_silu_and_mul
 @ct.kernel
 def silu_and_mul_kernel(x, y, HALF: Int, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, OVERLAP: Bool):
     """x: [M, 2 HALF] or [B, S, 2 HALF], y: the same with HALF columns; one block a tile, neighbours along a row."""
-    if OVERLAP:
-        ct.grid_dependency_control_launch_dependents()
+    let_next_begin(OVERLAP)
     at = tile_of(y, TILE_M, TILE_N, GRID)
     # Columns of a tile beyond the half would be those of the other one.
     own = None if HALF % TILE_N == 0 else at[-1] < HALF

@@ -19,6 +19,7 @@ from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import begin
+from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.swiglu import check_swiglu
@@ -27,8 +28,7 @@ from tilegym.ops.pytorch.swiglu import check_swiglu
 @ct.kernel
 def swiglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, OVERLAP: Bool):
     """a, b, y: [M, N] or [B, S, N]; one block a tile, neighbours along a row."""
-    if OVERLAP:
-        ct.grid_dependency_control_launch_dependents()
+    let_next_begin(OVERLAP)
     at = tile_of(y, TILE_M, TILE_N, GRID)
     gate, up = ct.gather(a, at, check_bounds=CHECK), ct.gather(b, at, check_bounds=CHECK)
     ct.scatter(y, at, gated(gate, up), check_bounds=CHECK)

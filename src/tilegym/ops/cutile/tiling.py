@@ -39,6 +39,12 @@ def begin(OVERLAP: Bool):
         ct.grid_dependency_control_wait()
 
 
+def let_next_begin(OVERLAP: Bool):
+    """In a kernel whose launch waits for the one before, first of all: lets the next launch begin."""
+    if OVERLAP:
+        ct.grid_dependency_control_launch_dependents()
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n`` (1 for 0)."""
     return 1 << max(n - 1, 0).bit_length()
