@@ -66,6 +66,14 @@ class Test_GroupNorm(PyTestCase):
         kwargs["input"] += 10.0
         self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    @dtypes()
+    def test_parts_of_one_row(self, dtype, cut, monkeypatch):
+        """Whose sums are over each thread's values first in bf16."""
+        monkeypatch.setattr(kernels, "PARTS", dict.fromkeys((True, False), (((2048, 4, 1, 0),),) * 2))
+        kwargs = arguments((1, 4, 4096), 2, dtype=dtype)
+        kwargs["input"] += 10.0
+        self.assertCorrectness(group_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
     def test_launches_in_turns(self, cut, monkeypatch):
         monkeypatch.setattr(workspace, "_turns", {})
         if not HAS_GPU:

@@ -7,7 +7,8 @@ merged as Chan, Golub and LeVeque 1979 do, backward ``sum(g)`` and ``sum(g * xha
 
 x, y: [B * C, S]; statistics: [B * groups, 3], mean, what rounding left of it, and rstd; states: int64, one a part of
 all groups, zeros before; PARTS: the number of a group's parts, or the next power of two; CHANNELS in a group, C in all;
-OVERLAP: the launch before has to be waited for. A block that is its whole group needs no states.
+OVERLAP: the launch before has to be waited for; DEEP: if not 0, a thread has that many times 16 bytes of a part, and
+sums are over its values first, which takes fewer instructions. A block that is its whole group needs no states.
 """
 
 import cuda.tile as ct
@@ -20,6 +21,7 @@ from tilegym.ops.cutile.parts import look
 from tilegym.ops.cutile.parts import low
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
+from tilegym.ops.cutile.row_norms import add_pairs
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 
@@ -74,8 +76,41 @@ def _numbers(found):
     return high(found), low(found)
 
 
-def _moments(tile, rows, cols, count, true, S: Int, CHANNELS: Int):
+def _rows_of(tile, DEEP: Int):
+    """A part as DEEP vectors."""
+    n, rows = ct.static_eval(tile.shape[0] * tile.shape[1] // DEEP), ()
+    tile = tile.reshape((DEEP, n))
+    for i in ct.static_iter(range(DEEP)):
+        rows = (*rows, ct.extract(tile, (i, 0), (1, n)).reshape((n,)))
+    return rows
+
+
+def _moments_of_rows(rows, true):
+    """Mean and sum of squared differences to it: each thread's first, merged as those of parts are."""
+    n, deep = rows[0].shape[0], len(rows)
+    total, squares = rows[0].astype(ct.float32), ct.zeros((n,), ct.float32)
+    for i in ct.static_iter(range(1, deep)):
+        total = total + rows[i].astype(ct.float32)
+    means = total * (1.0 / deep)
+    for i in ct.static_iter(range(deep)):
+        rest = _again(rows[i], true) - means
+        squares = squares + rest * rest
+    mean = ct.sum(means) * (1.0 / n)
+    rest = means - mean
+    off, total = ct.reduce((rest, squares + deep * rest * rest), 0, add_pairs, (0.0, 0.0))
+    return mean + off * (1.0 / n), total - off * off * (deep * 1.0 / n)
+
+
+def _moments(tile, rows, cols, count, true, S: Int, CHANNELS: Int, DEEP: Int):
     """Mean and sum of squared differences to it."""
+    if DEEP > 0:
+        found = _moments_of_rows(_rows_of(tile, DEEP), true)
+    else:
+        found = _moments_of_tile(tile, rows, cols, count, true, S, CHANNELS)
+    return found
+
+
+def _moments_of_tile(tile, rows, cols, count, true, S: Int, CHANNELS: Int):
     mean = ct.sum(tile.astype(ct.float32)) / count
     rest = _again(tile, true) - mean
     if CHANNELS % tile.shape[0] != 0 or S % tile.shape[1] != 0:
@@ -88,7 +123,7 @@ def _moments(tile, rows, cols, count, true, S: Int, CHANNELS: Int):
 @ct.kernel
 def group_norm_parts_kernel(
     x, weight, bias, y, statistics, states, patience, eps, S: Int, C: Int, CHANNELS: Int, TILE_M: Int,
-    TILE_N: Int, PARTS: Int, WEIGHT: Bool, BIAS: Bool, OVERLAP: Bool, TURNS: Int,
+    TILE_N: Int, PARTS: Int, DEEP: Int, WEIGHT: Bool, BIAS: Bool, OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
     group, part = _number(PARTS)
     parts = ct.cdiv(S, TILE_N) * ct.cdiv(CHANNELS, TILE_M)
@@ -99,7 +134,7 @@ def group_norm_parts_kernel(
     if OVERLAP:
         ct.grid_dependency_control_wait()
     count = _sizes(part, S, CHANNELS, TILE_M, TILE_N)
-    mean, total = _moments(tile, rows, cols, count, group > -2, S, CHANNELS)
+    mean, total = _moments(tile, rows, cols, count, group > -2, S, CHANNELS, DEEP)
     off = 0.0
     if PARTS > 1:
         count = parts * ct.num_blocks(2)
@@ -110,7 +145,7 @@ def group_norm_parts_kernel(
             for i in range(parts):
                 of_rows, of_cols, _ = _part(group, i, S, CHANNELS, TILE_M, TILE_N)
                 other, of_count = ct.gather(x, (of_rows, of_cols)), _sizes(i, S, CHANNELS, TILE_M, TILE_N)
-                moments = _moments(other, of_rows, of_cols, of_count, group > -2, S, CHANNELS)
+                moments = _moments(other, of_rows, of_cols, of_count, group > -2, S, CHANNELS, DEEP)
                 publish(states, first + i, _state(*moments))
             while missing > 0:
                 found, missing = look(states, first, parts, PARTS)
