@@ -133,6 +133,26 @@ def test_another_attention_is_obeyed(family, chosen):
     assert_close(got, logits(model))
 
 
+def test_attention_weights_of_a_call(family):
+    """They are computed from the latents that the kernels have left in the cache."""
+    model, ids = make(family), tokens(2, 7)
+    model.set_attn_implementation("eager")
+
+    def run():
+        with torch.no_grad():
+            cache = DynamicCache(config=model.config)
+            prompt = model(ids[:, :6], past_key_values=cache)
+            return prompt, model(ids[:, 6:], past_key_values=cache, output_attentions=True)
+
+    expected = run()[1]
+    with monkey_patch.apply(model, use_cutile=False):
+        prompt, got = run()
+    assert not prompt.attentions and len(got.attentions) == 2
+    for weights, right in zip(got.attentions, expected.attentions, strict=True):
+        assert_close(weights, right)
+    assert_close(got.logits, expected.logits)
+
+
 def test_rotation_of_halves():
     model = make(V3, rope_interleave=False)
     expected = logits(model)

@@ -54,8 +54,8 @@ def attention_forward(original: Callable, parts: dict[str, str | None]) -> Calla
 def latent_attention_forward(original: Callable, rotations: dict[str, Callable], backend: str | None) -> Callable:
     """Forward for a DeepSeek attention: latents and rotated keys go to the cache, and are attended to as they are.
 
-    ``original`` serves the model when it is told to use another attention than TileGym's, and layers whose kv_b_proj
-    is more than its weight.
+    ``original`` serves the model when it is told to use another attention than TileGym's, calls that ask for the
+    attention's weights, and layers whose kv_b_proj is more than its weight.
     """
 
     def rotate(self, q: Tensor, k: Tensor, embeddings: Any) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,8 @@ def latent_attention_forward(original: Callable, rotations: dict[str, Callable],
         position_embeddings: Any = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        if self.config._attn_implementation not in NAMES.values() or not expands_by_its_weight(self.kv_b_proj):
+        ours = self.config._attn_implementation in NAMES.values() and not kwargs.get("output_attentions")
+        if not ours or not expands_by_its_weight(self.kv_b_proj):
             return original(
                 self,
                 hidden_states,
