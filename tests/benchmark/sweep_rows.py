@@ -93,7 +93,8 @@ def rms_norm_forward(m: int, n: int) -> Group:
     x, w, y = tensor(m, n), tensor(n), tensor(m, n)
 
     def variant(kernel, grid, tile, hint):
-        flags = (1, False, 0) if kernel is rms.rms_norm_cached_kernel else ()
+        cached, warps = kernel is rms.rms_norm_cached_kernel, hint["num_worker_warps"] if tile[0] == 1 else 0
+        flags = (1, False, 0, warps) if cached else ()
         args = (x, w, x, y, x, EPS, 0.0, n, *tile, *flags, True, False, True, False)
         return Variant(f"{kernel._pyfunc.__name__[9:-7]} {tile}", hint, grid, kernel, args)
 
@@ -135,7 +136,7 @@ def norm_backward(norm: str, m: int, n: int) -> Group:
         for hint, latency in itertools.product(hints(occupancies=(1, 2, 3, 4, 8)), (0, 4, 6)):
             blocks = min(ct.cdiv(m, tile[0]), SMS * hint["occupancy"])
             parts = [rstd.new_empty(blocks, n) for _ in range(2)]
-            flags = (latency > 0, True, center, through, True, True, center, False, False)
+            flags = (latency > 0, True, False, center, through, True, True, center, False, False)
             args = (dy, x, added, w, mean, rstd, dx, *parts, 0.0, n, *tile, latency, *flags)
             name = f"whole rows {tile} latency {latency}"
             variants.append(Variant(name, hint, (blocks,), row_norms.backward_kernel, args))

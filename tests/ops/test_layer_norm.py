@@ -173,7 +173,7 @@ class Test_LayerNorm(PyTestCase):
         torch.library.opcheck(layer_norm_forward_save.operator, (x, None, w, 1e-5, 2))
         torch.library.opcheck(norm_backward.operator, (dy, x, None, w, mean, rstd, 0.0, 2, True, False, torch.float32))
 
-    @pytest.mark.parametrize("n", [2560, 4096, 20000])
+    @pytest.mark.parametrize("n", [2048, 2560, 4096, 20000])
     def test_compiles_for_every_architecture(self, n):
         x, dy = (torch.empty(64, n, dtype=torch.bfloat16) for _ in range(2))
         w, b, mean, rstd = (torch.empty(size) for size in (n, n, 64, 64))

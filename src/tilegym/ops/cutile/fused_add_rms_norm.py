@@ -55,7 +55,7 @@ def _add(x, residual, rows, cols, CHECK: Bool = True):
 @ct.kernel
 def add_rms_norm_kernel(
     x, residual, weight, y, total, rstd, eps, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int, PIECES: Int,
-    AT_ONCE: Bool, AXIS: Int, WEIGHT: Bool, ROUND: Bool, RSTD: Bool,
+    AT_ONCE: Bool, AXIS: Int, WARPS: Int, WEIGHT: Bool, ROUND: Bool, RSTD: Bool,
 ):  # fmt: skip
     """A block reads TILE_M whole rows, as PIECES tiles, and keeps their sums in registers."""
     check = outside(N, TILE_M, TILE_N * PIECES)
@@ -70,7 +70,7 @@ def add_rms_norm_kernel(
         sums, pieces, ws = (*sums, stored), (*pieces, row), (*ws, w)
     for piece in ct.static_iter(range(PIECES)):
         store_piece(total, rows, piece, sums[piece], TILE_N, PIECES, AXIS, check)
-    r = rstd_of(row_sum(squares, x.dtype, *ws) if AT_ONCE else squares, eps, N)
+    r = rstd_of(row_sum(squares, x.dtype, WARPS, AT_ONCE, *ws), eps, N)
     for piece in ct.static_iter(range(PIECES)):
         out = scaled(pieces[piece] * r, ws[piece], None, y.dtype, OFFSET, ROUND)
         store_piece(y, rows, piece, out, TILE_N, PIECES, AXIS, check)
@@ -121,14 +121,20 @@ def forward_plan(rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int, 
         few = at_once(rows, n, device)
         kernel = hinted(add_rms_norm_kernel, num_worker_warps=4, occupancy=few or 6)
         grid, axis = grid_of(rows)
-        return kernel, grid, (1, 1024, 3, few > 0, axis)
+        return kernel, grid, (1, 1024, 3, few > 0, axis, 4)
+    if 4096 < n <= 6144 and rows * n > SMALL:
+        # 8192x5120 in one tile takes an H200 95.4 us instead of 86.0 (a copy 83.6).
+        kernel = hinted(add_rms_norm_kernel, num_worker_warps=8, occupancy=3)
+        grid, axis = grid_of(rows)
+        return kernel, grid, (1, 1024, ct.cdiv(n, 1024), False, axis, 8)
     elements = tile_m * tile_n
     tiles = ct.cdiv(rows, tile_m)
     warps, occupancy = forward_warps(tiles, elements, device), max(1, min(8, 16384 // elements))
     early = at_once(rows, elements, device)
-    hints = {"num_worker_warps": 8 if tile_n >= 4096 else warps, "occupancy": early or occupancy}
+    warps = 8 if tile_n >= 4096 else warps
+    kernel = hinted(add_rms_norm_kernel, num_worker_warps=warps, occupancy=early or occupancy)
     grid, axis = grid_of(tiles)
-    return hinted(add_rms_norm_kernel, **hints), grid, (tile_m, tile_n, 1, early > 0, axis)
+    return kernel, grid, (tile_m, tile_n, 1, early > 0, axis, warps if tile_m == 1 else 0)
 
 
 def _launch_forward(x, residual, weight, eps, offset, rounded, with_rstd):

@@ -69,7 +69,7 @@ def _over(total, N: Int):
 @ct.kernel
 def layer_norm_kernel(
     x, weight, bias, y, means, rstds, eps, N: Int, TILE_M: Int, TILE_N: Int, PIECES: Int, AT_ONCE: Bool, AXIS: Int,
-    WEIGHT: Bool, BIAS: Bool, SAVE: Bool,
+    WARPS: Int, WEIGHT: Bool, BIAS: Bool, SAVE: Bool,
 ):  # fmt: skip
     """A block reads TILE_M whole rows, as PIECES tiles, and keeps them in registers."""
     rows = span(ct.bid(AXIS), TILE_M)
@@ -79,14 +79,14 @@ def layer_norm_kernel(
         row = load(x, rows, cols, check).astype(ct.float32)
         w, b = load_vector(weight, cols, WEIGHT, check), load_vector(bias, cols, BIAS, check)
         pieces, ws, bs, sums = (*pieces, row), (*ws, w), (*bs, b), sums + row if piece else row
-    mean = _over(row_sum(sums, x.dtype, *ws, *bs) if AT_ONCE else ct.sum(sums, axis=1, keepdims=True), N)
+    mean = _over(row_sum(sums, x.dtype, WARPS, AT_ONCE, *ws, *bs), N)
     rests, squares = (), 0.0
     for piece in ct.static_iter(range(PIECES)):
         rest = pieces[piece] - mean
         if (piece + 1) * TILE_N > N:
             rest = centered(pieces[piece], mean, span(piece, TILE_N), N)
         rests, squares = (*rests, rest), squares + rest * rest if piece else rest * rest
-    rstd = rstd_of(squares, eps, N)
+    rstd = rstd_of(row_sum(squares, x.dtype, WARPS, False), eps, N)
     for piece in ct.static_iter(range(PIECES)):
         check = TILE_M > 1 or (piece + 1) * TILE_N > N
         store_piece(y, rows, piece, _scaled(rests[piece] * rstd, ws[piece], bs[piece]), TILE_N, PIECES, AXIS, check)
@@ -148,7 +148,7 @@ def forward_plan(rows: int, n: int, device: int, wide: bool = False) -> tuple[ct
             occupancy = occupancy * 3 // 4  # without spills
         kernel = hinted(layer_norm_kernel, num_worker_warps=warps, occupancy=occupancy)
         grid, axis = grid_of(rows)
-        return kernel, grid, (1, tile_n, ct.cdiv(n, tile_n), few and n > 3072, axis)
+        return kernel, grid, (1, tile_n, ct.cdiv(n, tile_n), few and n > 3072, axis, warps)
     tile_m, tile_n = whole_rows(rows, n, device)
     elements = tile_m * tile_n
     tiles = ct.cdiv(rows, tile_m)
@@ -156,7 +156,7 @@ def forward_plan(rows: int, n: int, device: int, wide: bool = False) -> tuple[ct
     warps, occupancy = forward_warps(tiles, elements, device), early or min(8, 32768 // elements)
     kernel = hinted(layer_norm_kernel, num_worker_warps=warps, occupancy=occupancy)
     grid, axis = grid_of(tiles)
-    return kernel, grid, (tile_m, tile_n, 1, early > 0, axis)
+    return kernel, grid, (tile_m, tile_n, 1, early > 0, axis, warps if tile_m == 1 else 0)
 
 
 def _flat(vector, dims):

@@ -50,7 +50,7 @@ from tilegym.ops.pytorch.rms_norm import check_rms_norm
 @ct.kernel
 def rms_norm_cached_kernel(
     x, weight, bias, y, rstd, eps, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int, PIECES: Int, AT_ONCE: Bool,
-    AXIS: Int, WEIGHT: Bool, BIAS: Bool, ROUND: Bool, RSTD: Bool,
+    AXIS: Int, WARPS: Int, WEIGHT: Bool, BIAS: Bool, ROUND: Bool, RSTD: Bool,
 ):  # fmt: skip
     """multi_wave_cached: a block reads TILE_M whole rows, as PIECES tiles, and keeps them in registers."""
     rows = span(ct.bid(AXIS), TILE_M)
@@ -60,7 +60,7 @@ def rms_norm_cached_kernel(
         row = load(x, rows, cols, check).astype(ct.float32)
         w, b = load_vector(weight, cols, WEIGHT, check), load_vector(bias, cols, BIAS, check)
         pieces, ws, bs, squares = (*pieces, row), (*ws, w), (*bs, b), squares + row * row if piece else row * row
-    r = rstd_of(row_sum(squares, x.dtype, *ws, *bs) if AT_ONCE else squares, eps, N)
+    r = rstd_of(row_sum(squares, x.dtype, WARPS, AT_ONCE, *ws, *bs), eps, N)
     for piece in ct.static_iter(range(PIECES)):
         out, check = scaled(pieces[piece] * r, ws[piece], bs[piece], y.dtype, OFFSET, ROUND), (piece + 1) * TILE_N > N
         store_piece(y, rows, piece, out, TILE_N, PIECES, AXIS, TILE_M > 1 or check)
@@ -123,11 +123,11 @@ def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.k
         # 1024x65536 with 8 warps: 94 us. 4 warps and half the columns: 106, but shorter rows need no more.
         hints = {"num_worker_warps": 8, "occupancy": 1} if tile_n > 4096 else {"num_worker_warps": 4, "occupancy": 8}
         return hinted(rms_norm_reload_kernel, **hints), (rows,), (1, min(tile_n, 8192))
-    if in_pieces(rows, n) and rows > 4 * sm_count(device) and mode != "static_persistent":
+    if in_pieces(rows, n) and mode != "static_persistent":
         tile_n, warps, occupancy = piece_plan(n)
         kernel = hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy)
         grid, axis = grid_of(rows)
-        return kernel, grid, (1, tile_n, ct.cdiv(n, tile_n), False, axis)
+        return kernel, grid, (1, tile_n, ct.cdiv(n, tile_n), False, axis, warps)
     tile_m, tile_n = whole_rows(rows, n, device)
     tiles, elements = ct.cdiv(rows, tile_m), tile_m * tile_n
     if mode == "static_persistent":
@@ -138,7 +138,7 @@ def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.k
     warps, occupancy = forward_warps(tiles, elements, device), early or min(8, 32768 // elements)
     kernel = hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy)
     grid, axis = grid_of(tiles)
-    return kernel, grid, (tile_m, tile_n, 1, early > 0, axis)
+    return kernel, grid, (tile_m, tile_n, 1, early > 0, axis, warps if tile_m == 1 else 0)
 
 
 def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):

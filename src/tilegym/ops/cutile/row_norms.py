@@ -77,28 +77,42 @@ def behind(row, *others):
     return ct.bitcast(bits, ct.float32)
 
 
-def row_sum(values, dtype, *vectors):
-    """The sum over a row in fp32, [1, N] -> [1, 1], which is known only when the ``vectors`` [1, N] are, as with
-    :func:`behind`. ``dtype`` is the row's in memory.
+def row_sum(values, dtype, WARPS: Int, EARLY: Bool, *vectors):
+    """The sums over rows in fp32, [M, N] -> [M, 1]; ``dtype`` is the rows' in memory, WARPS the block's, 0: ``ct.sum``.
 
-    Of the 16 bytes that a thread reads at once one element is looked at: layer_norm of 1x4096 in 5.86 us on an H200
-    instead of 6.05. Not where a vector has another dtype: threads read other elements of it than of the row.
+    Each warp adds up what its threads hold, and every thread what the warps have found: one barrier, where ``ct.sum``
+    takes two and more exchanges between threads, one after the other. On an H200 in bf16 layer_norm of 1x8192 takes
+    6.1 us instead of 6.4, of 8192x5120 50.0 instead of 51.0, rms_norm of 8192x1536 17.1 instead of 17.8.
+
+    EARLY: of a single row, it is known only when the ``vectors`` [1, N] are, as with :func:`behind`. Of the 16 bytes
+    that a thread reads at once one element is looked at: layer_norm of 1x4096 in 5.86 us on an H200 instead of 6.05.
+    Not where a vector has another dtype: threads read other elements of it than of the row.
     """
-    n, same = values.shape[1], True
+    each, same = min(max(1, values.shape[1] // (32 * max(4, WARPS))), 4 if dtype == ct.float32 else 8), True
     for vector in ct.static_iter(vectors):
         if vector is not None:
             same = same and vector.dtype == dtype
-    if same:
-        each = min(max(1, n // 128), 4 if dtype == ct.float32 else 8)  # a block has 128 threads at least
-        values = ct.sum(values.reshape((n // each, each)), axis=1, keepdims=True)
+    if EARLY and same:
+        groups = values.shape[1] // each
+        values = ct.sum(values.reshape((groups, each)), axis=1, keepdims=True)
         for vector in ct.static_iter(vectors):
             if vector is not None:
-                values = behind(values, ct.extract(vector.reshape((n // each, each)), (0, 0), (n // each, 1)))
-    else:
+                values = behind(values, ct.extract(vector.reshape((groups, each)), (0, 0), (groups, 1)))
+        values, each = values.reshape((1, groups)), 1
+    elif EARLY:
         for vector in ct.static_iter(vectors):
             if vector is not None:
                 values = behind(values, vector)
-    return ct.sum(values.reshape((1, values.shape[0] * values.shape[1])), axis=1, keepdims=True)
+    m, n = values.shape
+    if WARPS == 0 or n < 32 * WARPS:
+        total = ct.sum(values, axis=1, keepdims=True)
+    else:
+        warps = ct.sum(values.reshape((m, n // (32 * each * WARPS), WARPS, 32 * each)), axis=1)
+        warps = ct.sum(warps, axis=2)
+        total = ct.extract(warps, (0, 0), (m, 1))
+        for warp in ct.static_iter(range(1, WARPS)):
+            total = total + ct.extract(warps, (0, warp), (m, 1))
+    return total
 
 
 def scale_of(weight, OFFSET: Float):
@@ -161,7 +175,11 @@ def at_once(rows: int, elements: int, device: int) -> int:
 
 
 def in_pieces(rows: int, n: int) -> bool:
-    """Whether a forward pass of many rows holds each in pieces: part of a single tile would be idle."""
+    """Whether a forward pass holds rows in pieces, instead of in one tile of which a part is idle, or two in one.
+
+    rms_norm on an H200 in bf16: 8192x1536 17.8 us instead of 20.3, x2048 22.5 instead of 23.9, x2560 26.7 instead of
+    30.2, x5120 46.7 instead of 56.2; copies of as many bytes take 16.6, 21.2, 26.0 and 44.8.
+    """
     return rows * n > SMALL and (1024 < n <= 3072 or 4096 < n <= 6144)
 
 

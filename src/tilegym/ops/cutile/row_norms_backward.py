@@ -86,16 +86,17 @@ def _store_sums(sums, parts, TILE_N: Int, PIECES: Int, CHECK: Bool):
 @ct.kernel
 def backward_kernel(
     dy, x, through, weight, means, rstds, dx, dweight, dbias, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int,
-    PIECES: Int, LATENCY: Int, BULK: Bool, CHECK: Bool, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool,
-    DBIAS: Bool, OVERLAP: Bool, INPLACE: Bool,
+    PIECES: Int, LATENCY: Int, BULK: Bool, CHECK: Bool, IN_TURN: Bool, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool,
+    DWEIGHT: Bool, DBIAS: Bool, OVERLAP: Bool, INPLACE: Bool,
 ):  # fmt: skip
     """Whole rows in registers, as PIECES tiles; blocks stride over them, and row ``bid`` of dweight and dbias is that
     block's sum.
 
     ``through`` is a gradient that is added to dx. LATENCY: what the compiler's own pipeline of loads is told, through
     shared memory, by the tensor memory accelerator (BULK) or by each thread; with 0 the next rows are read into
-    registers before these are worked on. CHECK: whether some of a tile may lie outside of the rows. OVERLAP: the launch
-    that adds the sums may begin, and waits. INPLACE: dx is written over x, and stands for nothing itself.
+    registers before these are worked on. CHECK: whether some of a tile may lie outside of the rows. IN_TURN: a block's
+    rows follow one another. OVERLAP: the launch that adds the sums may begin, and waits. INPLACE: dx is written over x,
+    and stands for nothing itself.
     """
     if OVERLAP:
         ct.grid_dependency_control_launch_dependents()
@@ -108,11 +109,15 @@ def backward_kernel(
     if INPLACE:  # of this block: the others' rows are being overwritten
         last -= (last - ct.bid(0)) % ct.num_blocks(0)
     first, step, tiles = ct.bid(0), ct.num_blocks(0), (TILE_M, TILE_N, PIECES)
+    end = ct.cdiv(x.shape[0], TILE_M)
+    if IN_TURN:
+        each = ct.cdiv(end, step)
+        first, step, end = first * each, 1, min((first + 1) * each, end)
     if LATENCY == 0:
         following = _load_rows(dy, x, means, rstds, first, last, *tiles, CENTER, CHECK)
     elif not BULK:  # such a pipeline reads single numbers no row ahead
         following = _load_statistics(means, rstds, first, last, TILE_M, CENTER, CHECK)
-    for tile in range(first, ct.cdiv(x.shape[0], TILE_M), step):
+    for tile in range(first, end, step):
         if LATENCY == 0:
             ups, xs, (mean, rstd) = following
             following = _load_rows(dy, x, means, rstds, tile + step, last, *tiles, CENTER, CHECK)
@@ -245,17 +250,18 @@ def backward_columns_kernel(
 @functools.lru_cache(maxsize=1024)
 def backward_plan(
     rows: int, n: int, device: int, center: bool, add: bool, in_place: bool = False, itemsize: int = 2
-) -> tuple[ct.kernel, int, tuple[int, int, int, int, bool, bool]]:
-    """(kernel, blocks, (TILE_M, TILE_N, PIECES, LATENCY, BULK, CHECK)) of the backward pass in registers, for rows of
-    up to MAX_CACHED_BACKWARD. ``center``: with a mean; ``add``: something is added; ``in_place``: dx over x;
+) -> tuple[ct.kernel, int, tuple[int, int, int, int, bool, bool, bool]]:
+    """(kernel, blocks, (TILE_M, TILE_N, PIECES, LATENCY, BULK, CHECK, IN_TURN)) of the backward pass in registers, for
+    rows of up to MAX_CACHED_BACKWARD. ``center``: with a mean; ``add``: something is added; ``in_place``: dx over x;
     ``itemsize``: bytes of an element of x.
 
     The fastest on an H200 in bf16, without spills: 8192 rows of 2048, 2560, 4096, 5120 and 8192, and 65536 of 512.
     Without checks plain rows of 2048 take 36.8 us instead of 38.1, of 2560 in five pieces 41.5 instead of 44.9; rows
     with a mean are slower without them, but those of 2560 in five pieces, 46.3 us instead of 47.7. What is added is
     read before the reduction in rows of two pieces of 1024, not in one tile: 44.5 us, not 50.1. Plain rows of 4096, two
-    at a time, through a pipeline of the threads' own loads take 60.2 us, one ahead in registers 62.5. Other rows are
-    slower through pipelines: with a mean they take too many registers, those of 2048 take 36.5 us instead of 36.0.
+    at a time, through a pipeline of the threads' own loads take 60.2 us, one ahead in registers 62.5; rows of 2048 with
+    a mean through one, in turn, 36.7 us instead of 37.8, not in turn 38.9. Others are slower through pipelines: with a
+    mean they take too many registers, plain ones of 2048 take 36.0 us in turn instead of 35.7.
 
     In place the compiler's pipeline loads no row before the one before it is stored, and what it makes of plain rows in
     one tile of 2048 neither: they are read into registers, in pieces.
@@ -263,9 +269,13 @@ def backward_plan(
     rows, plain, exact = rows if n else 0, not center and not add, not center and (not add or n == 2048)
     tile_n, pieces, latency = next_power_of_2(n), 1, 0
     # Many plain rows of 4096, two a block: half as many reductions to wait for, and half as many sums to add up.
-    two = n == 4096 and plain and not in_place and itemsize == 2 and rows % 2 == 0 and rows >= 32 * sm_count(device)
+    many = rows >= 32 * sm_count(device)
+    two = n == 4096 and plain and not in_place and itemsize == 2 and rows % 2 == 0 and many
+    in_turn = n == 2048 and center and not (add or in_place) and itemsize == 2 and many
     if two:
         warps, occupancy, tile_n, latency = 8, 1, 2048, 8
+    elif in_turn:
+        warps, occupancy, tile_n, latency, exact = 4, 3, 1024, 5, True
     elif n > 4096:
         warps, occupancy, tile_n, latency = (8, 1, 4096, 6) if n > 6144 else (8, 1, 2048, 4)
         if n % 8 or in_place:  # the pipeline copies rows that begin at 16 bytes
@@ -288,13 +298,13 @@ def backward_plan(
     # More blocks make more sums to add up: at least four tiles each, if that leaves one to a multiprocessor.
     tiles = ct.cdiv(rows, tile_m)
     blocks = min(tiles, occupancy * most, max(most, tiles // 4))
-    if (two or occupancy == 4) and blocks:
+    if (two or in_turn or occupancy == 4) and blocks:
         # Each with as many tiles: of 528 blocks 512 are left, whose sums are one tile. 8192x2048 with a mean takes
         # 39.1 us instead of 42.0.
         blocks = ct.cdiv(tiles, ct.cdiv(tiles, blocks))
-    bulk = latency > 0 and not two
+    bulk = latency > 0 and not (two or in_turn)
     check = not two and (not exact or bulk or tile_m > 1 or n != tile_n * pieces)
-    return kernel, blocks, (tile_m, tile_n, pieces, latency, bulk, check)
+    return kernel, blocks, (tile_m, tile_n, pieces, latency, bulk, check, in_turn)
 
 
 # Up to so many rows a multiprocessor, of that many columns, one launch does all; it sums up tiles of FEW_ROWS x SLICE.
