@@ -32,7 +32,6 @@ from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
 from tilegym.ops.cutile.attention_backward_rows import finish_fused_kernel
 from tilegym.ops.cutile.attention_backward_rows import prepare_fused_kernel
-from tilegym.ops.cutile.attention_backward_rows import sum_heads_kernel
 from tilegym.ops.cutile.mla import mla_forward_lse
 from tilegym.ops.pytorch.mla import join_parts
 
@@ -159,19 +158,18 @@ def sums_of(t, shares):
 
 def around(t, shape, launch, rows=32, shares=1):
     """What comes before and behind the launch that adds to dq."""
-    b, hq, _, s, d, r = shape
+    b, hq, hkv, s, d, r = shape
     grid = (-(-s // rows) * b * hq,)
     prepare = (t["out"], t["do"], t["delta"], t["total"], t["total_pe"], rows, p2(d), r, p2(d))
-    finish = (t["total"], t["dq"], t["total_pe"], t["dqpe"], (d + r) ** -0.5, rows, p2(d), r)
-    steps = [(grid, prepare_fused_kernel, prepare), launch, (grid, finish_fused_kernel, finish)]
+    sums, last = (0, 0, 0, 0), grid
     if shares > 1:
-        add = (*sums_of(t, shares), t["dk"], t["dv"], 16, p2(d), p2(d), shares)
-        steps.append(((-(-s // 16) * b * shape[2],), sum_heads_kernel, add))
-    return steps
+        sums, last = (*sums_of(t, shares), t["dk"], t["dv"]), (grid[0] + -(-s // 16) * b * hkv,)
+    finish = (t["total"], t["dq"], t["total_pe"], t["dqpe"], *sums, (d + r) ** -0.5, rows, p2(d), r, 16, p2(d), shares)
+    return [(grid, prepare_fused_kernel, prepare), launch, (last, finish_fused_kernel, finish)]
 
 
 def fused(shape, causal, tile, h, two_loops=False, interleave=1, rows=32, which=None, shares=1):
-    """The whole backward pass, or with ``which`` the first, second, third or fourth of its launches.
+    """The whole backward pass, or with ``which`` the first, second or third of its launches.
 
     ``shares``: into so many parts the blocks divide the heads of a group.
     """

@@ -13,6 +13,7 @@ from test_attention import SHAPES
 from test_attention import tensors
 from test_attention_backward import QKV
 from test_attention_backward import gradients
+from test_attention_backward import named
 from test_attention_backward import tile_constants
 from test_attention_backward import with_sinks_of
 from test_mla import SHAPES as LATENT_SHAPES
@@ -25,7 +26,6 @@ from tilegym.ops.cutile.attention_backward import fused_configs
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_rows import finish_fused_kernel
 from tilegym.ops.cutile.attention_backward_rows import prepare_fused_kernel
-from tilegym.ops.cutile.attention_backward_rows import sum_heads_kernel
 from tilegym.ops.pytorch.attention import fmha as reference
 from tilegym.ops.pytorch.mla import mla as latent_reference
 
@@ -73,15 +73,15 @@ class Test_FMHA_Fused_Backward(PyTestCase):
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize("shape", [(1, 12, 2, 40, 50, 16, 16), (2, 6, 2, 33, 17, 40, 24)], ids=str)
     def test_parts_of_a_group(self, is_causal, shape, monkeypatch):
-        """Where keys are few, the blocks of one take some heads of a group each, and a sum over them comes last."""
+        """Where keys are few, the blocks of one take some heads of a group each, and the last launch adds up."""
         blocks = shape[0] * 2
         monkeypatch.setattr(attention_backward, "sm_count", lambda device: blocks * (1.6 if is_causal else 3.2))
         kwargs = tensors(*shape, dtype=torch.bfloat16) | {"is_causal": is_causal}
         kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
         with recorded_launches(run=True) as launches:
             gradients(kwargs, backend="cutile")
-        assert [kernel for kernel, _ in launches[1:]] == [*FUSED, sum_heads_kernel]
-        assert launches[-1][1][0].shape[1] == 6
+        assert [kernel for kernel, _ in launches[1:]] == FUSED
+        assert named(*launches[-1])["dk_parts"].shape[1] == 6
         self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
 
     def test_shares(self, monkeypatch):
@@ -95,14 +95,29 @@ class Test_FMHA_Fused_Backward(PyTestCase):
             batch, heads, kv_heads, tokens = shape
             return attention_backward._shares(0, width, is_causal, windowed, batch, heads, kv_heads, tokens, tokens)
 
-        for shape in ((1, 32, 4, 8192), (1, 32, 8, 4096), (4, 32, 8, 4096), (1, 16, 16, 2048)):
+        for shape in ((1, 32, 4, 8192), (1, 32, 8, 4096), (4, 32, 8, 4096), (1, 16, 16, 2048), (4, 32, 8, 1024)):
             assert shares(128, True, shape) == 1
         assert shares(128, True, (1, 32, 8, 2048)) == shares(64, True, (1, 64, 8, 2048)) == 2
-        assert shares(128, True, (1, 32, 4, 2048)) == 4
-        assert shares(128, True, (1, 32, 8, 1024)) == shares(128, True, (1, 8, 1, 2048)) == 0
-        assert shares(128, True, (4, 32, 8, 4096), windowed=True) == 0
+        assert shares(128, True, (1, 32, 4, 4096)) == shares(128, True, (1, 64, 8, 2048)) == 2
+        assert shares(128, True, (1, 32, 4, 2048)) == shares(128, True, (1, 32, 8, 1024)) == 4
+        assert shares(128, True, (1, 32, 8, 512)) == shares(128, True, (1, 8, 1, 2048)) == 0
+        assert shares(64, True, (1, 64, 8, 1024)) == shares(128, True, (4, 32, 8, 4096), windowed=True) == 0
         assert shares(128, False, (1, 32, 8, 1024)) == 2 and shares(128, False, (4, 32, 8, 4096)) == 1
         assert shares(128, False, (1, 1, 1, 1024), windowed=True) == shares(256, True, (1, 8, 4, 1024), True) == 1
+        assert shares(256, True, (4, 32, 8, 4096)) == shares(256, False, (1, 8, 4, 2048)) == 1
+        assert shares(256, True, (1, 8, 4, 2048)) == 0
+
+    def test_all_heads_take_turns_where_keys_are_few(self, monkeypatch):
+        def turns(kwargs):
+            kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+            with recorded_launches(run=True) as launches:
+                gradients(kwargs, backend="cutile")
+            return named(*launches[2])["INTERLEAVE"]
+
+        monkeypatch.setattr(attention_backward, "ALL_IN_TURNS", 48)
+        assert turns(tensors(1, 4, 2, 17, 48, 16, 16, dtype=torch.bfloat16)) == 0
+        assert turns(tensors(1, 4, 2, 17, 49, 16, 16, dtype=torch.bfloat16)) == 1
+        assert turns(tensors(1, 4, 2, 17, 48, 16, 16, dtype=torch.bfloat16) | {"is_causal": False}) == 1
 
     @pytest.mark.parametrize("name", ["padding mask", "mask of heads", "additive mask", "sinks", "lengths"])
     def test_leaves_to_two_kernels(self, name):
@@ -127,7 +142,7 @@ class Test_FMHA_Fused_Backward(PyTestCase):
             assert not set(FUSED[::2]) & set(backward_kernels(kwargs))
         finally:
             torch.use_deterministic_algorithms(False)
-        assert backward_kernels(kwargs)[:3] == FUSED
+        assert backward_kernels(kwargs) == FUSED
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     def test_what_is_behind_the_last_key_does_not_count(self, is_causal):
@@ -184,7 +199,9 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants), ("sm_90",))
         rows = attention_backward.ROWS
         assert_compiles(prepare_fused_kernel, (out, do, delta, total, 0, rows, head_dim, 0, head_dim), ("sm_90",))
-        assert_compiles(finish_fused_kernel, (total, dq, 0, 0, 0.1, rows, head_dim, 0), ("sm_90",))
+        sums = (dk, dv, k, v) if parts > 1 else (0, 0, 0, 0)
+        tiles = (rows, head_dim, 0, attention_backward.SUM_ROWS, head_dim, parts)
+        assert_compiles(finish_fused_kernel, (total, dq, 0, 0, *sums, 0.1, *tiles), ("sm_90",))
 
     @gpu
     def test_graph_capture(self):

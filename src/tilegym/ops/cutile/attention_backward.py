@@ -36,13 +36,12 @@ from tilegym.ops.cutile.tiling import sm_count
 # 1.85 instead of 1.94 if causal, 5.35 instead of 6.2 for D 128, 2.88 instead of 3.00 if causal, 13.3 instead of 14.8
 # for D 256, 6.8 instead of 7.7 if causal; causal B1 S8192 2.78 instead of 2.93 for D 128, with Hq64 3.48 instead of
 # 3.68 for D 64; latent attention, B4 H16 S4096, 3.75 instead of 3.99, but 2.08 instead of 1.99 if causal. Where it is
-# not named, two are as fast or faster; of fewer queries, launches before and behind it weigh more: of 1024, causal,
-# Hq32 Hkv8 D128 it takes 128 us, two kernels 117.
+# not named, two are as fast or faster; of fewer queries, launches before and behind it weigh more.
 FUSED = {
     (64, False): 1024,
     (64, True): 2048,
     (128, False): 1024,
-    (128, True): 2048,
+    (128, True): 1024,
     (192, False): 1024,
     (256, False): 1024,
     (256, True): 1024,
@@ -52,6 +51,11 @@ FUSED = {
 # instead of 25 (Hq64 Hkv8 D128).
 SHORT = 64
 ROWS = 32  # of a block of the kernels before and behind it
+SUM_ROWS = 16  # of dk and dv, where parts of groups are added up
+# Up to how many keys, with a causal mask and D up to 128, the blocks of all heads take turns in the fused kernel: those
+# of eight heads are too few to keep all multiprocessors busy. On an H200 S1024 D128 takes 303 us so with B4 Hq32 Hkv8,
+# 359 by eights (two kernels 315), and with B1, in four parts, 109 instead of 128 (117).
+ALL_IN_TURNS = 1024
 
 
 def dq_configs(arch: str, tile_d: int) -> list[Config]:
@@ -178,19 +182,20 @@ def _shares(
 
     Of a causal mask the blocks differ in length: two for each multiprocessor, or the longest one is waited for. In as
     few parts as give that many, since their sums in fp32 are added up behind it: causal S2048 on an H200 takes 261 us
-    with Hq32 Hkv8 D128 in two parts, 289 in four and 376 in one, where two kernels take 325; with Hkv4 256 in four and
-    287 by two kernels; with Hq64 Hkv8 D64 295 in two, 306 in four, 468 in one, and 416; full S1024 with Hq32 Hkv8 D128
-    128 in two and 194 in one.
+    with Hq32 Hkv8 D128 in two parts, 286 in four and 376 in one, where two kernels take 323; with Hkv4 256 in four and
+    287 by two kernels, of S4096 792 in two and 1134; with Hq64 Hkv8 D64 293 in two, 307 in four, 469 in one, and 413;
+    full S1024 with Hq32 Hkv8 D128 129 in two and 195 in one. With Hq8 Hkv4 D256, in one part, 225, and 199.
     """
     if min(queries, keys) < FUSED.get((width, is_causal), math.inf) or not _is_hopper(device):
         return 0
-    shares = 1
-    if width <= 128:
-        blocks, group = -(-keys // 128) * batch * kv_heads, heads // kv_heads
-        enough = (1.8 if is_causal else 0.9) * sm_count(device)
+    shares, narrow = 1, width <= 128
+    blocks = -(-keys // (128 if width < 256 else 64)) * batch * kv_heads
+    enough = (1.8 if is_causal else 0.9) * sm_count(device)
+    if narrow:
+        group = heads // kv_heads
         shares = next((n for n in range(1, group) if group % n == 0 and blocks * n >= enough), group)
-        if is_causal and (windowed or blocks * shares < enough):
-            return 0
+    if is_causal and (windowed and narrow or not windowed and blocks * shares < enough):
+        return 0
     return 0 if recording.ask(torch.are_deterministic_algorithms_enabled) else shares
 
 
@@ -300,7 +305,7 @@ def launch_backward(
 
     def add_up(shares: int, dk_parts: torch.Tensor, dv_parts: torch.Tensor) -> None:
         if shares > 1:
-            rows = 16 if keys > SHORT else 4
+            rows = SUM_ROWS if keys > SHORT else 4
             blocks = (-(-keys // rows) * batch * kv_heads,)
             launch(q, blocks, sum_heads_kernel, (dk_parts, dv_parts, dk, dv, rows, tile_d, tile_dv, shares))
 
@@ -332,7 +337,8 @@ def launch_backward(
             bounded = is_causal or windowed or keys % cfg.TILE_N != 0
             tiles = constants(cfg, mask_kind, bounded)
             columns = min(vars(cfg).get("TILE_DQ", tiles[2]), tiles[2])
-            return (*arrays, *numbers, *tiles, columns, -(-head_dim // columns))
+            turns = 0 if is_causal and width <= 128 and keys <= ALL_IN_TURNS else tiles[-1]
+            return (*arrays, *numbers, *tiles[:-1], turns, columns, -(-head_dim // columns))
 
         launch(q, rows, prepare_fused_kernel, (out, do, delta, total, totalpe, ROWS, tile_d, tile_r, tile_dv))
         _fused_autotuner(width)(
@@ -343,8 +349,11 @@ def launch_backward(
             key=key if shares == 1 else (*key, "parts", shares),
             outputs=("dk", "dv"),
         )
-        launch(q, rows, finish_fused_kernel, (total, dq, totalpe, dqpe, scaling, ROWS, tile_d, tile_r))
-        add_up(shares, dk_parts, dv_parts)
+        sums, tiles = (0, 0, 0, 0), (ROWS, tile_d, tile_r, SUM_ROWS, tile_dv, shares)
+        if shares > 1:
+            rows = (rows[0] + -(-keys // SUM_ROWS) * batch * kv_heads,)
+            sums = (dk_parts, dv_parts, dk, dv)
+        launch(q, rows, finish_fused_kernel, (total, dq, totalpe, dqpe, *sums, scaling, *tiles))
         return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
     # Where the heads of a group can have masks of their own, what is masked shows in the loop over them only.
     own_masks = mask_kind == KEY_MASK and mask_shape[1] > 1
