@@ -130,7 +130,7 @@ def layer_norm_reload_kernel(
 def forward_plan(rows: int, n: int, device: int, wide: bool = False) -> tuple[ct.kernel, tuple[int, ...], tuple]:
     """(kernel, grid, tiles) for [rows, n] on CUDA device ``device`` (-1: CPU); ``wide``: some of it is fp32.
 
-    The tiles are TILE_M and TILE_N, and where rows are held PIECES, AT_ONCE, whether all blocks run at once, and AXIS.
+    The tiles are TILE_M and TILE_N, and where rows are held PIECES, AT_ONCE, AXIS and WARPS.
 
     The kernels hold what rms_norm's hold: tiles, warps and occupancy are those measured for it on an H200.
     """

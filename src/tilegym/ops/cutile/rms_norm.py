@@ -112,7 +112,7 @@ def rms_norm_reload_kernel(
 def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int, ...], tuple]:
     """(kernel, grid, tiles) for an input of [rows, n] on CUDA device ``device`` (-1: CPU).
 
-    The tiles are TILE_M and TILE_N, and where rows are held PIECES, AT_ONCE, whether all blocks run at once, and AXIS.
+    The tiles are TILE_M and TILE_N, and where rows are held PIECES, AT_ONCE, AXIS and WARPS.
 
     Warps and occupancy are those that were the fastest on an H200 for 8192x4096, 262144x128, 4096x8192, 4096x14336
     and 1024x65536 in bf16: about as much as its registers hold.

@@ -7,7 +7,8 @@ Each block sums over rows of its own, then the blocks' sums are added in a fixed
 every run.
 
 Constants of the kernels: WEIGHT, BIAS, DWEIGHT, DBIAS and THROUGH say whether that array is given (else 0 or any array
-stands in its place, untouched); ROUND, whether xhat is rounded to the dtype of y before it is scaled.
+stands in its place, untouched); ROUND, whether xhat is rounded to the dtype of y before it is scaled; AT_ONCE, whether
+all blocks of a forward pass run at once; AXIS, along which axis its grid counts them; WARPS, :func:`row_sum`'s.
 """
 
 import functools
