@@ -242,15 +242,33 @@ class Test_RaggedGroupGEMM(PyTestCase):
         tried = []
 
         def refuse(like, grid, kernel, args):
-            tried.append(args[-1])
-            if args[-1]:
+            tried.append((grid, *args[-2:]))
+            if args[-2]:
                 raise ct.TileUnsupportedFeatureError("traversal_steps")
 
         monkeypatch.setattr(ragged, "_older_compiler", False)
         monkeypatch.setattr(ragged, "launch", refuse)
+        monkeypatch.setattr(ragged, "sm_count", lambda device: 3)
         for _ in range(2):
-            ragged._launch_ragged((1,), ragged.ragged_gemm_kernel, (torch.empty(1),))
-        assert tried == [True, False, False]
+            ragged._launch_ragged(7, ragged.ragged_gemm_kernel, (torch.empty(1),), True)
+        # For them not with fewer blocks than tiles either.
+        assert tried == [((3,), True, True), ((7,), False, False), ((7,), False, False)]
+
+    @dtypes(torch.float16, torch.bfloat16)
+    @pytest.mark.parametrize("transpose_b", [False, True], ids=["", "transpose_b"])
+    @pytest.mark.parametrize("offsets", [[0, 7, 33, 33, 48], [5, 20, 40], [0, 48]], ids=str)
+    def test_as_many_blocks_as_run_at_once(self, offsets, transpose_b, dtype, monkeypatch):
+        """Blocks with several tiles each, and rows of no group."""
+        tile = moe_experts.Tile(32, 32)
+        plan = moe_experts.Plan(16, False, tile, tile, persistent=True)
+        monkeypatch.setattr(ragged, "choose", lambda *_, **__: plan)
+        monkeypatch.setattr(ragged, "sm_count", lambda device: 3)
+        kwargs = arguments(offsets, dtype, transpose_b)
+        kwargs["a"][: offsets[0]] = float("nan")
+        with recorded_launches(run=True) as launches:
+            self.assertCorrectness(ragged_group_gemm, ragged_reference, kwargs, {"backend": "cutile"}, gradient=True)
+        if not HAS_GPU:  # forward, and the gradient of a
+            assert sum(kernel is ragged.ragged_gemm_kernel and args[-1] for kernel, args in launches) == 2
 
     def test_nan_stays_in_its_group(self):
         kwargs = arguments([0, 7, 33, 48], torch.float32)
@@ -278,8 +296,8 @@ class Test_RaggedGroupGEMM(PyTestCase):
 
         self.assertCompiledEqualsEager(call, randn(40, 24), randn(2, 16, 24), randn(2, 16))
 
-    @pytest.mark.parametrize("rows", [64, 4096])
-    def test_compiles_for_every_architecture(self, rows):
+    @pytest.mark.parametrize(("rows", "hopper"), [(64, False), (4096, False), (4096, True)])
+    def test_compiles_for_every_architecture(self, rows, hopper):
         real = moe_experts.choose.__wrapped__
         a, b = torch.empty(rows, 512, dtype=torch.bfloat16), torch.empty(8, 768, 512, dtype=torch.bfloat16)
         offsets = torch.zeros(9, dtype=torch.int32)
@@ -291,7 +309,7 @@ class Test_RaggedGroupGEMM(PyTestCase):
 
         with (
             mock.patch.object(ragged, "choose", lambda *args, **kwargs: real(*args[:5], 0, **kwargs)),
-            mock.patch.object(moe_experts, "is_hopper", lambda device: False),
+            mock.patch.object(moe_experts, "is_hopper", lambda device: hopper),
         ):
             assert_launches_compile(call)
 
