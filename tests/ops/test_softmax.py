@@ -72,6 +72,11 @@ class Test_Softmax(PyTestCase):
         kwargs = {"x": randn(*shape, dtype=dtype) * 3 - 300}  # parts that are not there have another maximum
         self.assertCorrectness(softmax, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    def test_parts_that_fill_the_row(self):
+        """Wide ones, unless more than a tenth of their columns were idle."""
+        widths = [kernels.wide_plan(512, n, -1, False, 2)[3][0] for n in (102400, 128256, 151936)]
+        assert widths == [8192, 16384, 16384]
+
     @pytest.fixture(params=["patient", "impatient"] if HAS_GPU else ["sequential", "shuffled", "threads"])
     def in_one_launch(self, request, multiprocessors, monkeypatch):
         """Wide rows in blocks that wait for others. Where those run later, or they are impatient, they do it all."""
