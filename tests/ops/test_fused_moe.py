@@ -247,6 +247,13 @@ class Test_FusedMoE(PyTestCase):
         assert heights == {1: 16, 16: 16, 64: 16, 512: 64, 8192: 128}
         assert alone == (0, 0)
 
+    def test_most_experts_have_one_block(self):
+        """Two blocks read a weight twice."""
+        with gpu_plans(hopper=True):
+            assert [moe_experts.choose(tokens, 2, 8, 2, False, 0).rows for tokens in (192, 256, 512)] == [64, 128, 128]
+        with gpu_plans(hopper=False):
+            assert moe_experts.choose(512, 2, 8, 2, False, 0).rows == 64
+
     def test_three_runs_are_equal(self):
         kwargs = arguments((40, 3, 4, 48, 24), torch.bfloat16)
         first = fused_moe(**kwargs, backend="cutile")
