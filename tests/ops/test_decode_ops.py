@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from common import ARCHITECTURES
 from common import HAS_GPU
 from common import PyTestCase
+from common import assert_compiles
 from common import assert_launches_compile
 from common import backends
 from common import device
@@ -18,7 +20,10 @@ from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu
 from tilegym.ops import rope_and_cache
+from tilegym.ops.cutile import fused_gemv
+from tilegym.ops.cutile import linear
 from tilegym.ops.cutile.early_weights import early_columns
+from tilegym.ops.cutile.early_weights import rows_fit
 from tilegym.ops.cutile.fused_gemv import gemv_add
 from tilegym.ops.cutile.fused_gemv import norm_gemv
 from tilegym.ops.cutile.fused_gemv import norm_swiglu
@@ -27,7 +32,14 @@ from tilegym.ops.pytorch import fused_gemv as reference
 from tilegym.ops.pytorch.rope_cache import rope_and_cache as rope_reference
 
 # x and the N of the weights: one row, in one tile, in several and not a multiple of it; several rows.
-SHAPES = [((1, 64), (32,)), ((1, 1, 200), (24, 13, 40)), ((77,), (9, 16)), ((3, 70), (40, 8, 24)), ((2, 2, 33), (5,))]
+SHAPES = [
+    ((1, 64), (32,)),
+    ((1, 128), (136, 8, 16)),
+    ((1, 1, 200), (24, 13, 40)),
+    ((77,), (9, 16)),
+    ((3, 70), (40, 8, 24)),
+    ((2, 2, 33), (5,)),
+]
 GPU_SHAPES = [((1, 1, 4096), (4096, 1024, 1024)), ((1, 14336), (4096,)), ((1, 2048), (6144,)), ((20, 4096), (1024,))]
 shapes = pytest.mark.parametrize(("shape", "widths"), SHAPES + (GPU_SHAPES if HAS_GPU else []), ids=str)
 norms = pytest.mark.parametrize("casting", ["llama", "gemma"])
@@ -218,12 +230,13 @@ def test_compiled(rows):
         torch.testing.assert_close(compiled, call(x), **({} if HAS_GPU else {"rtol": 0, "atol": 0}))
 
 
+@pytest.mark.parametrize("k", [64, 192])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_whatever_bits_weights_hold_results_stay(dtype):
+def test_whatever_bits_weights_hold_results_stay(dtype, k):
     """What is read ahead of the wait is all there is to that; the last block would write to the first result."""
-    x, norm = randn(1, 64, dtype=dtype), randn(64, dtype=dtype)
-    weight = torch.arange(16 * 64, device=device()).view(16, 64).sub(8).to(torch.int16).view(dtype)
-    weight[:, ::2] = torch.full((16, 32), -1, dtype=torch.int16, device=device()).view(dtype)
+    x, norm = randn(1, k, dtype=dtype), randn(k, dtype=dtype)
+    weight = torch.arange(16 * k, device=device()).view(16, k).sub(8).to(torch.int16).view(dtype)
+    weight[:, ::2] = torch.full((16, k // 2), -1, dtype=torch.int16, device=device()).view(dtype)
     weight[0] = 1.0
     with torch.no_grad():
         for out in (
@@ -235,13 +248,57 @@ def test_whatever_bits_weights_hold_results_stay(dtype):
 
 
 def test_weights_are_read_early_in_graphs():
-    large, small = (torch.empty(4096, k, dtype=torch.bfloat16, device=device()) for k in (4096, 2048))
+    sizes = (8192, 4096, 1024, 256)
+    large, middle, small, tiny = weights = [torch.empty(4096, k, dtype=torch.bfloat16, device=device()) for k in sizes]
     early = 0 if HAS_GPU else 1024  # a CPU reads them always, so that tests see it
-    assert early_columns(large, 1024) == early_columns(small, 1024) == early
-    assert early_columns(large.float(), 1024) == 0
+    assert early_columns(large, 4, 1024) == early_columns(small, 4, 1024) == early
+    assert early_columns(large.float(), 4, 1024) == 0
+    assert not any(map(rows_fit, weights))
     if HAS_GPU:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            assert early_columns(large, 1024) == 1024 and early_columns(small, 1024) == 0
+            assert [early_columns(w, 4, 1024) for w in weights] == [1024, 512, 512, 0]
+            assert [rows_fit(w) for w in weights] == [False, True, True, False]
+            assert not any(map(rows_fit, (middle[:-1], middle.float(), small[:, :1000])))
+
+
+def rows_at_once(dtype, k=128):
+    """Results of linear_add and rms_norm_linear with and without biases, and the kernels that ran."""
+    x, norm = randn(1, k, dtype=dtype), randn(k, dtype=dtype, seed=1)
+    q, *_ = weights = weights_of(k, (160, 8, 4), dtype)
+    biases = [randn(n, dtype=dtype, seed=n) for n in (160, 8, 4)]
+    residual = randn(1, 160, dtype=dtype, seed=3)
+    with recorded_launches(run=True) as recorded, torch.no_grad():
+        results = [
+            linear_add(x, q, residual, backend="cutile"),
+            linear_add(x, q, residual, biases[0], backend="cutile"),
+            *rms_norm_linear(x, norm, 1e-5, weights, backend="cutile"),
+            *rms_norm_linear(x, norm, 1e-5, weights[:2], biases[:2], 1.0, "gemma", backend="cutile"),
+        ]
+    return results, [kernel for kernel, _ in recorded]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_that_registers_hold_change_no_bit(dtype, monkeypatch):
+    held, kernels = rows_at_once(dtype)
+    assert kernels == [linear.at_once_gemv_kernel] * 2 + [fused_gemv.held_norm_gemv_kernel] * 2
+    for module in (linear, fused_gemv):
+        monkeypatch.setattr(module, "rows_fit", lambda weight: False)
+    loaded, kernels = rows_at_once(dtype)
+    assert kernels == [linear.gemv_kernel] * 2 + [fused_gemv.norm_gemv_kernel] * 2
+    assert all(map(torch.equal, held, loaded))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+def test_rows_that_registers_hold_compile():
+    """With the sizes of a GPU's."""
+    x, norm, weight = one_row(k=4096, n=4096)
+    x = x[0]
+    for arch in ARCHITECTURES:
+        sizes = (4096, 4, 1024, arch == "sm_90")
+        args = (x, norm, *[weight] * 3, *[0] * 3, *[x] * 3, 1024, 1280, 1e-5, 0.0, True, False, *sizes)
+        assert_compiles(fused_gemv.held_norm_gemv_kernel, args, (arch,))
+        assert_compiles(linear.at_once_gemv_kernel, (x, weight, 0, x, x, False, True, *sizes), (arch,))
 
 
 @gpu

@@ -14,8 +14,10 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.ops.cutile.early_weights import NOTHING
 from tilegym.ops.cutile.early_weights import begin_early
-from tilegym.ops.cutile.early_weights import columns_of
 from tilegym.ops.cutile.early_weights import early_columns
+from tilegym.ops.cutile.early_weights import row_at_once
+from tilegym.ops.cutile.early_weights import rows_at_once
+from tilegym.ops.cutile.early_weights import rows_fit
 from tilegym.ops.cutile.matmul import check_supported
 from tilegym.ops.cutile.matmul import differentiable as differentiable_matmul
 from tilegym.ops.cutile.matmul import gemm
@@ -23,6 +25,7 @@ from tilegym.ops.cutile.matmul import load_bias
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
@@ -74,6 +77,27 @@ def gemv_kernel(
         ct.store(out, (0, 0, n), y.reshape((1, 1, TILE_N)))
 
 
+@ct.kernel
+def at_once_gemv_kernel(
+    x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool
+):
+    """gemv_kernel, for arrays of two dimensions, with all loads of a block on their way at once.
+
+    They come behind the wait: ahead of it they delay those of the attention in front of this launch.
+    """
+    n = ct.bid(0)
+    begin(OVERLAP)
+    tiles, row = rows_at_once(weight, n, K, TILE_N, TILE_K), row_at_once(x, K, TILE_K)
+    rest = weight_tile(residual, 0, n, 1, TILE_N) if ADD else 0.0
+    acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
+    for k in ct.static_iter(range(K // TILE_K)):
+        acc = acc + tiles[k].astype(ct.float32) * row[k].astype(ct.float32)
+    y = total(acc, bias, n, BIAS, TILE_N).astype(out.dtype)
+    if ADD:
+        y = (y.astype(ct.float32) + rest).astype(out.dtype)
+    ct.store(out, (0, n), y)
+
+
 @ct.kernel(occupancy=2)
 def few_rows_kernel(x, weight, bias, out, TILE_M: Int, TILE_N: Int, TILE_K: Int, BIAS: Bool, TF32: Bool):
     # x [M, K] with M <= TILE_M, weight [N, K], bias [N] if BIAS, out [M, N]; or x [M, 1, K] and out [M, 1, N]. The
@@ -116,8 +140,20 @@ def gemv_plan(k: int, bits: int, device_index: int) -> tuple[ct.kernel, int, int
         (4, 8192 // bits, 6, 2048) if k <= 8192 and bits < 32 else (8, 4096 // bits, 4, 1024)
     )
     kernel, tile_k = hinted(gemv_kernel, occupancy=occupancy), min(tile_k, next_power_of_2(k))
-    early, cols = occupancy * sm_count(device_index), columns_of(k, tile_n, cols)
-    return kernel, tile_n, tile_k, early, cols, overlaps(device_index)
+    return kernel, tile_n, tile_k, occupancy * sm_count(device_index), cols, overlaps(device_index)
+
+
+@functools.lru_cache(maxsize=32)
+def at_once_plan(device_index: int) -> tuple[ct.kernel, int, int, bool]:
+    """(kernel, TILE_N, TILE_K, OVERLAP) for a weight of which ``rows_fit``, behind a launch that this one overlaps.
+
+    Where rows are no longer than there are many. On an H200 a layer of Llama-3.1-8B takes 112.0 us in a graph with its
+    4096x4096 so and 114.3 by gemv_kernel with weights read early; with the loads of this kernel ahead of the wait 1.8
+    us more. One with the sizes of Llama-3.2-1B takes 43.2 instead of 44.6; of Qwen3-0.6B, 1024x2048, 24.0 and 23.8.
+    """
+    if device_index < 0:
+        return at_once_gemv_kernel, 4, 64, False
+    return hinted(at_once_gemv_kernel, occupancy=4), 4, 1024, overlaps(device_index)
 
 
 def launch_gemv(
@@ -130,13 +166,17 @@ def launch_gemv(
 ) -> None:
     """Writes ``x @ weight.T + bias + residual`` to out; x [1, K], weight [N, K], the others [N], [1, N], [1, N].
 
-    x and out may be [1, 1, K] and [1, 1, N]. ``early``: the launch in front is one that this one may overlap, mostly.
+    x and out may be [1, 1, K] and [1, 1, N]. ``early``: they are not, and this launch may mostly overlap that in front.
     """
     n, k = weight.shape
-    kernel, tile_n, tile_k, early_blocks, cols, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
     has_bias, adds = bias is not None, residual is not None
     arrays = (x, weight, bias if has_bias else 0, residual if adds else 0, out)
-    cols = early_columns(weight, cols) if early else 0
+    if early and k <= n and rows_fit(weight):
+        kernel, tile_n, tile_k, overlap = at_once_plan(x.get_device())
+        launch(x, (n // tile_n,), kernel, (*arrays, has_bias, adds, k, tile_n, tile_k, overlap), overlap)
+        return
+    kernel, tile_n, tile_k, early_blocks, cols, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
+    cols = early_columns(weight, tile_n, cols) if early else 0
     flags = (has_bias, adds, k, tile_n, tile_k, early_blocks, cols, overlap)
     launch(x, (-(-n // tile_n),), kernel, (*arrays, NOTHING, *flags), overlap)
 
