@@ -107,6 +107,17 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         assert shares(256, True, (4, 32, 8, 4096)) == shares(256, False, (1, 8, 4, 2048)) == 1
         assert shares(256, True, (1, 8, 4, 2048)) == 0
 
+    @pytest.mark.parametrize(("is_causal", "columns", "ndim"), [(True, 40, 5), (True, 32, 4), (False, 64, 4)])
+    def test_dq_by_columns(self, is_causal, columns, ndim):
+        """What a head dimension of 64 adds to dq is transposed in memory."""
+        kwargs = tensors(2, 4, 2, 131, 70, columns, columns, dtype=torch.bfloat16) | {"is_causal": is_causal}
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+        kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+        with recorded_launches(run=True) as launches:
+            gradients(kwargs, backend="cutile")
+        total = named(*launches[2])["dq"]
+        assert total.ndim == ndim and total.shape[-1] == (132 if ndim == 5 else columns)
+
     def test_all_heads_take_turns_where_keys_are_few(self, monkeypatch):
         def turns(kwargs):
             kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
@@ -175,7 +186,8 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         )
         if parts > 1:
             dk, dv = dk.float(), dv.float()
-        lse, delta, total = torch.empty(1, 2, 4, 50), torch.empty(1, 2, 4, 50), torch.empty(q.shape)
+        lse, delta = torch.empty(1, 2, 4, 50), torch.empty(1, 2, 4, 50)
+        total = torch.empty((1, 2, 4, 64, 52) if head_dim == 64 else q.shape)
         config = fused_configs("sm_90", head_dim)[0]
         tile_dq = vars(config).get("TILE_DQ", head_dim)
         constants = (
@@ -198,7 +210,8 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total, 0, 0, 0, 0)
         assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants), ("sm_90",))
         rows = attention_backward.ROWS
-        assert_compiles(prepare_fused_kernel, (out, do, delta, total, 0, rows, head_dim, 0, head_dim), ("sm_90",))
+        zeros = torch.empty(q.shape)
+        assert_compiles(prepare_fused_kernel, (out, do, delta, zeros, 0, rows, head_dim, 0, head_dim), ("sm_90",))
         sums = (dk, dv, k, v) if parts > 1 else (0, 0, 0, 0)
         tiles = (rows, head_dim, 0, attention_backward.SUM_ROWS, head_dim, parts)
         assert_compiles(finish_fused_kernel, (total, dq, 0, 0, *sums, 0.1, *tiles), ("sm_90",))

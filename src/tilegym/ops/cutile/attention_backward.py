@@ -329,6 +329,12 @@ def launch_backward(
     place = (q.get_device(), width, is_causal, windowed, batch, kv_heads if tile_r else heads, kv_heads, queries, keys)
     if plain and (shares := _shares(*place)):
         total, totalpe = lse.new_empty(q.shape), lse.new_empty(qpe.shape) if tile_r else 0
+        zeros, rows_of_dq = total, ROWS
+        if is_causal and width == tile_d == 64 and not tile_r:
+            # With a row for each column of dq: on an H200 Hq64 Hkv8 S8192 takes 3.34 ms instead of 3.52, S2048 283 us
+            # instead of 293.
+            zeros = lse.new_empty(batch, heads, -(-queries // 4) * 4, head_dim)
+            total, rows_of_dq = zeros.view(1, batch, heads, head_dim, -1), 64
         dk_parts, dv_parts = sums_of(shares)
         rows = (-(-queries // ROWS) * batch * heads,)
 
@@ -340,7 +346,7 @@ def launch_backward(
             turns = 0 if is_causal and width <= 128 and keys <= ALL_IN_TURNS else tiles[-1]
             return (*arrays, *numbers, *tiles[:-1], turns, columns, -(-head_dim // columns))
 
-        launch(q, rows, prepare_fused_kernel, (out, do, delta, total, totalpe, ROWS, tile_d, tile_r, tile_dv))
+        launch(q, rows, prepare_fused_kernel, (out, do, delta, zeros, totalpe, ROWS, tile_d, tile_r, tile_dv))
         _fused_autotuner(width)(
             None,
             grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads * shares,),
@@ -349,7 +355,8 @@ def launch_backward(
             key=key if shares == 1 else (*key, "parts", shares),
             outputs=("dk", "dv"),
         )
-        sums, tiles = (0, 0, 0, 0), (ROWS, tile_d, tile_r, SUM_ROWS, tile_dv, shares)
+        rows = (-(-queries // rows_of_dq) * batch * heads,)
+        sums, tiles = (0, 0, 0, 0), (rows_of_dq, tile_d, tile_r, SUM_ROWS, tile_dv, shares)
         if shares > 1:
             rows = (rows[0] + -(-keys // SUM_ROWS) * batch * kv_heads,)
             sums = (dk_parts, dv_parts, dk, dv)

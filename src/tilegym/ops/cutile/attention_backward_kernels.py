@@ -216,16 +216,22 @@ def attention_dq_kernel(
 
 def reduce_dq(dq, dqpe, ds, k_tiles, batch, head, i, TILE_R: Int):
     """Adds to dq what a tile of keys gives to tile ``i`` of the queries of a head, by dS / scaling [TILE_N, TILE_M]."""
-    ds = ct.transpose(ds)
     parts = len(k_tiles) - 1 if TILE_R else len(k_tiles)
     for part in ct.static_iter(range(len(k_tiles))):
-        shape = (ds.shape[0], k_tiles[part].shape[1])
-        product = ct.mma(ds, k_tiles[part], ct.zeros(shape, dtype=ct.float32)).reshape((1, 1, *shape))
-        # On sm_90 the tensor memory accelerator does this, and nobody waits for it.
-        if part < parts:
-            dq.tiled_view((1, 1, *shape)).atomic_store_add((batch, head, i, part), product)
+        # On sm_90 the tensor memory accelerator adds, and nobody waits for it.
+        if part == parts:
+            shape = (ds.shape[1], TILE_R)
+            product = ct.mma(ct.transpose(ds), k_tiles[part], ct.zeros(shape, dtype=ct.float32))
+            dqpe.tiled_view((1, 1, *shape)).atomic_store_add((batch, head, i, 0), product.reshape((1, 1, *shape)))
+        elif dq.ndim == 5:
+            shape = (k_tiles[part].shape[1], ds.shape[1])
+            product = ct.mma(ct.transpose(k_tiles[part]), ds, ct.zeros(shape, dtype=ct.float32))
+            product = product.reshape((1, 1, 1, *shape))
+            dq.tiled_view((1, 1, 1, *shape)).atomic_store_add((0, batch, head, part, i), product)
         else:
-            dqpe.tiled_view((1, 1, *shape)).atomic_store_add((batch, head, i, 0), product)
+            shape = (ds.shape[1], k_tiles[part].shape[1])
+            product = ct.mma(ct.transpose(ds), k_tiles[part], ct.zeros(shape, dtype=ct.float32))
+            dq.tiled_view((1, 1, *shape)).atomic_store_add((batch, head, i, part), product.reshape((1, 1, *shape)))
 
 
 def add_to_dk_dv(
@@ -274,7 +280,7 @@ def attention_dkdv_kernel(
     kv_len,
     dk,  # [B, H, Skv, D], H a multiple of Hkv and a divisor of Hq: the sums of Hq / H heads each
     dv,  # [B, H, Skv, Dv]
-    dq,  # [B, Hq, Sq, D] of fp32 if TILE_DQ: what dq / scaling is added to; else 0
+    dq,  # of fp32, if TILE_DQ: what dq / scaling is added to, [B, Hq, Sq, D] or [1, B, Hq, D, >= Sq]; else 0
     qpe,  # as in attention_dq_kernel
     kpe,
     dkpe,  # [B, H, Skv, R] if TILE_R, else 0

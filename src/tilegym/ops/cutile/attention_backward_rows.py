@@ -65,7 +65,7 @@ def sum_heads_kernel(
 
 @ct.kernel
 def finish_fused_kernel(
-    total,  # [B, Hq, Sq, D], fp32
+    total,  # [B, Hq, Sq, D] or [1, B, Hq, D, >= Sq], fp32
     dq,  # [B, Hq, Sq, D]
     totalpe,  # [B, Hq, Sq, R], fp32, if TILE_R; else 0
     dqpe,  # [B, Hq, Sq, R] if TILE_R, else 0
@@ -85,7 +85,12 @@ def finish_fused_kernel(
     blocks = ct.cdiv(dq.shape[2], TILE_M) * dq.shape[0] * dq.shape[1]
     if GROUP == 1 or ct.bid(0) < blocks:
         i, batch, head = interleaved_block(ct.bid(0), ct.cdiv(dq.shape[2], TILE_M), dq, 1)
-        tile = load_rows(total, batch, head, i, TILE_M, TILE_D, False) * scaling
+        if total.ndim == 5:
+            index, shape = (0, batch, head, 0, i), (1, 1, 1, TILE_D, TILE_M)
+            tile = ct.load(total, index, shape, padding_mode=ct.PaddingMode.ZERO).reshape((TILE_D, TILE_M))
+            tile = ct.transpose(tile) * scaling
+        else:
+            tile = load_rows(total, batch, head, i, TILE_M, TILE_D, False) * scaling
         ct.store(dq, (batch, head, i, 0), tile.astype(dq.dtype).reshape((1, 1, TILE_M, TILE_D)))
         if TILE_R:
             tile = load_rows(totalpe, batch, head, i, TILE_M, TILE_R, False) * scaling
