@@ -1,6 +1,7 @@
 import inspect
 import threading
 import time
+from importlib import import_module
 
 import cuda.tile as ct
 import pytest
@@ -17,7 +18,6 @@ from tilegym.backend import dispatcher
 from tilegym.bench import coverage
 from tilegym.bench.coverage import Coverage
 from tilegym.bench.coverage import Entry
-from tilegym.ops.cutile import rms_norm
 
 CPU = torch.device("cpu")
 
@@ -61,9 +61,17 @@ def test_other_symbols_do_not_count(other):
     assert coverage.own_kernel_name(other, {"norm_kernel": {4}}) is None
 
 
-def test_every_kernel_of_the_package_is_known():
+@pytest.mark.parametrize(
+    "module",
+    [
+        "ops.cutile.rms_norm",
+        "transformers.llama.kernels.llama_rope_query_key",
+        "transformers.qwen3_5.kernels.qwen3_5_delta_rule_gates",
+    ],
+)
+def test_every_kernel_of_the_package_is_known(module):
     kernels = coverage.own_kernels()
-    found = [value for value in vars(rms_norm).values() if isinstance(value, ct.kernel)]
+    found = [value for value in vars(import_module(f"tilegym.{module}")).values() if isinstance(value, ct.kernel)]
     assert found
     for kernel in found:
         assert len(inspect.signature(kernel._pyfunc).parameters) in kernels[kernel._pyfunc.__name__]

@@ -82,10 +82,14 @@ def own_kernels() -> dict[str, set[int]]:
     import cuda.tile as ct
 
     import tilegym.ops.cutile as package
+    from tilegym import transformers
 
+    names = [info.name for info in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+    for path in sorted(Path(transformers.__path__[0]).glob("*/kernels/*.py")):  # a family's own
+        names.append(f"{transformers.__name__}.{path.parts[-3]}.kernels.{path.stem}")
     kernels: dict[str, set[int]] = {}
-    for module_info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        module = importlib.import_module(module_info.name)
+    for name in names:
+        module = importlib.import_module(name)
         for value in vars(module).values():
             if isinstance(value, ct.kernel) and value._pyfunc.__module__.startswith("tilegym."):
                 parameters = inspect.signature(value._pyfunc).parameters
