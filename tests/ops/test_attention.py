@@ -245,6 +245,7 @@ class Test_FMHA(PyTestCase):
         ("wrong", "error", "message"),
         [
             (dict(k=randn(1, 2, 5, 8)), ValueError, "expected q \\[B, Hq, Sq, D\\]"),
+            (dict(q=randn(1, 4, 4, 0), k=randn(1, 2, 5, 0)), ValueError, "head dimension of 0"),
             (dict(q=randn(1, 3, 4, 16)), ValueError, "3 heads are not a multiple of k's 2"),
             (dict(v=randn(1, 2, 5, 16).half()), TypeError, "one dtype"),
             ({x: randn(1, 2, 5, 16).int() for x in "qkv"}, TypeError, "q is torch.int32, it must be floating point"),

@@ -267,6 +267,7 @@ class Test_FusedMoE(PyTestCase):
             ({"w1": kwargs["w1"][..., 1:]}, ValueError, "do not fit hidden_states"),
             ({"topk_weights": kwargs["topk_weights"][:, 1:]}, ValueError, r"must be \[7, k\]"),
             ({"activation": "swish"}, ValueError, "activation must be one of"),
+            ({"w1": kwargs["w1"][:0], "w2": kwargs["w2"][:0]}, ValueError, "has no experts"),
             ({"b1": randn(5, 3)}, ValueError, r"b1 must be \[5, 40\]"),
             ({"shared_output": randn(5, 3)}, ValueError, "shared_output must be"),
             ({"w1_up": kwargs["w1"]}, ValueError, "does not fit"),

@@ -31,6 +31,12 @@ def tables(batch, tokens, width, dtype=torch.float32, halves=2):
     return {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
 
 
+def table_of_positions(dtype):
+    """cos and sin of 9 positions, [9, 16], and position_ids of 5 tokens in dtype."""
+    ids = torch.arange(5, device=device()).view(1, 5).to(dtype)
+    return {name: table[0] for name, table in tables(1, 9, 8).items()} | {"position_ids": ids}
+
+
 def arguments(b, hq, hk, s, d, dtype=torch.float32, **options):
     q, k = randn(b, hq, s, d, dtype=dtype), randn(b, hk, s, d, dtype=dtype, seed=1)
     return {"q": q, "k": k, **tables(1, s, d // 2, dtype)} | options
@@ -182,6 +188,8 @@ class Test_RoPE(PyTestCase):
             ({"partial_rotary_factor": 0.2}, ValueError, "3 of 16 dimensions"),
             (tables(1, 4, 8), ValueError, "cos has shape"),
             (tables(3, 5, 8), ValueError, "cos has shape"),
+            (table_of_positions(torch.float32), TypeError, "position_ids are torch.float32"),
+            (table_of_positions(torch.bool), TypeError, "position_ids are torch.bool"),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )

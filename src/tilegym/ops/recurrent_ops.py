@@ -42,7 +42,8 @@ def recurrent_gated_delta_rule(
 
     Returns:
         (out [B, T, Hv, Dv] in the dtype of query, the final state [B, Hv, Dk, Dv] in fp32 or None). Differentiable in
-        query, key, value, g, beta and initial_state.
+        query, key, value, g, beta and initial_state: the cuTile kernels of a call that wants gradients, and how exact
+        they are, are those of :func:`chunk_gated_delta_rule`.
     """
 
 

@@ -169,6 +169,8 @@ def check_arguments(
             f"{op}: expected q [B, Hq, Sq, D], k [B, Hkv, Skv, D] and v [B, Hkv, Skv, Dv], "
             f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
+    if head_dim == 0:
+        raise ValueError(f"{op}: q {tuple(q.shape)} and k have a head dimension of 0")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{op}: q's {heads} heads are not a multiple of k's {kv_heads}")
     if not q.dtype == k.dtype == v.dtype:

@@ -34,6 +34,8 @@ def check_fused_moe(
         )
     (tokens, width), experts, inner = hidden.shape, w2.shape[0], w2.shape[1 if transposed else 2]
     wide = w1.shape[2 if transposed else 1]
+    if experts == 0:
+        raise ValueError(f"fused_moe: w2 {tuple(w2.shape)} has no experts")
     gated = w1_up is not None or wide == 2 * inner
     if wide not in (inner, 2 * inner) or (w1_up is not None and (wide != inner or w1_up.shape != w1.shape)):
         raise ValueError(

@@ -50,8 +50,13 @@ def check_rope(
 def tables_of_tokens(
     cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin per token, [B or 1, S, width], looked up by position if they are [positions, width]."""
+    """cos and sin per token, [B or 1, S, width], looked up by position if they are [positions, width].
+
+    Raises TypeError for position_ids by which nothing can be looked up.
+    """
     if position_ids is not None and cos.dim() == 2:
+        if position_ids.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"apply_rope_base: position_ids are {position_ids.dtype}, they must be int32 or int64")
         return cos[position_ids], sin[position_ids]
     return cos, sin
 
