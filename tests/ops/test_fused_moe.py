@@ -254,6 +254,12 @@ class Test_FusedMoE(PyTestCase):
         with gpu_plans(hopper=False):
             assert moe_experts.choose(512, 2, 8, 2, False, 0).rows == 64
 
+    def test_others_keep_blocks_of_64_rows(self):
+        """The backward pass and products by group alone."""
+        with gpu_plans(hopper=True):
+            rows = [moe_experts.choose(n, 2, 8, 2, False, 0, as_vectors=False).rows for n in (256, 512, 520)]
+        assert rows == [64, 64, 128]
+
     def test_three_runs_are_equal(self):
         kwargs = arguments((40, 3, 4, 48, 24), torch.bfloat16)
         first = fused_moe(**kwargs, backend="cutile")

@@ -83,6 +83,8 @@ def choose(
     """
     pairs = tokens * top_k
     share = pairs / experts
+    # Few enough for blocks of 64 rows. The lower limit was measured for fused_moe's forward pass, which alone may not sort.
+    few = share < 64 if as_vectors and is_hopper(device) else share <= 128
     # Eight pairs that fall on 32 experts share hardly any.
     as_vectors = as_vectors and (tokens == 1 or 4 * pairs <= experts)
     if device < 0:
@@ -104,7 +106,7 @@ def choose(
     if itemsize == 4:
         # Without tensor cores large accumulators only spill.
         return Plan(64, False, Tile(32, 32), Tile(64, 32))
-    if share < 64 or (share <= 128 and not is_hopper(device)):
+    if few:
         return Plan(64, False, Tile(64, 64, PAIRED), Tile(128, 64, PAIRED))
     if is_hopper(device):
         return Plan(MAX_ROWS, False, Tile(128, 64, WARPS_8), Tile(256, 64, WARPS_8), persistent=True)
