@@ -83,7 +83,7 @@ def choose(
     """
     pairs = tokens * top_k
     share = pairs / experts
-    # Few enough for blocks of 64 rows. The lower limit was measured for fused_moe's forward pass, which alone may not sort.
+    # Few enough for blocks of 64 rows: fewer in fused_moe's forward pass, which alone may go unsorted, as measured.
     few = share < 64 if as_vectors and is_hopper(device) else share <= 128
     # Eight pairs that fall on 32 experts share hardly any.
     as_vectors = as_vectors and (tokens == 1 or 4 * pairs <= experts)
