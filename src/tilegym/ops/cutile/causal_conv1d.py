@@ -77,7 +77,7 @@ def pieces_plan(
 
 @functools.lru_cache(maxsize=1024)
 def walk_plan(
-    walk: Walk, kernel: ct.kernel, batch: int, channels: int, tokens: int, device: int
+    walk: Walk, batch: int, channels: int, tokens: int, device: int
 ) -> tuple[ct.kernel, tuple[int, int, int, int], tuple[bool, bool]]:
     """(kernel, (splits, groups of a block, TILE_C, STEP), (EVEN, CHECK)): the splits that seem to take least time."""
     tile_c, groups = min(walk.channels, next_power_of_2(channels)), ct.cdiv(tokens, walk.step)
@@ -86,7 +86,7 @@ def walk_plan(
         share = max(1, ct.cdiv(groups, max(1, turns * walk.occupancy * sm_count(device) // columns)))
         plans.append((turns * (share + BEGINNING), share))
     share = min(plans)[1]
-    kernel = hinted(kernel, num_worker_warps=4, occupancy=walk.occupancy)
+    kernel = hinted(conv_last_backward_kernel, num_worker_warps=4, occupancy=walk.occupancy)
     tiles = ct.cdiv(groups, share), share, tile_c, walk.step
     return kernel, tiles, (tokens % walk.step == 0, channels % tile_c != 0)
 
@@ -182,7 +182,7 @@ def conv_backward(
     last = is_channels_last(x)
     if last:
         dy, x = _not_expanded(dy), _not_expanded(x)
-        kernel, tiles, exact = walk_plan(BACKWARD, conv_last_backward_kernel, batch, channels, tokens, device)
+        kernel, tiles, exact = walk_plan(BACKWARD, batch, channels, tokens, device)
         splits, tile_c, constants = tiles[0], tiles[2], (*tiles, *options, *exact)
     else:
         tile_c, tile_t = conv_tiles(channels, tokens)
