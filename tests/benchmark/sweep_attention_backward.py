@@ -134,7 +134,7 @@ def dkdv_launch(t, shape, causal, tile, two_loops, interleave, total, shares=1):
     arrays = (t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], 0, 0, *sums_of(t, shares), total)
     parts = (t["qpe"], t["kpe"], t["dkpe"], t["total_pe"] if fused else 0)
     columns = (tile[-1] if len(tile) > 2 else p2(d)) if fused else 0
-    parts_of_dq = (columns, -(-d // columns) if fused else 0)
+    parts_of_dq = (columns, -(-d // columns) if fused else 0, 0, False)
     numbers = ((d + r) ** -0.5, 1.0, 0, *constants(shape, causal, tile, two_loops, interleave), *parts_of_dq)
     return grid, attention_dkdv_kernel, (*arrays, *parts, *numbers)
 

@@ -343,7 +343,7 @@ class Test_FMHA_Backward(PyTestCase):
         tail = (True, False, False, 0, 1, False, False, True)
         for kernel, arrays, configs, more in (
             (attention_dq_kernel, (q, k, v, q, q, lse, 0, 0, q, lse, 0, 0, 0), dq_configs, (False,)),
-            (attention_dkdv_kernel, (q, k, v, q, lse, lse, 0, 0, k, v, 0, 0, 0, 0, 0), dkdv_configs, (0, 0)),
+            (attention_dkdv_kernel, (q, k, v, q, lse, lse, 0, 0, k, v, 0, 0, 0, 0, 0), dkdv_configs, (0, 0, 0, False)),
         ):
             config = configs(arch, head_dim)[0]
             constants = (
@@ -376,7 +376,7 @@ class Test_FMHA_Backward(PyTestCase):
                 config.TWO_LOOPS,
             )
             kernel = attention_dkdv_kernel.replace_hints(**config.hints)
-            assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants, False, 1, 0, 0), ("sm_90",))
+            assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants, False, 1, 0, 0, 0, False), ("sm_90",))
 
     def test_everything_compiles(self):
         kwargs = {k: v.half().cpu() for k, v in tensors(*SHAPES[1]).items()}

@@ -101,11 +101,12 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         assert shares(128, True, (1, 32, 4, 4096)) == shares(128, True, (1, 64, 8, 2048)) == 2
         assert shares(128, True, (1, 32, 4, 2048)) == shares(128, True, (1, 32, 8, 1024)) == 4
         assert shares(128, True, (1, 32, 8, 512)) == shares(128, True, (1, 8, 1, 2048)) == 0
-        assert shares(64, True, (1, 64, 8, 1024)) == shares(128, True, (4, 32, 8, 4096), windowed=True) == 0
+        assert shares(64, True, (1, 64, 8, 1024)) == 4 and shares(64, True, (1, 64, 8, 512)) == 0
+        assert shares(128, True, (4, 32, 8, 4096), windowed=True) == 0
         assert shares(128, False, (1, 32, 8, 1024)) == 2 and shares(128, False, (4, 32, 8, 4096)) == 1
         assert shares(128, False, (1, 1, 1, 1024), windowed=True) == shares(256, True, (1, 8, 4, 1024), True) == 1
-        assert shares(256, True, (4, 32, 8, 4096)) == shares(256, False, (1, 8, 4, 2048)) == 1
-        assert shares(256, True, (1, 8, 4, 2048)) == 0
+        assert shares(256, True, (1, 8, 4, 4096)) == 1 and shares(256, True, (1, 8, 4, 2048)) == 0
+        assert shares(256, False, (1, 8, 4, 2048)) == 1 and shares(256, False, (1, 8, 4, 1024)) == 0
 
     @pytest.mark.parametrize(("is_causal", "columns", "ndim"), [(True, 40, 5), (True, 32, 4), (False, 64, 4)])
     def test_dq_by_columns(self, is_causal, columns, ndim):
@@ -129,6 +130,44 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         assert turns(tensors(1, 4, 2, 17, 48, 16, 16, dtype=torch.bfloat16)) == 0
         assert turns(tensors(1, 4, 2, 17, 49, 16, 16, dtype=torch.bfloat16)) == 1
         assert turns(tensors(1, 4, 2, 17, 48, 16, 16, dtype=torch.bfloat16) | {"is_causal": False}) == 1
+        assert turns(tensors(1, 4, 2, 17, 50, 128, 128, dtype=torch.bfloat16)) == 4
+        monkeypatch.setattr(attention_backward, "sm_count", lambda device: 5)
+        assert turns(tensors(4, 4, 4, 17, 50, 128, 128, dtype=torch.bfloat16)) == 8
+
+    @pytest.mark.parametrize("tile_d", [64, 192, 256])
+    def test_heads_take_turns_on_an_h200(self, tile_d):
+        """Head by head, the last one's longest block would run alone."""
+        assert all(vars(config)["INTERLEAVE"] > 1 for config in fused_configs("sm_90", tile_d))
+
+    @pytest.mark.parametrize(("keys", "is_causal", "parts"), [(128, False, 1), (130, False, 2), (128, True, 2)])
+    def test_dq_in_one_part(self, keys, is_causal, parts, monkeypatch):
+        """Where no tile is masked in part, and in any case with D 128, dv is computed behind the first part of dq."""
+        monkeypatch.setattr(attention_backward, "FEW_KEYS", 127)
+
+        def constants(columns):
+            kwargs = tensors(2, 4, 2, 37, keys, columns, columns, dtype=torch.bfloat16) | {"is_causal": is_causal}
+            self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+            kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+            with recorded_launches(run=True) as launches:
+                gradients(kwargs, backend="cutile")
+            return named(*launches[2])
+
+        if not HAS_GPU:
+            found = constants(24)
+            assert found["PARTS_DQ"] == parts and found["DV_LAST"] == (parts == 1)
+        found = constants(100)
+        assert found["DV_LAST"] and (found["PARTS_DQ"] == 1) == (parts == 1)
+
+    def test_heads_of_a_group_take_turns(self):
+        """All heads of a group see their queries in the same order, in parts of a group too."""
+        for group in (1, 3):
+            kwargs = tensors(2, 2 * group, 2, 50, 50, 16, 16, dtype=torch.bfloat16)
+            with recorded_launches(run=True) as launches:
+                gradients(
+                    {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}, backend="cutile"
+                )
+            assert named(*launches[2])["GROUP"] == group
+            self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
 
     @pytest.mark.parametrize("name", ["padding mask", "mask of heads", "additive mask", "sinks", "lengths"])
     def test_leaves_to_two_kernels(self, name):
@@ -179,39 +218,42 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         assert backward_kernels(kwargs, names, mla) == FUSED
         self.assertCorrectness(mla, latent_reference, kwargs, {"backend": "cutile"}, gradient=names)
 
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize(("head_dim", "parts"), [(64, 1), (64, 2), (128, 1), (128, 2), (256, 1)])
-    def test_compiles(self, head_dim, parts):
+    def test_compiles(self, head_dim, parts, is_causal):
         q, k, v, do, out, dk, dv, dq = (
-            torch.empty(2, h, 50, head_dim, dtype=torch.bfloat16) for h in (4, 2, 2, 4, 4, 2 * parts, 2 * parts, 4)
+            torch.empty(2, h, 128, head_dim, dtype=torch.bfloat16) for h in (4, 2, 2, 4, 4, 2 * parts, 2 * parts, 4)
         )
         if parts > 1:
             dk, dv = dk.float(), dv.float()
-        lse, delta = torch.empty(1, 2, 4, 50), torch.empty(1, 2, 4, 50)
-        total = torch.empty((1, 2, 4, 64, 52) if head_dim == 64 else q.shape)
-        config = fused_configs("sm_90", head_dim)[0]
+        lse, delta = torch.empty(1, 2, 4, 128), torch.empty(1, 2, 4, 128)
+        total = torch.empty((1, 2, 4, 64, 128) if head_dim == 64 and is_causal else q.shape)
+        config = fused_configs("sm_90", head_dim, not is_causal)[0]
         tile_dq = vars(config).get("TILE_DQ", head_dim)
         constants = (
             *tile_constants(config, head_dim),
-            True,
+            is_causal,
             False,
             False,
             0,
             1,
             False,
             False,
-            True,
+            is_causal,
             config.TWO_LOOPS,
             False,
             8,
             tile_dq,
             head_dim // tile_dq,
+            2 // parts,
+            vars(config).get("DV_LAST", False),
         )
         kernel = attention_dkdv_kernel.replace_hints(**config.hints)
         arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total, 0, 0, 0, 0)
         assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants), ("sm_90",))
-        rows = attention_backward.ROWS
+        rows, small = attention_backward.ROWS, attention_backward.PREPARED // head_dim
         zeros = torch.empty(q.shape)
-        assert_compiles(prepare_fused_kernel, (out, do, delta, zeros, 0, rows, head_dim, 0, head_dim), ("sm_90",))
+        assert_compiles(prepare_fused_kernel, (out, do, delta, zeros, 0, small, head_dim, 0, head_dim), ("sm_90",))
         sums = (dk, dv, k, v) if parts > 1 else (0, 0, 0, 0)
         tiles = (rows, head_dim, 0, attention_backward.SUM_ROWS, head_dim, parts)
         assert_compiles(finish_fused_kernel, (total, dq, 0, 0, *sums, 0.1, *tiles), ("sm_90",))

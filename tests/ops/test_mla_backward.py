@@ -89,7 +89,8 @@ class Test_MLA_Backward(PyTestCase):
         mask, mask_kind = (torch.empty(2, 1, 1, 48).bool(), KEY_MASK) if padding else (0, NO_MASK)
         tile = (config.TILE_M, config.TILE_N, config.TILE_P, 128 // config.TILE_P, 64, 128)
         constants = (*tile, True, False, False, mask_kind, 1, False, False, True, config.TWO_LOOPS, False, 1)
-        more = {"dq": (False,), "dkdv": (0, 0), "fused": (config.TILE_P, 128 // config.TILE_P)}[kind]
+        parts_of_dq = (config.TILE_P, 128 // config.TILE_P) if fused else (0, 0)
+        more = (False,) if kind == "dq" else (*parts_of_dq, 0, False)
         if kind == "dq":
             kernel = attention_dq_kernel
             arrays = (q, k, v, out, do, lse, mask, 0, empty(4, 48, 128), delta, qpe, kpe, empty(4, 48, 64))

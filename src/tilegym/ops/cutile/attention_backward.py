@@ -39,7 +39,7 @@ from tilegym.ops.cutile.tiling import sm_count
 # not named, two are as fast or faster; of fewer queries, launches before and behind it weigh more.
 FUSED = {
     (64, False): 1024,
-    (64, True): 2048,
+    (64, True): 1024,
     (128, False): 1024,
     (128, True): 1024,
     (192, False): 1024,
@@ -50,11 +50,19 @@ FUSED = {
 # are computed apart and added up by a second. On an H200 16 tokens take 14 us instead of 29 (Hq8 Hkv4 D256) and 14
 # instead of 25 (Hq64 Hkv8 D128).
 SHORT = 64
-ROWS = 32  # of a block of the kernels before and behind it
+ROWS = 32  # of a block of the kernel behind the fused one
+# As many elements has a block of the kernel before it: 8 rows of D 128 take 73 us of B1 Hq32 S8192 on an H200, 32 take
+# 83; of D 64 16 rows 73 and 32 77; of D 256 4 rows 40 and 32 58.
+PREPARED = 1024
+WHOLE = 128  # keys: a multiple of so many leaves no tile of the fused kernel that is in part behind the last
+FEW_KEYS = 1024  # up to so many keys, fused_configs is not told that tiles are whole
+FEW = 1.8  # blocks for each multiprocessor, if they differ in length, among which the longest are waited for
 SUM_ROWS = 16  # of dk and dv, where parts of groups are added up
 # Up to how many keys, with a causal mask and D up to 128, the blocks of all heads take turns in the fused kernel: those
 # of eight heads are too few to keep all multiprocessors busy. On an H200 S1024 D128 takes 303 us so with B4 Hq32 Hkv8,
-# 359 by eights (two kernels 315), and with B1, in four parts, 109 instead of 128 (117).
+# 359 by eights (two kernels 315), and with B1, in four parts, 109 instead of 128 (117). Of more keys with D 128 four
+# heads take turns if their blocks are not FEW, else eight: B1 Hq64 Hkv8 takes 5.84 ms of S8192 with four and 6.17 with
+# eight, but 1.63 and 1.54 of S4096; Hq32 S8192 2.71 and 2.75.
 ALL_IN_TURNS = 1024
 
 
@@ -125,24 +133,29 @@ def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
     return [Config(TILE_M=tile_m, TILE_N=tile_n, TWO_LOOPS=False, num_worker_warps=8)]
 
 
-def fused_configs(arch: str, tile_d: int) -> list[Config]:
+def fused_configs(arch: str, tile_d: int, whole: bool = False) -> list[Config]:
     """For that kernel when it adds to dq too: one more tile of fp32, [TILE_M, TILE_DQ], by default TILE_DQ = TILE_P.
 
-    With parts of dq of 64 columns 128 keys fit the registers for D 128. On an H200 B4 Hq32 Hkv8 S4096 takes 5.35 ms so
-    without a mask, and 5.55 where scores and dk come in such parts too, which makes warps wait for each other oftener.
-    All columns of dq at once take 6.6, causal B1 S8192 3.26 instead of 2.75.
-    If causal it takes 2.94 ms with eight heads in turns, 2.88 with four, 2.99 with all, B1 S8192 2.78, 2.85 and 2.87;
-    with D 64 1.866 ms, 1.853 and 1.882.
+    ``whole``: no tile is masked in part, and keys are many. DV_LAST: dv is computed behind dk and the first part of dq.
+    With D 128 on an H200 B4 Hq32 Hkv8 S4096 then takes 5.20 ms with all columns of dq at once, 5.60 with parts of 64
+    columns, 5.45 with dv before dk; of S1024 128 us, and 125. With two loops, for a causal mask, all columns at once
+    make dS wait for what is added to dq: B1 S8192 3.26 ms instead of 2.75.
+    If causal, with heads of a group in turns (head_and_tile) and DV_LAST, B1 S8192 takes 2.75 ms instead of 2.80 with
+    Hq32 Hkv8, 2.88 instead of 3.03 with Hkv4, S4096 1.54 instead of 1.63 with Hq64; B4 Hq32 2.92 as before. With D 64,
+    where heads only take turns, Hq64 S8192 takes 3.17 ms instead of 3.31; with D 256 Hq8 Hkv4 S4096 440 us instead of
+    447, and 617 if all blocks of a key head come before those of the next.
     """
     if arch == "cpu":
-        return [Config(TILE_M=16, TILE_N=32, TILE_P=32, TILE_DQ=16, TWO_LOOPS=True)]
+        if whole:
+            return [Config(TILE_M=16, TILE_N=32, TWO_LOOPS=True, DV_LAST=True)]
+        return [Config(TILE_M=16, TILE_N=32, TILE_P=32, TILE_DQ=16, TWO_LOOPS=True, DV_LAST=tile_d == 128)]
     if tile_d == 192:
         return [Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
     if tile_d > 128:
-        return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8)]
+        return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=8, num_worker_warps=8)]
     if tile_d > 64:
-        tiles = dict(TILE_M=64, TILE_N=128, TILE_DQ=64, TWO_LOOPS=True, num_worker_warps=8)
-        return [Config(INTERLEAVE=8, **tiles), Config(INTERLEAVE=4, **tiles)]
+        columns = {} if whole else {"TILE_DQ": 64}
+        return [Config(TILE_M=64, TILE_N=128, **columns, TWO_LOOPS=True, DV_LAST=True, num_worker_warps=8)]
     return [Config(TILE_M=128, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
 
 
@@ -184,18 +197,20 @@ def _shares(
     Of a causal mask the blocks differ in length: two for each multiprocessor, or the longest one is waited for. In as
     few parts as give that many, since their sums in fp32 are added up behind it: causal S2048 on an H200 takes 261 us
     with Hq32 Hkv8 D128 in two parts, 286 in four and 376 in one, where two kernels take 323; with Hkv4 256 in four and
-    287 by two kernels, of S4096 792 in two and 1134; with Hq64 Hkv8 D64 293 in two, 307 in four, 469 in one, and 413;
-    full S1024 with Hq32 Hkv8 D128 129 in two and 195 in one. With Hq8 Hkv4 D256, in one part, 225, and 199.
+    287 by two kernels, of S4096 792 in two and 1134; with Hq64 Hkv8 D64 293 in two, 307 in four, 469 in one, and 413,
+    of S1024 101 in four, 138 in two, and 127; full S1024 with Hq32 Hkv8 D128 129 in two and 195 in one. With Hq8 Hkv4
+    D256, in one part, 225, and 199; full S1024 126, and 104.
     """
     if min(queries, keys) < FUSED.get((width, is_causal), math.inf) or not _is_hopper(device):
         return 0
     shares, narrow = 1, width <= 128
     blocks = -(-keys // (128 if width < 256 else 64)) * batch * kv_heads
-    enough = (1.8 if is_causal else 0.9) * sm_count(device)
+    enough = (FEW if is_causal else 0.9) * sm_count(device)
     if narrow:
         group = heads // kv_heads
         shares = next((n for n in range(1, group) if group % n == 0 and blocks * n >= enough), group)
-    if is_causal and (windowed and narrow or not windowed and blocks * shares < enough):
+    few = not windowed and blocks * shares < enough
+    if is_causal and windowed and narrow or few and (is_causal or not narrow):
         return 0
     return 0 if recording.ask(torch.are_deterministic_algorithms_enabled) else shares
 
@@ -211,8 +226,8 @@ def _splits(device: int, batch: int, heads: int, kv_heads: int, keys: int) -> bo
 
 
 @functools.cache
-def _fused_autotuner(tile_d: int) -> Autotuner:
-    return Autotuner(SearchSpace(functools.partial(fused_configs, tile_d=tile_d), _suits_mask))
+def _fused_autotuner(tile_d: int, whole: bool) -> Autotuner:
+    return Autotuner(SearchSpace(functools.partial(fused_configs, tile_d=tile_d, whole=whole), _suits_mask))
 
 
 @functools.cache
@@ -337,18 +352,27 @@ def launch_backward(
             zeros = lse.new_empty(batch, heads, -(-queries // 4) * 4, head_dim)
             total, rows_of_dq = zeros.view(1, batch, heads, head_dim, -1), 64
         dk_parts, dv_parts = sums_of(shares)
-        rows = (-(-queries // ROWS) * batch * heads,)
+        group = heads // (kv_heads * shares)
+        whole = not is_causal and not windowed and keys % WHOLE == 0 and keys > FEW_KEYS
 
         def fused_arguments(cfg: Config) -> tuple:
             arrays = (q, k, v, do, lse, delta, 0, 0, dk_parts, dv_parts, total, qpe, kpe, dkpe, totalpe)
             bounded = is_causal or windowed or keys % cfg.TILE_N != 0
             tiles = constants(cfg, mask_kind, bounded)
             columns = min(vars(cfg).get("TILE_DQ", tiles[2]), tiles[2])
-            turns = 0 if is_causal and width <= 128 and keys <= ALL_IN_TURNS else tiles[-1]
-            return (*arrays, *numbers, *tiles[:-1], turns, columns, -(-head_dim // columns))
+            turns = tiles[-1]
+            if is_causal and width <= 128 and keys <= ALL_IN_TURNS:
+                turns = 0
+            elif is_causal and width == 128:
+                turns = 4 if 4 * -(-keys // cfg.TILE_N) >= FEW * sm_count(q.get_device()) else 8
+            parts = (columns, -(-head_dim // columns))
+            last = vars(cfg).get("DV_LAST", False) and not tile_r
+            return (*arrays, *numbers, *tiles[:-1], turns, *parts, 0 if tile_r else group, last)
 
-        launch(q, rows, prepare_fused_kernel, (out, do, delta, zeros, totalpe, ROWS, tile_d, tile_r, tile_dv))
-        _fused_autotuner(width)(
+        small = max(PREPARED // max(tile_d, tile_dv), 1)
+        rows = (-(-queries // small) * batch * heads,)
+        launch(q, rows, prepare_fused_kernel, (out, do, delta, zeros, totalpe, small, tile_d, tile_r, tile_dv))
+        _fused_autotuner(width, whole)(
             None,
             grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads * shares,),
             kernel=attention_dkdv_kernel,
@@ -372,7 +396,7 @@ def launch_backward(
 
     def dkdv_arguments(cfg: Config) -> tuple:
         arrays = (q, k, v, do, lse, delta, mask, lengths, dk_parts, dv_parts, 0, qpe, kpe, dkpe, 0)
-        return (*arrays, *numbers, *constants(cfg, dkdv_kind, is_causal or windowed), 0, 0)
+        return (*arrays, *numbers, *constants(cfg, dkdv_kind, is_causal or windowed), 0, 0, 0, False)
 
     tune_dq(
         None,

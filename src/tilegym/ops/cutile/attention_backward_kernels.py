@@ -214,29 +214,35 @@ def attention_dq_kernel(
     store_parts(dq, dqpe, batch, head, i, acc, scaling, PARTS)
 
 
-def reduce_dq(dq, dqpe, ds, k_tiles, batch, head, i, TILE_R: Int):
-    """Adds to dq what a tile of keys gives to tile ``i`` of the queries of a head, by dS / scaling [TILE_N, TILE_M]."""
-    parts = len(k_tiles) - 1 if TILE_R else len(k_tiles)
-    for part in ct.static_iter(range(len(k_tiles))):
-        # On sm_90 the tensor memory accelerator adds, and nobody waits for it.
-        if part == parts:
-            shape = (ds.shape[1], TILE_R)
-            product = ct.mma(ct.transpose(ds), k_tiles[part], ct.zeros(shape, dtype=ct.float32))
-            dqpe.tiled_view((1, 1, *shape)).atomic_store_add((batch, head, i, 0), product.reshape((1, 1, *shape)))
-        elif dq.ndim == 5:
-            shape = (k_tiles[part].shape[1], ds.shape[1])
-            product = ct.mma(ct.transpose(k_tiles[part]), ds, ct.zeros(shape, dtype=ct.float32))
-            product = product.reshape((1, 1, 1, *shape))
-            dq.tiled_view((1, 1, 1, *shape)).atomic_store_add((0, batch, head, part, i), product)
-        else:
-            shape = (ds.shape[1], k_tiles[part].shape[1])
-            product = ct.mma(ct.transpose(ds), k_tiles[part], ct.zeros(shape, dtype=ct.float32))
-            dq.tiled_view((1, 1, *shape)).atomic_store_add((batch, head, i, part), product.reshape((1, 1, *shape)))
+def product_for_dq(dq, ds, k_tile):
+    """What ``k_tile`` gives to dq / scaling, by dS / scaling [TILE_N, TILE_M]; transposed if dq is."""
+    if dq.ndim == 5:
+        return ct.mma(ct.transpose(k_tile), ds, ct.zeros((k_tile.shape[1], ds.shape[1]), dtype=ct.float32))
+    return ct.mma(ct.transpose(ds), k_tile, ct.zeros((ds.shape[1], k_tile.shape[1]), dtype=ct.float32))
+
+
+def reduce_dq(dq, product, batch, head, i, part):
+    """Adds to columns ``part`` of tile ``i`` of the queries. On sm_90 the tensor memory accelerator does, and nobody
+    waits for it.
+    """
+    if dq.ndim == 5:
+        product = product.reshape((1, 1, 1, *product.shape))
+        dq.tiled_view(product.shape).atomic_store_add((0, batch, head, part, i), product)
+    else:
+        product = product.reshape((1, 1, *product.shape))
+        dq.tiled_view(product.shape).atomic_store_add((batch, head, i, part), product)
+
+
+def load_early(x, batch, head, i, ROWS: Int, COLUMNS: Int):
+    """As load_rows, with a hint by which dS and all columns of dq lie apart: neither waits for the other's room."""
+    index, shape = (batch, head, i, 0), (1, 1, ROWS, COLUMNS)
+    return ct.load(x, index, shape, padding_mode=ct.PaddingMode.ZERO, latency=1).reshape((ROWS, COLUMNS))
 
 
 def add_to_dk_dv(
     state, k_tiles, v_tile, k_parts, q, qpe, do, lse, delta, mask, dq, dqpe, place, columns, partial, limits, scaling,
-    soft_cap, TILE_M: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, options,
+    soft_cap, TILE_M: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, DV_LAST: Bool,
+    options,
 ):  # fmt: skip
     """What tile ``i`` of the queries of a head adds to dk / scaling and dv, and ``k_parts`` to dq / scaling."""
     batch, head, i, j = place
@@ -244,8 +250,12 @@ def add_to_dk_dv(
     keys, window, queries = limits
     tile_n = v_tile.shape[0]
     # To transpose a tile costs nothing: the tensor cores take it either way from shared memory.
-    q_tiles = load_parts(q, qpe, batch, head, head, i, TILE_M, TILE_P, PARTS, TILE_R, TF32)
-    do_tile = load_rows(do, batch, head, i, TILE_M, TILE_DV, TF32)
+    if DV_LAST and len(k_parts) == 1:
+        q_tiles = (load_early(q, batch, head, i, TILE_M, TILE_P),)
+        do_tile = load_early(do, batch, head, i, TILE_M, TILE_DV)
+    else:
+        q_tiles = load_parts(q, qpe, batch, head, head, i, TILE_M, TILE_P, PARTS, TILE_R, TF32)
+        do_tile = load_rows(do, batch, head, i, TILE_M, TILE_DV, TF32)
     zeros = ct.zeros((tile_n, TILE_M), dtype=ct.float32)
     s = sum_of_products(k_tiles, q_tiles, zeros)
     dp = ct.mma(v_tile, ct.transpose(do_tile), zeros)
@@ -261,11 +271,33 @@ def add_to_dk_dv(
         s, dp, mask, place, (positions, columns), partial, (keys, window), (row_lse, rest, row_delta), scaling,
         soft_cap, *options, tile_n, True,
     )  # fmt: skip
-    dv = ct.mma(cast_operand(p, do, TF32), do_tile, dv)
+    p = cast_operand(p, do, TF32)
+    if not DV_LAST:
+        dv = ct.mma(p, do_tile, dv)
     ds = cast_operand(ds, q, TF32)
     dk = add_products(ds, q_tiles, dk)
-    reduce_dq(dq, dqpe, ds, k_parts, batch, head, i, TILE_R)
+    parts = len(k_parts) - 1 if TILE_R else len(k_parts)
+    for part in ct.static_iter(range(len(k_parts))):
+        if part == parts:
+            reduce_dq(dqpe, product_for_dq(dqpe, ds, k_parts[part]), batch, head, i, 0)
+        else:
+            product = product_for_dq(dq, ds, k_parts[part])
+            if DV_LAST and part == 0:
+                # The queries are read by now, so that the next ones come while dv and dq are computed.
+                dv = ct.mma(p, do_tile, dv)
+            reduce_dq(dq, product, batch, head, i, part)
     return dk, dv
+
+
+def head_and_tile(n, count, j, GROUP: Int):
+    """Which head of a group, and which of ``count`` tiles of its queries, step ``n`` takes.
+
+    Head after head; with a GROUP, of all its heads a tile, the last tiles first. Then the blocks of other keys are at
+    the same queries, which the L2 cache holds once; each begins with another head, to add to another part of dq.
+    """
+    if GROUP:
+        return (n + j) % GROUP, count - 1 - n // GROUP
+    return n // count, n % count
 
 
 @ct.kernel
@@ -307,6 +339,8 @@ def attention_dkdv_kernel(
     INTERLEAVE: Int,
     TILE_DQ: Int,  # dq is added to in PARTS_DQ parts of so many columns; 0: another kernel computes it
     PARTS_DQ: Int,
+    GROUP: Int,  # as many heads as are summed up, if they take turns; 0: one after the other
+    DV_LAST: Bool,  # dv behind dk and the first part of dq
 ):
     """The constants are those of attention_kernel; a KEY_MASK is the same for all heads."""
     # Of a causal mask the first keys are seen by the most queries: they go first.
@@ -339,27 +373,31 @@ def attention_dkdv_kernel(
     state = (zero_parts(TILE_N, TILE_P, PARTS, TILE_R), ct.zeros((TILE_N, TILE_DV), dtype=ct.float32))
     limits = (keys, window, q.shape[2])
     options = (CAUSAL, WINDOW, SOFT_CAP, 0 if MASK == KEY_MASK else MASK, MASK_ROWS, False, EXACT)
-    tail = (limits, scaling, soft_cap, TILE_M, TILE_P, PARTS, TILE_R, TILE_DV, EXACT, TF32, options)
+    tail = (limits, scaling, soft_cap, TILE_M, TILE_P, PARTS, TILE_R, TILE_DV, EXACT, TF32, DV_LAST, options)
     arrays = (k_tiles, v_tile, k_parts, q, qpe, do, lse, delta, mask, dq, dqpe)
+    first_head = block_head * group
     # One loop for the tiles of all heads of the group, so that loads run ahead from one head to the next.
     if not BOUNDED:
         for n in range(group * (last - first)):
-            place = (batch, block_head * group + n // (last - first), first + n % (last - first), j)
+            head, i = head_and_tile(n, last - first, j, GROUP)
+            place = (batch, first_head + head, first + i, j)
             state = add_to_dk_dv(state, *arrays, place, columns, False, *tail)
     elif TWO_LOOPS:
         full = full_last - full_first
         for n in range(group * full):
-            place = (batch, block_head * group + n // full, full_first + n % full, j)
+            head, i = head_and_tile(n, full, j, GROUP)
+            place = (batch, first_head + head, full_first + i, j)
             state = add_to_dk_dv(state, *arrays, place, columns, False, *tail)
         others = full_first - first + last - full_last
         for n in range(group * others):
-            i = partial_tile(n % others, first, full_first, full_last)
-            place = (batch, block_head * group + n // others, i, j)
+            head, i = head_and_tile(n, others, j, GROUP)
+            place = (batch, first_head + head, partial_tile(i, first, full_first, full_last), j)
             state = add_to_dk_dv(state, *arrays, place, columns, True, *tail)
     else:
         for n in range(group * (last - first)):
-            i = first + n % (last - first)
-            place = (batch, block_head * group + n // (last - first), i, j)
+            head, i = head_and_tile(n, last - first, j, GROUP)
+            i = first + i
+            place = (batch, first_head + head, i, j)
             state = add_to_dk_dv(state, *arrays, place, columns, i < full_first or i >= full_last, *tail)
 
     dk_tiles, dv_tile = state
