@@ -28,6 +28,7 @@ from tilegym.ops.cutile import row_norms_backward as row_norms
 from tilegym.ops.cutile import softmax as soft
 from tilegym.ops.cutile import swiglu
 from tilegym.ops.cutile.pointwise import cover
+from tilegym.ops.cutile.row_norms_backward_cached import backward_kernel
 from tilegym.ops.cutile.silu_and_mul import silu_and_mul_backward
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
@@ -136,10 +137,11 @@ def norm_backward(norm: str, m: int, n: int) -> Group:
         for hint, latency in itertools.product(hints(occupancies=(1, 2, 3, 4, 8)), (0, 4, 6)):
             blocks = min(ct.cdiv(m, tile[0]), SMS * hint["occupancy"])
             parts = [rstd.new_empty(blocks, n) for _ in range(2)]
-            flags = (latency > 0, True, False, center, through, True, True, center, False, False)
-            args = (dy, x, added, w, mean, rstd, dx, *parts, 0.0, n, *tile, latency, *flags)
+            reads = (int(latency == 0), latency, latency > 0, True, False, 0, 0)
+            flags = (center, through, True, True, center, False, False)
+            args = (dy, x, added, w, mean, rstd, dx, *parts, 0.0, n, *tile, *reads, *flags)
             name = f"whole rows {tile} latency {latency}"
-            variants.append(Variant(name, hint, (blocks,), row_norms.backward_kernel, args))
+            variants.append(Variant(name, hint, (blocks,), backward_kernel, args))
     if n > 4096:
         products = (dy.float() * w * (x.float() - mean[:, None] * center) * rstd[:, None]).mean(-1)
         sums = (dy.float() * w).mean(-1)

@@ -9,10 +9,12 @@ from common import gpu
 from common import randn
 from common import sanitized
 
+from tilegym.backend import recording
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import fused_add_rms_norm
 from tilegym.ops import rms_norm
+from tilegym.ops.cutile import row_norms_backward
 from tilegym.ops.cutile.fused_add_rms_norm import add_rms_norm_forward
 from tilegym.ops.cutile.fused_add_rms_norm import add_rms_norm_forward_rstd
 from tilegym.ops.cutile.row_norms_backward import norm_backward
@@ -79,6 +81,18 @@ class Test_FusedAddRMSNorm(PyTestCase):
     def test_gradients_of_few_rows(self, shape):
         """In one launch up to four rows."""
         self.assertCorrectness(fused_add_rms_norm, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)
+
+    def test_gradients_of_few_wide_rows(self, monkeypatch):
+        """More columns than blocks that sum up one slice each would leave multiprocessors for the rows."""
+        monkeypatch.setattr(row_norms_backward, "sm_count", lambda device: 33)
+        grids, real = [], row_norms_backward.launch
+        monkeypatch.setattr(
+            row_norms_backward, "launch", lambda like, grid, *args: (grids.append(grid), real(like, grid, *args))
+        )
+        recording.forget()
+        kwargs = arguments(130, 1100)
+        self.assertCorrectness(fused_add_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+        assert grids[0] == (1, 18 + 130)
 
     @pytest.mark.parametrize("wanted", ["x", "residual", "weight"])
     def test_gradient_of_one(self, wanted):

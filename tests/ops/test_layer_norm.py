@@ -14,6 +14,7 @@ from tilegym.ops import layer_norm
 from tilegym.ops.cutile.layer_norm import layer_norm_forward
 from tilegym.ops.cutile.layer_norm import layer_norm_forward_save
 from tilegym.ops.cutile.row_norms_backward import norm_backward
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.layer_norm import layer_norm as reference
 
 SHAPES = [(1, 4), (37, 128), (2, 7, 96), (3, 4099)]
@@ -96,6 +97,13 @@ class Test_LayerNorm(PyTestCase):
     def test_gradients_of_few_rows(self, shape):
         """In one launch up to four rows."""
         self.assertCorrectness(layer_norm, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("n", [2048, 4096])
+    def test_gradients_of_many_rows(self, n):
+        """In turn, through a pipeline, or in four pieces without checks."""
+        kwargs = arguments(35 * sm_count(0 if HAS_GPU else -1), n, dtype=torch.bfloat16)
+        kwargs["input"] = kwargs["input"] * 3 + 2
+        self.assertCorrectness(layer_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     def test_gradients_are_the_same_every_time(self):
         kwargs = arguments(300, 64, dtype=torch.bfloat16)

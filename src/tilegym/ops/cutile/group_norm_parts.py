@@ -21,7 +21,6 @@ from tilegym.ops.cutile.parts import look
 from tilegym.ops.cutile.parts import low
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
-from tilegym.ops.cutile.row_norms import add_pairs
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 
@@ -85,6 +84,23 @@ def _rows_of(tile, DEEP: Int):
     return rows
 
 
+def _sums_of(*vectors):
+    """The sums over one or two vectors of which each thread of the block has 8 elements."""
+    # Each warp's, then every thread adds up the warps': one barrier, where ct.sum takes two. On an H200 16x320x128x128
+    # takes 91.5 us instead of 93.9; backward two barriers less made 2x320x128x128 slower, 27.9 us instead of 25.8.
+    of_warps, sums = ct.static_eval((vectors[0].shape[0] // 256, 256)), ()
+    warps = vectors[0].reshape((1, *of_warps))
+    if len(vectors) == 2:
+        warps = ct.cat((warps, vectors[1].reshape((1, *of_warps))), 0)
+    warps = ct.sum(warps, axis=2)
+    for i in ct.static_iter(range(len(vectors))):
+        total = ct.extract(warps, (i, 0), (1, 1))
+        for warp in ct.static_iter(range(1, of_warps[0])):
+            total = total + ct.extract(warps, (i, warp), (1, 1))
+        sums = (*sums, total.reshape(()))
+    return sums
+
+
 def _moments_of_rows(rows, true):
     """Mean and sum of squared differences to it: each thread's first, merged as those of parts are."""
     n, deep = rows[0].shape[0], len(rows)
@@ -95,9 +111,9 @@ def _moments_of_rows(rows, true):
     for i in ct.static_iter(range(deep)):
         rest = _again(rows[i], true) - means
         squares = squares + rest * rest
-    mean = ct.sum(means) * (1.0 / n)
+    mean = _sums_of(means)[0] * (1.0 / n)
     rest = means - mean
-    off, total = ct.reduce((rest, squares + deep * rest * rest), 0, add_pairs, (0.0, 0.0))
+    off, total = _sums_of(rest, squares + deep * rest * rest)
     return mean + off * (1.0 / n), total - off * off * (deep * 1.0 / n)
 
 

@@ -104,10 +104,14 @@ def launch_parts(
     kernel: ct.kernel,
     arrays: tuple[Any, ...],
     constants: tuple[Any, ...],
+    after_one: bool = False,
 ) -> None:
     """Launches ``kernel`` with a block for each part of a row along axis 1 of ``grid``, and for each row along axis 2.
 
     Its arguments: ``arrays``, states, patience, ``constants``, OVERLAP, TURNS.
+
+    Args:
+        after_one: the launch before it is one that began when all before had ended.
     """
     parts, overlap = grid[1] * grid[2], overlaps(like.get_device())
     given = shared_states(like, parts)
@@ -117,8 +121,9 @@ def launch_parts(
         launch(like, grid, kernel, (*arrays, states, PATIENCE, *constants, overlap, 1), overlap=overlap)
         return
     try:
-        # Without overlap: what the launch before has left is cleared while its blocks run.
-        launch(like, grid, kernel, (*arrays, *given, PATIENCE, *constants, overlap, TURNS))
+        # Without overlap: what the last launch of these has left is cleared while its blocks run.
+        args = (*arrays, *given, PATIENCE, *constants, overlap, TURNS)
+        launch(like, grid, kernel, args, overlap=overlap and after_one)
     except BaseException:
         forget_states()
         raise

@@ -1,6 +1,7 @@
-"""The backward pass of the normalisations of rows; ``row_norms.py`` has the formulas and the kernels' constants."""
+"""The backward pass of the normalisations of rows; ``row_norms.py`` has the formulas and the kernels' constants.
 
-import functools
+Rows of up to MAX_CACHED_BACKWARD are held in registers: ``row_norms_backward_cached.py``.
+"""
 
 import cuda.tile as ct
 import torch
@@ -16,11 +17,12 @@ from tilegym.ops.cutile.row_norms import contiguous_like
 from tilegym.ops.cutile.row_norms import load
 from tilegym.ops.cutile.row_norms import load_vector
 from tilegym.ops.cutile.row_norms import outside
-from tilegym.ops.cutile.row_norms import put
 from tilegym.ops.cutile.row_norms import rows_over
 from tilegym.ops.cutile.row_norms import scale_of
 from tilegym.ops.cutile.row_norms import store
 from tilegym.ops.cutile.row_norms import sums_of_blocks
+from tilegym.ops.cutile.row_norms_backward_cached import backward_plan
+from tilegym.ops.cutile.row_norms_backward_cached import normed
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
@@ -31,131 +33,9 @@ from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
 
 
-def _normed(row, mean, rstd, CENTER: Bool):
-    row = row.astype(ct.float32)
-    return (row - mean if CENTER else row) * rstd
-
-
 def _xhat(row, means, rstds, rows, CENTER: Bool):
     rstd = ct.gather(rstds, rows)[:, None]
-    return _normed(row, ct.gather(means, rows)[:, None] if CENTER else rstd, rstd, CENTER)
-
-
-def _load_pieces(x, tile, TILE_M: Int, TILE_N: Int, PIECES: Int, LATENCY: Int, BULK: Bool, CHECK: Bool):
-    pieces = ()
-    for piece in ct.static_iter(range(PIECES)):
-        if BULK:
-            shape, zero = (TILE_M, TILE_N), ct.PaddingMode.ZERO
-            pieces = (*pieces, ct.load(x, (tile, piece), shape, padding_mode=zero, latency=LATENCY))
-        elif LATENCY:
-            at = span(tile, TILE_M)[:, None], span(piece, TILE_N)[None, :]
-            pieces = (*pieces, ct.gather(x, at, check_bounds=CHECK, latency=LATENCY))
-        else:
-            pieces = (*pieces, load(x, span(tile, TILE_M), span(piece, TILE_N), CHECK))
-    return pieces
-
-
-def _load_statistics(means, rstds, tile, last, TILE_M: Int, CENTER: Bool, CHECK: Bool):
-    rows = span(tile if CHECK else min(tile, last), TILE_M)
-    rstd = ct.gather(rstds, rows, check_bounds=CHECK)[:, None]
-    return (ct.gather(means, rows, check_bounds=CHECK)[:, None] if CENTER else rstd), rstd
-
-
-def _load_rows(dy, x, means, rstds, tile, last, TILE_M: Int, TILE_N: Int, PIECES: Int, CENTER: Bool, CHECK: Bool):
-    """What the backward pass needs of TILE_M rows, in registers."""
-    statistics = _load_statistics(means, rstds, tile, last, TILE_M, CENTER, CHECK)
-    if not CHECK:
-        tile = min(tile, last)  # in the end the last rows once more
-    ups = _load_pieces(dy, tile, TILE_M, TILE_N, PIECES, 0, False, CHECK)
-    return ups, _load_pieces(x, tile, TILE_M, TILE_N, PIECES, 0, False, CHECK), statistics
-
-
-def _zeros(TILE_M: Int, TILE_N: Int, PIECES: Int):
-    pieces = ()
-    for _ in ct.static_iter(range(PIECES)):
-        pieces = (*pieces, ct.zeros((TILE_M, TILE_N), ct.float32))
-    return pieces
-
-
-def _store_sums(sums, parts, TILE_N: Int, PIECES: Int, CHECK: Bool):
-    for piece in ct.static_iter(range(PIECES)):
-        out = ct.sum(sums[piece], axis=0).astype(parts.dtype)
-        ct.scatter(parts, (ct.bid(0), span(piece, TILE_N)), out, check_bounds=CHECK)
-
-
-@ct.kernel
-def backward_kernel(
-    dy, x, through, weight, means, rstds, dx, dweight, dbias, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int,
-    PIECES: Int, LATENCY: Int, BULK: Bool, CHECK: Bool, IN_TURN: Bool, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool,
-    DWEIGHT: Bool, DBIAS: Bool, OVERLAP: Bool, INPLACE: Bool,
-):  # fmt: skip
-    """Whole rows in registers, as PIECES tiles; blocks stride over them, and row ``bid`` of dweight and dbias is that
-    block's sum.
-
-    ``through`` is a gradient that is added to dx. LATENCY: what the compiler's own pipeline of loads is told, through
-    shared memory, by the tensor memory accelerator (BULK) or by each thread; with 0 the next rows are read into
-    registers before these are worked on. CHECK: whether some of a tile may lie outside of the rows. IN_TURN: a block's
-    rows follow one another. OVERLAP: the launch that adds the sums may begin, and waits. INPLACE: dx is written over x,
-    and stands for nothing itself.
-    """
-    if OVERLAP:
-        ct.grid_dependency_control_launch_dependents()
-    ws = ()
-    for piece in ct.static_iter(range(PIECES)):
-        ws = (*ws, load_vector(weight, span(piece, TILE_N), WEIGHT, CHECK))
-    dws = _zeros(TILE_M, TILE_N, PIECES)
-    dbs = _zeros(TILE_M, TILE_N, PIECES)
-    last = x.shape[0] // TILE_M - 1
-    if INPLACE:  # of this block: the others' rows are being overwritten
-        last -= (last - ct.bid(0)) % ct.num_blocks(0)
-    first, step, tiles = ct.bid(0), ct.num_blocks(0), (TILE_M, TILE_N, PIECES)
-    end = ct.cdiv(x.shape[0], TILE_M)
-    if IN_TURN:
-        each = ct.cdiv(end, step)
-        first, step, end = first * each, 1, min((first + 1) * each, end)
-    if LATENCY == 0:
-        following = _load_rows(dy, x, means, rstds, first, last, *tiles, CENTER, CHECK)
-    elif not BULK:  # such a pipeline reads single numbers no row ahead
-        following = _load_statistics(means, rstds, first, last, TILE_M, CENTER, CHECK)
-    for tile in range(first, end, step):
-        if LATENCY == 0:
-            ups, xs, (mean, rstd) = following
-            following = _load_rows(dy, x, means, rstds, tile + step, last, *tiles, CENTER, CHECK)
-        else:
-            if BULK:
-                mean, rstd = _load_statistics(means, rstds, tile, last, TILE_M, CENTER, CHECK)
-            else:
-                mean, rstd = following
-                following = _load_statistics(means, rstds, tile + step, last, TILE_M, CENTER, CHECK)
-            ups = _load_pieces(dy, tile, *tiles, LATENCY, BULK, CHECK)
-            xs = _load_pieces(x, tile, *tiles, LATENCY, BULK, CHECK)
-        added = _load_pieces(through, tile, *tiles, LATENCY, BULK, CHECK) if THROUGH else ups
-        products = ct.zeros((TILE_M, TILE_N), ct.float32)
-        totals = ct.zeros((TILE_M, TILE_N), ct.float32)
-        # Where columns are beyond the row's end up is 0, whatever xhat is.
-        for piece in ct.static_iter(range(PIECES)):
-            g = ups[piece].astype(ct.float32) * scale_of(ws[piece], OFFSET)
-            products = products + g * _normed(xs[piece], mean, rstd, CENTER)
-            totals = totals + g
-        if CENTER:
-            product, total = ct.reduce((products, totals), 1, add_pairs, (0.0, 0.0), keepdims=True)
-            total = total * (1.0 / N)
-        else:
-            product = ct.sum(products, axis=1, keepdims=True)
-        product = product * (1.0 / N)
-        new_dws, new_dbs = (), ()
-        for piece in ct.static_iter(range(PIECES)):
-            up, xhat = ups[piece].astype(ct.float32), _normed(xs[piece], mean, rstd, CENTER)
-            g = up * scale_of(ws[piece], OFFSET)
-            grad = ((g - total if CENTER else g) - xhat * product) * rstd
-            put(x if INPLACE else dx, tile, piece, grad + added[piece].astype(ct.float32) if THROUGH else grad)
-            new_dws = (*new_dws, dws[piece] + up * xhat if DWEIGHT else dws[piece])
-            new_dbs = (*new_dbs, dbs[piece] + up if DBIAS else dbs[piece])
-        dws, dbs = new_dws, new_dbs
-    if DWEIGHT:
-        _store_sums(dws, dweight, TILE_N, PIECES, CHECK)
-    if DBIAS:
-        _store_sums(dbs, dbias, TILE_N, PIECES, CHECK)
+    return normed(row, ct.gather(means, rows)[:, None] if CENTER else rstd, rstd, CENTER)
 
 
 @ct.kernel
@@ -247,69 +127,10 @@ def backward_columns_kernel(
         ct.scatter(dbias, (ct.bid(0), cols), ct.sum(db, axis=0).astype(dbias.dtype))
 
 
-@functools.lru_cache(maxsize=1024)
-def backward_plan(
-    rows: int, n: int, device: int, center: bool, add: bool, in_place: bool = False, itemsize: int = 2
-) -> tuple[ct.kernel, int, tuple[int, int, int, int, bool, bool, bool]]:
-    """(kernel, blocks, (TILE_M, TILE_N, PIECES, LATENCY, BULK, CHECK, IN_TURN)) of the backward pass in registers, for
-    rows of up to MAX_CACHED_BACKWARD. ``center``: with a mean; ``add``: something is added; ``in_place``: dx over x;
-    ``itemsize``: bytes of an element of x.
-
-    The fastest on an H200 in bf16, without spills: 8192 rows of 2048, 2560, 4096, 5120 and 8192, and 65536 of 512.
-    Without checks plain rows of 2048 take 36.8 us instead of 38.1, of 2560 in five pieces 41.5 instead of 44.9; rows
-    with a mean are slower without them, but those of 2560 in five pieces, 46.3 us instead of 47.7. What is added is
-    read before the reduction in rows of two pieces of 1024, not in one tile: 44.5 us, not 50.1. Plain rows of 4096, two
-    at a time, through a pipeline of the threads' own loads take 60.2 us, one ahead in registers 62.5; rows of 2048 with
-    a mean through one, in turn, 36.7 us instead of 37.8, not in turn 38.9. Others are slower through pipelines: with a
-    mean they take too many registers, plain ones of 2048 take 36.0 us in turn instead of 35.7.
-
-    In place the compiler's pipeline loads no row before the one before it is stored, and what it makes of plain rows in
-    one tile of 2048 neither: they are read into registers, in pieces.
-    """
-    rows, plain, exact = rows if n else 0, not center and not add, not center and (not add or n == 2048)
-    tile_n, pieces, latency = next_power_of_2(n), 1, 0
-    # Many plain rows of 4096, two a block: half as many reductions to wait for, and half as many sums to add up.
-    many = rows >= 32 * sm_count(device)
-    two = n == 4096 and plain and not in_place and itemsize == 2 and rows % 2 == 0 and many
-    in_turn = n == 2048 and center and not (add or in_place) and itemsize == 2 and many
-    if two:
-        warps, occupancy, tile_n, latency = 8, 1, 2048, 8
-    elif in_turn:
-        warps, occupancy, tile_n, latency, exact = 4, 3, 1024, 5, True
-    elif n > 4096:
-        warps, occupancy, tile_n, latency = (8, 1, 4096, 6) if n > 6144 else (8, 1, 2048, 4)
-        if n % 8 or in_place:  # the pipeline copies rows that begin at 16 bytes
-            tile_n, latency = 2048, 0
-    elif n == 2560 and plain:
-        warps, occupancy, tile_n = 4, 4, 512
-    elif n == 2560 and center and not (add or in_place):
-        warps, occupancy, tile_n, exact = 4, 3, 512, True
-    elif n > 2048:
-        # Where a third of one tile would be idle, three of 1024.
-        warps, occupancy, tile_n = (4, 3, 1024) if n <= 3072 else (8, 2, 2048)
-    else:
-        warps, occupancy = 4, 4
-        tile_n = min(tile_n, 1024) if (in_place or add) and not center else tile_n
-    if n > tile_n:
-        pieces = ct.cdiv(n, tile_n)
-    most = sm_count(device)
-    tile_m = 2 if two else max(1, min(2048 // (tile_n * pieces), next_power_of_2(rows // (occupancy * most))))
-    kernel = hinted(backward_kernel, num_worker_warps=warps, occupancy=occupancy)
-    # More blocks make more sums to add up: at least four tiles each, if that leaves one to a multiprocessor.
-    tiles = ct.cdiv(rows, tile_m)
-    blocks = min(tiles, occupancy * most, max(most, tiles // 4))
-    if (two or in_turn or occupancy == 4) and blocks:
-        # Each with as many tiles: of 528 blocks 512 are left, whose sums are one tile. 8192x2048 with a mean takes
-        # 39.1 us instead of 42.0.
-        blocks = ct.cdiv(tiles, ct.cdiv(tiles, blocks))
-    bulk = latency > 0 and not (two or in_turn)
-    check = not two and (not exact or bulk or tile_m > 1 or n != tile_n * pieces)
-    return kernel, blocks, (tile_m, tile_n, pieces, latency, bulk, check, in_turn)
-
-
 # Up to so many rows a multiprocessor, of that many columns, one launch does all; it sums up tiles of FEW_ROWS x SLICE.
 # On an H200 in bf16, instead of two launches: 16x4096 6.2 us instead of 8.3 (fused_add_rms_norm), 128x4096 6.8 instead
-# of 8.8, 512x4096 10.0 instead of 11.7, but 2048x4096 22.4 instead of 22.2 (rms_norm).
+# of 8.8, 512x4096 10.0 instead of 11.7, but 2048x4096 22.4 instead of 22.2 (rms_norm); 512x8192 in slices of 64 columns
+# 15.8 us, of 32 16.7 (fused_add_rms_norm).
 MOST_ROWS, LEAST_COLUMNS, FEW_ROWS, SLICE = 4, 1024, 128, 32
 
 # Tiles of the wide backward pass.
@@ -377,8 +198,10 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
     few = (dweight or dbias) and not over_x
     if few and 1 < m <= MOST_ROWS * sm_count(device) and LEAST_COLUMNS <= n <= MAX_CACHED_BACKWARD:
         dw, db = (rstd.new_empty(n if wanted else 0, dtype=dtype) for wanted in (dweight, dbias))
-        slices = ct.cdiv(n, SLICE)
-        tiles = next_power_of_2(n), min(FEW_ROWS, next_power_of_2(m)), SLICE
+        # Where they take several turns, no more of them than multiprocessors, or they would keep the rows waiting.
+        width = SLICE if m <= FEW_ROWS or n <= SLICE * sm_count(device) else 2 * SLICE
+        slices = ct.cdiv(n, width)
+        tiles = next_power_of_2(n), min(FEW_ROWS, next_power_of_2(m)), width
         constants = (offset, n, *tiles, center, add, weighted, dweight, dbias)
         kernel = hinted(backward_few_kernel, num_worker_warps=8, occupancy=2)
         launch(x, (1, slices + m), kernel, (dy, rows, through, w, means, rstd, out, dw, db, slices, *constants))
@@ -386,7 +209,7 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
     cached = n <= MAX_CACHED_BACKWARD
     if cached:
         kernel, blocks, tiles = backward_plan(m, n, device, center, add, over_x, rows.dtype.itemsize)
-        if tiles[4]:  # rows that repeat cannot be copied by the pipeline
+        if tiles[5]:  # rows that repeat cannot be copied by the pipeline
             dy, rows, through = (t.contiguous() if 0 in t.stride() else t for t in (dy, rows, through))
     else:
         blocks = min(ct.cdiv(m, WIDE_M), max(1, 8 * sm_count(device) // ct.cdiv(n, WIDE_N)))

@@ -1,0 +1,255 @@
+"""The backward pass of the normalisations of rows that a block holds in registers: its kernel, and its tiles.
+
+``row_norms.py`` has the formulas and the kernel's constants.
+"""
+
+import functools
+
+import cuda.tile as ct
+
+from tilegym.ops.cutile.row_norms import add_pairs
+from tilegym.ops.cutile.row_norms import load
+from tilegym.ops.cutile.row_norms import load_vector
+from tilegym.ops.cutile.row_norms import put
+from tilegym.ops.cutile.row_norms import row_sum
+from tilegym.ops.cutile.row_norms import scale_of
+from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Float
+from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import hinted
+from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.cutile.tiling import span
+
+
+def normed(row, mean, rstd, CENTER: Bool, FUSED: Int = 0):
+    row = row.astype(ct.float32)
+    if CENTER and FUSED:
+        xhat = row * rstd - mean * rstd
+    else:
+        xhat = (row - mean if CENTER else row) * rstd
+    return xhat
+
+
+def _load_pieces(x, tile, TILE_M: Int, TILE_N: Int, PIECES: Int, LATENCY: Int, BULK: Bool, CHECK: Bool):
+    pieces = ()
+    for piece in ct.static_iter(range(PIECES)):
+        if BULK:
+            shape, zero = (TILE_M, TILE_N), ct.PaddingMode.ZERO
+            pieces = (*pieces, ct.load(x, (tile, piece), shape, padding_mode=zero, latency=LATENCY))
+        elif LATENCY:
+            at = span(tile, TILE_M)[:, None], span(piece, TILE_N)[None, :]
+            pieces = (*pieces, ct.gather(x, at, check_bounds=CHECK, latency=LATENCY))
+        else:
+            pieces = (*pieces, load(x, span(tile, TILE_M), span(piece, TILE_N), CHECK))
+    return pieces
+
+
+def _load_statistics(means, rstds, tile, TILE_M: Int, CENTER: Bool, CHECK: Bool):
+    rows = span(tile, TILE_M)
+    rstd = ct.gather(rstds, rows, check_bounds=CHECK)[:, None]
+    return (ct.gather(means, rows, check_bounds=CHECK)[:, None] if CENTER else rstd), rstd
+
+
+def _load_rows(dy, x, means, rstds, tile, TILE_M: Int, TILE_N: Int, PIECES: Int, CENTER: Bool, CHECK: Bool):
+    """What the backward pass needs of TILE_M rows, in registers."""
+    statistics = _load_statistics(means, rstds, tile, TILE_M, CENTER, CHECK)
+    ups = _load_pieces(dy, tile, TILE_M, TILE_N, PIECES, 0, False, CHECK)
+    return ups, _load_pieces(x, tile, TILE_M, TILE_N, PIECES, 0, False, CHECK), statistics
+
+
+def _zeros(TILE_M: Int, TILE_N: Int, PIECES: Int):
+    pieces = ()
+    for _ in ct.static_iter(range(PIECES)):
+        pieces = (*pieces, ct.zeros((TILE_M, TILE_N), ct.float32))
+    return pieces
+
+
+def _store_sums(sums, parts, PIECES: Int):
+    for piece in ct.static_iter(range(PIECES)):
+        put(parts, ct.bid(0), piece, ct.sum(sums[piece], axis=0, keepdims=True))
+
+
+def _step(
+    rows, added, tile, ws, sums, out, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int, PIECES: Int, WARPS: Int,
+    FUSED: Int, CENTER: Bool, DWEIGHT: Bool, DBIAS: Bool,
+):  # fmt: skip
+    """Writes dx of TILE_M rows; the sums for dweight and dbias with theirs."""
+    (ups, xs, (mean, rstd)), (dws, dbs) = rows, sums
+    products = ct.zeros((TILE_M, TILE_N), ct.float32)
+    totals = ct.zeros((TILE_M, TILE_N), ct.float32)
+    # Where columns are beyond the row's end up is 0, whatever xhat is.
+    for piece in ct.static_iter(range(PIECES)):
+        g = ups[piece].astype(ct.float32) * scale_of(ws[piece], OFFSET)
+        products = products + g * normed(xs[piece], mean, rstd, CENTER, FUSED)
+        totals = totals + g
+    total = 0.0
+    if not CENTER:
+        product = row_sum(products, out.dtype, WARPS, False)
+    elif WARPS:
+        both = row_sum(ct.cat((products, totals), 0), out.dtype, WARPS, False)
+        product, total = ct.extract(both, (0, 0), (1, 1)), ct.extract(both, (1, 0), (1, 1))
+    else:
+        product, total = ct.reduce((products, totals), 1, add_pairs, (0.0, 0.0), keepdims=True)
+    product, total = product * (1.0 / N), total * (1.0 / N)
+    if FUSED == 2:
+        product, total = product * rstd, total * rstd
+    new_dws, new_dbs = (), ()
+    for piece in ct.static_iter(range(PIECES)):
+        up, xhat = ups[piece].astype(ct.float32), normed(xs[piece], mean, rstd, CENTER, FUSED)
+        g = up * scale_of(ws[piece], OFFSET)
+        if FUSED == 2:
+            grad = g * rstd - (xhat * product + total if CENTER else xhat * product)
+        else:
+            grad = ((g - total if CENTER else g) - xhat * product) * rstd
+        put(out, tile, piece, grad if added is None else grad + added[piece].astype(ct.float32))
+        new_dws = (*new_dws, dws[piece] + up * xhat if DWEIGHT else dws[piece])
+        new_dbs = (*new_dbs, dbs[piece] + up if DBIAS else dbs[piece])
+    return new_dws, new_dbs
+
+
+@ct.kernel
+def backward_kernel(
+    dy, x, through, weight, means, rstds, dx, dweight, dbias, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int,
+    PIECES: Int, AHEAD: Int, LATENCY: Int, BULK: Bool, CHECK: Bool, IN_TURN: Bool, WARPS: Int, FUSED: Int,
+    CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool, OVERLAP: Bool, INPLACE: Bool,
+):  # fmt: skip
+    """Whole rows in registers, as PIECES tiles; blocks stride over them, and row ``bid`` of dweight and dbias is that
+    block's sum.
+
+    ``through`` is a gradient that is added to dx. AHEAD: how many tiles are read into registers before one is worked
+    on, 1 or 2, or with 0 LATENCY: what the compiler's own pipeline of loads is told, through shared memory, by the
+    tensor memory accelerator (BULK) or by each thread. CHECK: whether some of a tile may lie outside of the rows.
+    IN_TURN: a block's rows follow one another. FUSED: how much is written so that one instruction multiplies and adds,
+    1: xhat, 2: dx too, which is less work and takes more registers. OVERLAP: the launch that adds the sums may begin,
+    and waits. INPLACE: dx is written over x, and stands for nothing itself.
+    """
+    if OVERLAP:
+        ct.grid_dependency_control_launch_dependents()
+    ws = ()
+    for piece in ct.static_iter(range(PIECES)):
+        ws = (*ws, load_vector(weight, span(piece, TILE_N), WEIGHT, CHECK))
+    sums = _zeros(TILE_M, TILE_N, PIECES), _zeros(TILE_M, TILE_N, PIECES)
+    out = x if INPLACE else dx
+    first, step, tiles = ct.bid(0), ct.num_blocks(0), (TILE_M, TILE_N, PIECES)
+    end = ct.cdiv(x.shape[0], TILE_M)
+    if IN_TURN:
+        each = ct.cdiv(end, step)
+        first, step, end = first * each, 1, min((first + 1) * each, end)
+    # In the end the block's last rows are read once more: others' are far away, and may be overwritten.
+    last = end - 1 - (end - 1 - first) % step
+    loads, constants = (*tiles, CENTER, CHECK), (OFFSET, N, *tiles, WARPS, FUSED, CENTER, DWEIGHT, DBIAS)
+    if AHEAD == 1:
+        following = _load_rows(dy, x, means, rstds, first, *loads)
+        for tile in range(first, end, step):
+            rows = following
+            following = _load_rows(dy, x, means, rstds, min(tile + step, last), *loads)
+            added = _load_pieces(through, tile, *tiles, 0, False, CHECK) if THROUGH else None
+            sums = _step(rows, added, tile, ws, sums, out, *constants)
+    elif AHEAD == 2:
+        even = _load_rows(dy, x, means, rstds, first, *loads)
+        odd = _load_rows(dy, x, means, rstds, min(first + step, last), *loads)
+        for tile in range(first, end - step, 2 * step):
+            rows = even
+            even = _load_rows(dy, x, means, rstds, min(tile + 2 * step, last), *loads)
+            added = _load_pieces(through, tile, *tiles, 0, False, CHECK) if THROUGH else None
+            sums = _step(rows, added, tile, ws, sums, out, *constants)
+            rows = odd
+            odd = _load_rows(dy, x, means, rstds, min(tile + 3 * step, last), *loads)
+            added = _load_pieces(through, tile + step, *tiles, 0, False, CHECK) if THROUGH else None
+            sums = _step(rows, added, tile + step, ws, sums, out, *constants)
+        if (last - first) % (2 * step) == 0:
+            added = _load_pieces(through, last, *tiles, 0, False, CHECK) if THROUGH else None
+            sums = _step(even, added, last, ws, sums, out, *constants)
+    else:
+        if not BULK:  # such a pipeline reads single numbers no row ahead
+            following = _load_statistics(means, rstds, first, TILE_M, CENTER, CHECK)
+        for tile in range(first, end, step):
+            if BULK:
+                statistics = _load_statistics(means, rstds, tile, TILE_M, CENTER, CHECK)
+            else:
+                statistics = following
+                following = _load_statistics(means, rstds, min(tile + step, last), TILE_M, CENTER, CHECK)
+            ups = _load_pieces(dy, tile, *tiles, LATENCY, BULK, CHECK)
+            xs = _load_pieces(x, tile, *tiles, LATENCY, BULK, CHECK)
+            added = _load_pieces(through, tile, *tiles, LATENCY, BULK, CHECK) if THROUGH else None
+            sums = _step((ups, xs, statistics), added, tile, ws, sums, out, *constants)
+    if DWEIGHT:
+        _store_sums(sums[0], dweight, PIECES)
+    if DBIAS:
+        _store_sums(sums[1], dbias, PIECES)
+
+
+@functools.lru_cache(maxsize=1024)
+def backward_plan(
+    rows: int, n: int, device: int, center: bool, add: bool, in_place: bool = False, itemsize: int = 2
+) -> tuple[ct.kernel, int, tuple[int, int, int, int, int, bool, bool, bool, int, int]]:
+    """(kernel, blocks, (TILE_M, TILE_N, PIECES, AHEAD, LATENCY, BULK, CHECK, IN_TURN, WARPS, FUSED)) of the backward
+    pass in registers, for rows of up to MAX_CACHED_BACKWARD. ``center``: with a mean; ``add``: something is added;
+    ``in_place``: dx over x; ``itemsize``: bytes of an element of x.
+
+    The fastest on an H200 in bf16: 8192 rows of 1024 to 8192, and 65536 of 512. Without checks plain rows of 2048 take
+    36.8 us instead of 38.1, of 2560 in five pieces 41.5 instead of 44.9; rows with a mean are slower without them, but
+    those of 2560 in five pieces, 46.3 us instead of 47.7. What is added is read before the reduction in rows of two
+    pieces of 1024, not in one tile: 44.5 us, not 50.1. Plain rows of 4096, two at a time, through a pipeline of the
+    threads' own loads take 60.2 us, one ahead in registers 62.5; rows of 2048 with a mean through one, in turn, 36.7 us
+    instead of 37.8, not in turn 38.9. Others are slower through pipelines: with a mean they take too many registers.
+    Plain rows of 2048 take 34.3 us read two ahead in four pieces, by three blocks a multiprocessor, 35.1 one ahead by
+    four, 36.0 through a pipeline; rows of 4096 with a mean 62.6 us in four pieces, 64.1 in two.
+
+    In place the compiler's pipeline loads no row before the one before it is stored, and what it makes of plain rows in
+    one tile of 2048 neither: they are read into registers, in pieces.
+    """
+    rows, plain, exact = rows if n else 0, not center and not add, not center and (not add or n == 2048)
+    tile_n, pieces, latency = next_power_of_2(n), 1, 0
+    many = itemsize == 2 and not (add or in_place) and rows >= 32 * sm_count(device)
+    # Many plain rows of 4096, two a block: half as many reductions to wait for, and half as many sums to add up.
+    two = many and n == 4096 and plain and rows % 2 == 0
+    four = many and n == 4096 and center
+    deep = many and n == 2048 and plain
+    in_turn = many and n == 2048 and center
+    five = n == 2560 and center and not (add or in_place)
+    if two:
+        warps, occupancy, tile_n, latency = 8, 1, 2048, 8
+    elif in_turn:
+        warps, occupancy, tile_n, latency, exact = 4, 3, 1024, 5, True
+    elif n > 4096:
+        warps, occupancy, tile_n, latency = (8, 1, 4096, 6) if n > 6144 else (8, 1, 2048, 4)
+        if n % 8 or in_place:  # the pipeline copies rows that begin at 16 bytes
+            tile_n, latency = 2048, 0
+    elif four:
+        warps, occupancy, tile_n, exact = 8, 2, 1024, True
+    elif deep:
+        warps, occupancy, tile_n = 4, 3, 512
+    elif n == 2560 and plain:
+        warps, occupancy, tile_n = 4, 4, 512
+    elif five:
+        warps, occupancy, tile_n, exact = 4, 3, 512, True
+    elif n > 2048:
+        # Where a third of one tile would be idle, three of 1024.
+        warps, occupancy, tile_n = (4, 3, 1024) if n <= 3072 else (8, 2, 2048)
+    else:
+        warps, occupancy = 4, 4
+        tile_n = min(tile_n, 1024) if (in_place or add) and not center else tile_n
+    if n > tile_n:
+        pieces = ct.cdiv(n, tile_n)
+    most = sm_count(device)
+    tile_m = 2 if two else max(1, min(2048 // (tile_n * pieces), next_power_of_2(rows // (occupancy * most))))
+    kernel = hinted(backward_kernel, num_worker_warps=warps, occupancy=occupancy)
+    # More blocks make more sums to add up: at least four tiles each, if that leaves one to a multiprocessor.
+    tiles = ct.cdiv(rows, tile_m)
+    blocks = min(tiles, occupancy * most, max(most, tiles // 4))
+    # Behind one barrier: 8192x2880 with a mean 48.5 us instead of 50.6, 2048x4096 20.9 instead of 21.7. But 8192x2560
+    # takes 46.2 instead of 44.6 with a mean, 55.2 instead of 52.1 where something is added, and 8192x8192 with a mean
+    # 122.6 instead of 111.1.
+    one = itemsize == 2 and tile_m == 1 and 2048 <= n <= 4096 and not (five or (add and 2048 < n <= 3072))
+    if (two or one or occupancy == 4) and blocks:
+        # Each with as many tiles: of 528 blocks 512 are left, whose sums are one tile. 8192x2048 with a mean takes
+        # 39.1 us instead of 42.0.
+        blocks = ct.cdiv(tiles, ct.cdiv(tiles, blocks))
+    bulk = latency > 0 and not (two or in_turn)
+    check = not two and (not exact or bulk or tile_m > 1 or n != tile_n * pieces)
+    # Several rows a tile leave registers for it: 8192x1024 20.5 us instead of 22.9, 65536x512 62.7 instead of 67.1.
+    short = itemsize == 2 and tile_m > 1 and not (two or add or in_place)
+    how = bulk, check, in_turn, warps if one else 0, 2 if four or short else int(one)
+    return kernel, blocks, (tile_m, tile_n, pieces, 0 if latency else 2 if deep else 1, latency, *how)
