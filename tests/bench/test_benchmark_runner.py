@@ -64,6 +64,14 @@ def test_figures():
     assert result.dims == {"rows": 8, "columns": 32}
 
 
+def test_passes_that_share_their_work():
+    benchmark = Benchmark(**vars(toy()) | {"both": lambda itemsize, rows, columns: Work(itemsize * rows * columns, 0)})
+    found = measure(benchmark)
+    assert {mode for _, mode in found} == {"forward", "both"}
+    result = found[spec.OURS, "both"]
+    assert result.bytes_per_second == pytest.approx(4 * 8 * 32 / result.seconds)
+
+
 def test_a_wrong_provider_gets_no_figure():
     found = measure(toy(liar=lambda x, scale: 1.01 * x * x * scale))
     for mode in spec.MODES:

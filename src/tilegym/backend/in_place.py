@@ -47,7 +47,12 @@ def wanted() -> int:
     """How the forward pass that now runs shall have its gradients written in place: 0 (not), ALWAYS or ALONE."""
     if not _enabled or torch.compiler.is_compiling():
         return 0
-    return ALWAYS if torch._C._autograd._top_saved_tensors_default_hooks(True) is None else ALONE
+    return ALONE if hooks_save() else ALWAYS
+
+
+def hooks_save() -> bool:
+    """Whether hooks save what the forward pass that now runs keeps, as in non-reentrant checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def may_run_again() -> bool:

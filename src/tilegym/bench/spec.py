@@ -145,6 +145,8 @@ class Benchmark:
         baseline: the one among ``peers`` whose error in the working dtype is the measure for all.
         forward: ``forward(itemsize, **dims)``, the least work of a forward pass.
         backward: the same of a backward pass.
+        both: the same of both together, where one may do what the other would: then the backward pass is not measured
+            alone. Default: the sum.
         differentiable: the inputs whose gradients are measured; empty: forward only.
         activations: those of them that are no parameters, if the op can write their gradients over them, or over what
             it made of them; ours is measured doing so as well then (:data:`IN_PLACE`).
@@ -166,6 +168,7 @@ class Benchmark:
     quick: tuple[Shape, ...]
     small: tuple[Shape, ...]
     backward: Callable[..., Work] | None = None
+    both: Callable[..., Work] | None = None
     differentiable: tuple[str, ...] = ()
     activations: tuple[str, ...] = ()
     quick_modes: tuple[str, ...] = (FORWARD,)
@@ -206,12 +209,16 @@ class Benchmark:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        return MODES if self.differentiable else (FORWARD,)
+        if not self.differentiable:
+            return (FORWARD,)
+        return MODES if self.both is None else (FORWARD, BOTH)
 
     def work(self, mode: str, itemsize: int, dims: dict[str, Any]) -> Work:
         """The least work of a pass in ``mode``."""
         if mode == FORWARD:
             return self.forward(itemsize, **dims)
+        if mode == BOTH and self.both is not None:
+            return self.both(itemsize, **dims)
         backward = self.backward(itemsize, **dims)
         return backward if mode == BACKWARD else self.forward(itemsize, **dims) + backward
 

@@ -22,7 +22,15 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile import cross_entropy_ahead
 from tilegym.ops.cutile import pointwise
+from tilegym.ops.cutile.cross_entropy_ahead import CrossEntropyAhead
+from tilegym.ops.cutile.cross_entropy_terms import above
+from tilegym.ops.cutile.cross_entropy_terms import base_of
+from tilegym.ops.cutile.cross_entropy_terms import capped
+from tilegym.ops.cutile.cross_entropy_terms import power_of
+from tilegym.ops.cutile.cross_entropy_terms import state_of
+from tilegym.ops.cutile.cross_entropy_terms import unit_of
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
@@ -37,37 +45,11 @@ from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.cross_entropy import check_cross_entropy
 
-LOG2E = math.log2(math.e)
-
-
-def _capped(x, SOFTCAP: Float):
-    return x if SOFTCAP == 0.0 else SOFTCAP * ct.tanh(x / SOFTCAP)
-
-
-def _unit(dtype):
-    """What a logit is multiplied with before its power is taken: that of 2 is the faster one, and exact enough for
-    results that 16 bits determine."""
-    return 1.0 if dtype == ct.float32 else LOG2E
-
-
-def _power(x, dtype):
-    return ct.exp(x) if dtype == ct.float32 else ct.exp2(x, flush_to_zero=True)
-
-
-def _base(top):
-    # While all seen so far is -inf, differences to it would be NaN.
-    return ct.where(top == -math.inf, 0.0, top)
-
-
-def _above(logit, base, unit):
-    """``logit * unit - base`` in one rounding, as in the sum of powers; and zero for the maximum itself."""
-    return ct.where(logit * unit >= base, 0.0, logit * unit - base)
-
 
 def _chosen(x, target, rows, SOFTCAP: Float):
     """The targets of rows, and the logits of those."""
     label = ct.gather(target, rows)
-    return label, _capped(ct.gather(x, (rows, label)).astype(ct.float32), SOFTCAP)
+    return label, capped(ct.gather(x, (rows, label)).astype(ct.float32), SOFTCAP)
 
 
 def _write_losses(
@@ -95,16 +77,16 @@ def cross_entropy_kernel(
     """x: [M, V]; target, losses: [M]; lses: [M, 2], the two terms of lse = max + log(sum(exp(x - max))), whose sum has
     fewer digits. Each block takes TILE_M whole rows."""
     rows, cols = span(ct.bid(0), TILE_M)[:, None], span(0, TILE_N)[None, :]
-    inside, unit = cols < x.shape[1], _unit(x.dtype)
+    inside, unit = cols < x.shape[1], unit_of(x.dtype)
     part = ct.gather(x, (rows, cols), padding_value=-math.inf)
     if SOFTCAP > 0.0:
-        part = ct.where(inside, _capped(part.astype(ct.float32), SOFTCAP), -math.inf)
+        part = ct.where(inside, capped(part.astype(ct.float32), SOFTCAP), -math.inf)
     mean = 0.0
     if SMOOTHING > 0.0:
         mean = ct.sum(ct.where(inside, part.astype(ct.float32), 0.0), axis=1, keepdims=True) / x.shape[1]
     # In the dtype of x: two values of 16 bits are compared at once.
-    top = _base(ct.max(part, axis=1, keepdims=True).astype(ct.float32))
-    total = ct.sum(_power((part.astype(ct.float32) - top) * unit, x.dtype), axis=1, keepdims=True)
+    top = base_of(ct.max(part, axis=1, keepdims=True).astype(ct.float32))
+    total = ct.sum(power_of((part.astype(ct.float32) - top) * unit, x.dtype), axis=1, keepdims=True)
     label, logit = _chosen(x, target, rows, SOFTCAP)
     args = (x, label, logit - top, losses, lses, ignore_index, rows, top, total, mean - top)
     _write_losses(*args, SMOOTHING, Z_LOSS)
@@ -118,22 +100,16 @@ def cross_entropy_parts_kernel(
     and, with smoothing, their sum."""
     if OVERLAP:
         ct.grid_dependency_control_launch_dependents()
-    row, place, unit = ct.bid(2), ct.bid(2) * ct.num_blocks(1) + ct.bid(1), _unit(x.dtype)
+    row, place = ct.bid(2), ct.bid(2) * ct.num_blocks(1) + ct.bid(1)
     cols = span(ct.bid(1), TILE_N)
     # A row that is ignored is not read.
     inside = cols < ct.where(ct.gather(target, row) == ignore_index, 0, x.shape[1])
     part = ct.gather(x, (row, cols), mask=inside, padding_value=-math.inf)
     if SOFTCAP > 0.0:
-        part = ct.where(inside, _capped(part.astype(ct.float32), SOFTCAP), -math.inf)
+        part = ct.where(inside, capped(part.astype(ct.float32), SOFTCAP), -math.inf)
     if SMOOTHING > 0.0:
         ct.scatter(states, (place, 2), ct.sum(ct.where(inside, part.astype(ct.float32), 0.0)))
-    largest = ct.max(part).astype(ct.float32)
-    top = largest * unit
-    total = ct.sum(_power(part.astype(ct.float32) * unit - _base(top), x.dtype))
-    if x.dtype != ct.float32:
-        # The power of the largest itself is 1, not that of what the product's rounding leaves: a sure prediction's
-        # loss would be that.
-        total = ct.where(top == -math.inf, total, (total - _power(largest * unit - top, x.dtype)) + 1.0)
+    top, total = state_of(part, x.dtype)
     ct.scatter(states, (place, 0), top)
     ct.scatter(states, (place, 1), total)
 
@@ -147,19 +123,19 @@ def cross_entropy_finish_kernel(
     row, index, parts = ct.bid(0), ct.arange(PARTS, dtype=ct.int32), ct.cdiv(x.shape[1], TILE_N)
     if OVERLAP:
         ct.grid_dependency_control_launch_dependents()
-    unit = _unit(x.dtype)
+    unit = unit_of(x.dtype)
     label, logit = _chosen(x, target, row, SOFTCAP)
     if OVERLAP:
         ct.grid_dependency_control_wait()
     place = ct.where(index < parts, row * parts + index, -1)
     tops = ct.gather(states, (place, 0), padding_value=-math.inf)
-    base = _base(ct.max(tops))
-    total = ct.sum(ct.gather(states, (place, 1)) * _power(tops - base, x.dtype))
+    base = base_of(ct.max(tops))
+    total = ct.sum(ct.gather(states, (place, 1)) * power_of(tops - base, x.dtype))
     mean = 0.0
     if SMOOTHING > 0.0:
         mean = ct.sum(ct.gather(states, (place, 2))) / x.shape[1]
     top, per = base * (1.0 / unit), 1.0 / unit
-    chosen, mean = _above(logit, base, unit) * per, _above(mean, base, unit) * per
+    chosen, mean = above(logit, base, unit) * per, above(mean, base, unit) * per
     _write_losses(x, label, chosen, losses, lses, ignore_index, row, top, total, mean, SMOOTHING, Z_LOSS)
 
 
@@ -179,9 +155,9 @@ def _write_gradient(
             # An exact one calls a function, before which nothing would be read of x.
             approximate = ct.RoundingMode.APPROX
             factor = ct.truediv(factor, ct.gather(number, 0), rounding_mode=approximate, flush_to_zero=True)
-    value = _capped(value.astype(ct.float32), SOFTCAP)
-    unit = _unit(x.dtype)
-    power = _power((value - top) * unit - log_sum * unit, x.dtype)
+    value = capped(value.astype(ct.float32), SOFTCAP)
+    unit = unit_of(x.dtype)
+    power = power_of((value - top) * unit - log_sum * unit, x.dtype)
     if Z_LOSS > 0.0:
         power = power * (1.0 + 2.0 * Z_LOSS * (top + log_sum))
     if SMOOTHING > 0.0:
@@ -423,6 +399,8 @@ def cross_entropy(
         raise UnsupportedError("z_loss is negative")
     options = (ignore_index, softcap or 0.0, label_smoothing, z_loss)
     if torch.is_grad_enabled() and logits.requires_grad:
+        if reduction == "mean" and options[1:] == (0.0, 0.0, 0.0) and cross_entropy_ahead.serves(logits):
+            return CrossEntropyAhead.apply(logits, target, ignore_index)
         return CrossEntropy.apply(logits, target, *options, reduction)
     losses, _ = cross_entropy_forward(logits, target, *options)
     return losses if reduction == "none" else add_losses(losses, target, ignore_index, reduction == "mean")[0]
