@@ -6,17 +6,20 @@ import torch
 import torch.nn.functional as F
 from common import HAS_GPU
 from common import PyTestCase
+from common import assert_compiles
 from common import assert_launches_compile
 from common import backends
 from common import device
 from common import dtypes
 from common import gpu
 from common import randn
+from common import recorded_launches
 from common import sanitized
 
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import fused_linear_cross_entropy
+from tilegym.ops.cutile import linear_cross_entropy_plan
 from tilegym.ops.cutile.fused_linear_cross_entropy import linear_cross_entropy_chunks
 from tilegym.ops.cutile.fused_linear_cross_entropy import losses_plan
 from tilegym.ops.pytorch.fused_linear_cross_entropy import fused_linear_cross_entropy as reference
@@ -169,6 +172,11 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
             fused_linear_cross_entropy(**kwargs, chunk_size=chunk_size, backend=backend).backward()
         assert V * chunk_size / 2 < largest <= V * chunk_size
 
+    @staticmethod
+    def make_small(monkeypatch):
+        for name, value in {"FEWEST_CLASSES": 32, "CLASSES_OF_TILE": 8, "SLICE_ELEMENTS": 1024}.items():
+            monkeypatch.setattr(linear_cross_entropy_plan, name, value)
+
     @pytest.mark.parametrize(
         "hidden, tokens, chunk_size",
         [
@@ -185,11 +193,27 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
     @dtypes()
     def test_logits_in_the_memory_of_the_gradient(self, hidden, tokens, chunk_size, dtype, monkeypatch):
         """Rows shorter than the gradient's, by half, as long, of several chunks; slices with and without a copy."""
-        monkeypatch.setattr(MODULE, "FEWEST_CLASSES", 32)
-        monkeypatch.setattr(MODULE, "CLASSES_OF_TILE", 8)
-        monkeypatch.setattr(MODULE, "SLICE_ELEMENTS", 1024)
+        self.make_small(monkeypatch)
         kwargs = arguments(tokens, hidden=hidden, vocab=300, dtype=dtype, reduction="sum")
         self.check(kwargs, {"backend": "cutile", "chunk_size": chunk_size})
+
+    @pytest.mark.parametrize(
+        "hidden, tokens, chunk_size", [(16, 50, 64), (40, 100, 64), (40, 100, 128), (88, 100, 300)]
+    )
+    @dtypes()
+    def test_chunks_of_more_tokens_than_there_is_room_for(self, hidden, tokens, chunk_size, dtype, monkeypatch):
+        """All tokens in two pieces, slices that double, some tokens computed again, rows a little longer than room."""
+        self.make_small(monkeypatch)
+        monkeypatch.setattr(linear_cross_entropy_plan, "ALL_THERE_IS_ROOM_FOR", 16)
+        monkeypatch.setattr(MODULE, "ROWS_SUMMED", 32)
+        written, write = [], MODULE._write_slices
+        monkeypatch.setattr(
+            MODULE, "_write_slices", lambda stored, *a: (written.append(len(stored)), write(stored, *a))
+        )
+        kwargs = arguments(tokens, hidden=hidden, vocab=300, dtype=dtype, reduction="sum")
+        self.check(kwargs, {"backend": "cutile", "chunk_size": chunk_size})
+        # In fp16 the gradient is held in fp32, which gives room for twice the tokens.
+        assert written[0] == (1 if dtype == torch.float16 and 2 * hidden >= min(tokens, chunk_size) else 2)
 
     @pytest.mark.parametrize("chunks", [4, 32])
     @dtypes(torch.float16, torch.bfloat16)
@@ -235,15 +259,16 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
     @pytest.mark.parametrize("tokens", [1, 7, 100, 130])
     def test_parts_cover_the_vocabulary(self, classes, tokens):
         (across, parts), tiles, tile_v, tile_t = losses_plan(classes, tokens, -1)
-        assert across * tile_t >= tokens and parts * tiles * tile_v >= classes
-        assert parts == 1 or (parts - 1) * tiles * tile_v < classes
+        of_part = tiles * MODULE.STRIPS * tile_v
+        assert across * tile_t >= tokens and parts * of_part >= classes
+        assert parts == 1 or (parts - 1) * of_part < classes
 
     def test_several_parts(self, monkeypatch):
         """As on a GPU, where multiprocessors share the vocabulary; one part's logits are -inf, another's small."""
-        monkeypatch.setattr(MODULE, "sm_count", lambda _: 4)
+        monkeypatch.setattr(MODULE, "sm_count", lambda _: 2)
         losses_plan.cache_clear()
         tokens, vocab = 5, 4096 // 8 * 40
-        assert losses_plan(vocab, tokens, -1)[0][1] == 20
+        assert losses_plan(vocab, tokens, -1)[:2] == ((1, 20), 2)
         bias = randn(vocab, seed=3)
         bias[:1000], bias[2000:3000] = float("-inf"), -1e4
         kwargs = arguments(tokens, hidden=4, vocab=vocab) | {"bias": bias, "target": torch.arange(tokens) * 2 + 1200}
@@ -374,6 +399,17 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
         kwargs = arguments(128, dtype=torch.bfloat16, hidden=8, vocab=5000)  # the tiles of all long chunks
         kwargs["hidden_states"].requires_grad_()
         assert_launches_compile(lambda: fused_linear_cross_entropy(**kwargs, backend="cutile").backward())
+
+    @pytest.mark.skipif(HAS_GPU, reason="compiles from CPU tensors")
+    def test_what_only_large_chunks_launch_compiles(self, monkeypatch):
+        self.make_small(monkeypatch)
+        monkeypatch.setattr(linear_cross_entropy_plan, "ALL_THERE_IS_ROOM_FOR", 16)
+        kwargs = arguments(128, dtype=torch.bfloat16, hidden=8, vocab=300)
+        kwargs["weight"].requires_grad_()
+        with recorded_launches() as launches:
+            fused_linear_cross_entropy(**kwargs, chunk_size=100, backend="cutile").backward()
+        for kernel in (MODULE.copy_kernel, MODULE.token_losses_kernel):
+            assert_compiles(kernel, next(args for launched, args in launches if launched is kernel))
 
     @gpu
     def test_peak_memory_and_graph_capture(self):

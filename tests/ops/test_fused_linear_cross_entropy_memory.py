@@ -12,13 +12,16 @@ from torch._subclasses import FakeTensorMode
 
 from tilegym import interpreter
 from tilegym.ops import fused_linear_cross_entropy
-from tilegym.ops.cutile.fused_linear_cross_entropy import aligned
-from tilegym.ops.cutile.fused_linear_cross_entropy import classes_of_slice
-from tilegym.ops.cutile.fused_linear_cross_entropy import direct_slices
-from tilegym.ops.cutile.fused_linear_cross_entropy import rows_of_chunk
-from tilegym.ops.cutile.fused_linear_cross_entropy import rows_stored
+from tilegym.ops.cutile.fused_linear_cross_entropy import ROWS_SUMMED
+from tilegym.ops.cutile.linear_cross_entropy_plan import aligned
+from tilegym.ops.cutile.linear_cross_entropy_plan import classes_held
+from tilegym.ops.cutile.linear_cross_entropy_plan import classes_of_slice
+from tilegym.ops.cutile.linear_cross_entropy_plan import direct_slices
+from tilegym.ops.cutile.linear_cross_entropy_plan import rows_of_chunk
+from tilegym.ops.cutile.linear_cross_entropy_plan import rows_stored
+from tilegym.ops.cutile.linear_cross_entropy_plan import slices as all_slices
 
-MODULE = sys.modules[classes_of_slice.__module__]
+PLAN = sys.modules[classes_of_slice.__module__]
 
 
 class Test_FusedLinearCrossEntropyMemory:
@@ -29,8 +32,8 @@ class Test_FusedLinearCrossEntropyMemory:
         """Both passes hold the gradients, a slice's logits, and a few numbers for each token; no copy of a gradient."""
         hidden, vocab, size = 128, 1024, dtype.itemsize
         monkeypatch.setattr(interpreter, "launch", lambda *_: None)  # kernels allocate nothing
-        monkeypatch.setattr(MODULE, "FEWEST_CLASSES", 16)
-        monkeypatch.setattr(MODULE, "SLICE_ELEMENTS", 4096)
+        monkeypatch.setattr(PLAN, "FEWEST_CLASSES", 16)
+        monkeypatch.setattr(PLAN, "SLICE_ELEMENTS", 4096)
         for tokens in (64, 128, 256, 1024):
             inputs = [randn(n, hidden, dtype=dtype, seed=n).requires_grad_() for n in (tokens, vocab)]
             target = torch.arange(tokens) % vocab
@@ -74,17 +77,43 @@ class Test_FusedLinearCrossEntropyMemory:
         gradients = sum(t.nbytes for t in inputs) + (2 * inputs[1].nbytes if dtype == torch.float16 else 0)
         assert gradients <= memory.peak <= gradients + logits * dtype.itemsize + 128 * tokens
 
+    @pytest.mark.skipif(HAS_GPU, reason="counts what is allocated on a CPU")
+    @pytest.mark.parametrize(
+        "tokens, chunk_size, more", [(8192, 4096, 0), (8192, 6144, 2048), (8192, 8192, 4096), (16384, 8192, 4096)]
+    )
+    def test_peak_memory_of_a_large_chunk(self, tokens, chunk_size, more, monkeypatch):
+        """The logits of the tokens for which there is no room where the gradient will be, and some sums, are more."""
+        monkeypatch.setattr(interpreter, "launch", lambda *_: None)
+        hidden, vocab = 4096, 128256
+        with FakeTensorMode():
+            inputs = [torch.empty(n, hidden, requires_grad=True) for n in (tokens, vocab)]
+            target = torch.empty(tokens, dtype=torch.int64)
+            with PeakMemory() as memory:
+                fused_linear_cross_entropy(*inputs, target, backend="cutile", chunk_size=chunk_size).backward()
+        least = sum(t.nbytes for t in inputs) + 4 * more * vocab
+        slices = 4 * max(2**24, tokens * 1024) + 2 * 64 * 8 * tokens
+        assert least <= memory.peak <= least + slices + (4 * ROWS_SUMMED * hidden if more else 0)
+
     def test_sizes(self):
         assert rows_of_chunk(128256, 4096) == 1024
         assert rows_of_chunk(16384, 4096) == 4096  # 128 MiB of logits
         assert rows_of_chunk(128256, 100) == 100
         assert rows_of_chunk(0, 7) == 7
-        assert rows_stored(8192, 4096, 4096) == (4096, 4096)
-        assert rows_stored(8192, 4096, 100) == (100, 112)
-        assert rows_stored(9000, 8192, 4096) == (8192, 8192) and rows_stored(9000, 8192, 4095) == (4095, 4096)
-        assert rows_stored(510, 4096, 4096) == (510, 512)
-        assert rows_stored(8192, 2890, 4096) == (2880, 2880)
-        assert rows_stored(8192, 9, 4096) == (9, 9)
+        assert rows_stored(8192, 128256, 4096, 4096) == (4096, 4096)
+        assert rows_stored(8192, 128256, 4096, 100) == (100, 112)
+        assert rows_stored(9000, 128256, 8192, 4096) == (8192, 8192) and rows_stored(9000, 128256, 8192, 4095) == (
+            4095,
+            4096,
+        )
+        assert rows_stored(510, 128256, 4096, 4096) == (510, 512)
+        assert rows_stored(8192, 128256, 2890, 4096) == (2880, 2880)
+        assert rows_stored(8192, 128256, 9, 4096) == (9, 9)
+        assert rows_stored(8192, 128256, 4096, 8192) == (8192, 8192)
+        assert rows_stored(9000, 128256, 4096, 5000) == (5000, 5008)
+        assert rows_stored(5000, 128256, 8192, 6000) == (5000, 5008)
+        assert rows_stored(5000, 1, 9, 8192) == (9, 9)  # not even one class's logits have room
+        assert classes_held(128256, 4096, 4096) == 128256 and classes_held(128256, 4096, 8192) == 64128
+        assert classes_held(300, 40, 64) == 128 and classes_held(100, 10, 64) == 15
         assert classes_of_slice(8192, 128256, 4096) == 2048
         assert classes_of_slice(10**6, 128256, 4096) == 512
         assert classes_of_slice(512, 128256, 4096) == 32768
@@ -113,3 +142,23 @@ class Test_FusedLinearCrossEntropyMemory:
                     assert left < 2 * 1024 + 2 * 128
                 else:  # no more GEMMs than with copies alone
                     assert len(slices) + -(-left // classes) <= -(-vocab // classes)
+
+    @pytest.mark.parametrize("vocab", [1, 129, 5000, 128256])
+    def test_slices_of_two_pieces(self, vocab):
+        for tokens, room in ((5008, 4096), (8192, 4096), (8192, 64), (4112, 4096), (6144, 2880)):
+            held = classes_held(vocab, room, tokens)
+            if held == 0:
+                continue
+            for stored in (False, True):
+                classes = classes_of_slice(tokens, vocab, tokens)
+                slices = all_slices(vocab, held, tokens, room, classes, stored)
+                # From the first class on, without a gap, none in both pieces.
+                assert [rows.start for rows, _ in slices] == [0] + [rows.stop for rows, _ in slices[:-1]]
+                assert slices[-1][0].stop == vocab and held in [rows.stop for rows, _ in slices]
+                for rows, direct in slices:
+                    assert direct or rows.stop - rows.start <= classes
+                    if rows.stop <= held:
+                        # What is written ends before what is read, or with a copy before what is to be read, begins.
+                        assert rows.stop * room <= (rows.start if direct else rows.stop) * tokens
+                    assert not direct or stored
+                assert not stored or slices[-1][1]
