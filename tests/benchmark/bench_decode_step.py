@@ -110,6 +110,22 @@ def cache_work(itemsize, batch, heads, kv_heads, head_dim, capacity):
     return Work(read=written + 2 * itemsize * head_dim + 8, written=written)
 
 
+def logits_inputs(make, tokens, vocabulary):
+    return {"x": make(tokens, vocabulary)}
+
+
+def ours_argmax(x):
+    return ops.argmax(x)
+
+
+def formula_argmax(x):
+    return x.argmax(-1)
+
+
+def argmax_work(itemsize, tokens, vocabulary):
+    return Work(read=itemsize * tokens * vocabulary, written=8 * tokens)
+
+
 def of_models(sizes, models):
     """One shape of each model for a single token; those that two share appear once."""
     found = {}
@@ -177,6 +193,16 @@ BENCHMARKS = [
         host={"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "capacity": 16},
         small=(shape(batch=2, heads=4, kv_heads=2, head_dim=16, capacity=5),),
         reads_all=False,
+    ),
+    benchmark(
+        "argmax",
+        logits_inputs,
+        ours_argmax,
+        formula_argmax,
+        argmax_work,
+        of_models(lambda m: {"tokens": 1, "vocabulary": m.vocab}, DENSE),
+        host={"tokens": 1, "vocabulary": 1024},
+        small=(shape(tokens=2, vocabulary=3000),),
     ),
 ]
 

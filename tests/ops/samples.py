@@ -77,6 +77,7 @@ Sample = Callable[[Make], tuple[tuple, dict[str, Any]]]
 
 SAMPLES: dict[str, Sample] = {
     "apply_rope_base": _rope,
+    "argmax": lambda make: ((make(make.tokens, 40),), {}),
     "attention_sink": lambda make: (
         (make(2, make.tokens, 2, 2, 16), make(2, 13, 2, 16), make(2, 13, 2, 16), make(4)), {"sliding_window": 5}
     ),
@@ -159,6 +160,7 @@ ROWWISE = (
 )
 
 NOT_DIFFERENTIABLE = {
+    "argmax",
     "attention_sink_decode",
     "fmha_decode",
     "gemma_attention_decode",

@@ -22,6 +22,8 @@ from tilegym.ops import rms_norm_swiglu
 from tilegym.ops import rope_and_cache
 from tilegym.ops.cutile import fused_gemv
 from tilegym.ops.cutile import linear
+from tilegym.ops.cutile.early_weights import NOTHING
+from tilegym.ops.cutile.early_weights import columns_of
 from tilegym.ops.cutile.early_weights import early_columns
 from tilegym.ops.cutile.early_weights import rows_fit
 from tilegym.ops.cutile.fused_gemv import gemv_add
@@ -253,6 +255,7 @@ def test_weights_are_read_early_in_graphs():
     early = 0 if HAS_GPU else 1024  # a CPU reads them always, so that tests see it
     assert early_columns(large, 4, 1024) == early_columns(small, 4, 1024) == early
     assert early_columns(large.float(), 4, 1024) == 0
+    assert columns_of(4096, 8, 768) == 768 and columns_of(4096, 8, 384) == 512 and columns_of(100, 8, 768) == 256
     assert not any(map(rows_fit, weights))
     if HAS_GPU:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -298,7 +301,9 @@ def test_rows_that_registers_hold_compile():
         sizes = (4096, 4, 1024, arch == "sm_90")
         args = (x, norm, *[weight] * 3, *[0] * 3, *[x] * 3, 1024, 1280, 1e-5, 0.0, True, False, *sizes)
         assert_compiles(fused_gemv.held_norm_gemv_kernel, args, (arch,))
-        assert_compiles(linear.at_once_gemv_kernel, (x, weight, 0, x, x, False, True, *sizes), (arch,))
+        for cols in (0, 4096):
+            args = (x, weight, 0, x, x, NOTHING, False, True, *sizes[:3], 528, cols, sizes[3])
+            assert_compiles(linear.at_once_gemv_kernel, args, (arch,))
 
 
 @gpu

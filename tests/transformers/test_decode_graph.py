@@ -1,12 +1,12 @@
 """generate with replayed steps; on a CPU the same loop and cache, each step run anew."""
 
 import copy
+import functools
 import itertools
 import pickle
 
 import pytest
 import torch
-from common import device
 from common import gpu
 from tiny_models import make_model
 from tiny_models import observed
@@ -32,12 +32,12 @@ def on_every_device():
 
 @pytest.fixture
 def steps(monkeypatch):
-    """How many steps sessions have made, by whether anything was padded."""
+    """The steps that sessions have made: whether anything was padded, and whether they chose the tokens."""
     made, step = [], decode_graph.Session.step
     monkeypatch.setattr(
         decode_graph.Session,
         "step",
-        lambda self, model, t, padded: (made.append(padded), step(self, model, t, padded))[1],
+        lambda self, model, *how: (made.append(how), step(self, model, *how))[1],
     )
     return made
 
@@ -65,49 +65,123 @@ def test_same_tokens(family, steps):
         assert [e.module for e in report.patched if e.compute == "graph"] == [type(model).__name__]
         for (rows, m, kind), wanted in zip(calls, expected, strict=True):
             assert torch.equal(generate(model, rows, m, **kind), wanted), kind
-    assert len(steps) == 2 * 4 * 8 and set(steps) == {True, False}
+    assert len(steps) == 2 * 4 * 8
+    # Of each row of calls, the plain one.
+    assert [steps.count(how) for how in itertools.product((True, False), repeat=2)] == [8, 24, 8, 24]
     assert torch.equal(generate(model, ids, mask), expected[0])
     assert len(steps) == 2 * 4 * 8
 
 
-def test_ends_where_all_sequences_have_ended(steps):
+@pytest.mark.parametrize("lengths", [[5, 11], [11]])
+def test_ends_where_all_sequences_have_ended(lengths, steps):
     model = make_model("llama")
-    ids, mask = padded([5, 11], "left")
+    ids, mask = padded(lengths, "left")
     free = generate(model, ids, mask, max_new_tokens=30)[:, ids.shape[1] :]
-    ends = [int(free[0, 3]), int(free[1, 7])]  # whatever comes there ends a sequence
+    ends = [int(free[0, 3]), int(free[-1, 7])]  # whatever comes there ends a sequence
     options = {"max_new_tokens": 30, "eos_token_id": ends, "pad_token_id": 0}
     expected = generate(model, ids, mask, **options)
     assert expected.shape[1] < ids.shape[1] + 12
     with monkey_patch.apply(model, use_cutile=False):
         assert torch.equal(generate(model, ids, mask, **options), expected)
-    assert len(steps) <= expected.shape[1] - ids.shape[1] + 1
+    assert len(steps) <= expected.shape[1] - ids.shape[1] + 1 and {choose for _, choose in steps} == {True}
 
 
-def test_processors_and_criteria_of_the_caller():
+def test_processors_and_criteria_of_the_caller(steps):
     class Ban(LogitsProcessor):
         def __call__(self, input_ids, scores):
             return scores.scatter(1, input_ids, -torch.inf)
 
     class Stop(StoppingCriteria):
+        def __init__(self):
+            self.seen = []
+
         def __call__(self, input_ids, scores, **kwargs):
+            self.seen.append(input_ids)
             return torch.full(input_ids.shape[:1], input_ids.shape[1] >= 15, device=input_ids.device)
 
     model, ids = make_model("llama"), tokens(1, 11)
-    options = {"logits_processor": LogitsProcessorList([Ban()]), "stopping_criteria": [Stop()]}
-    expected = generate(model, ids, **options)
-    assert expected.shape[1] == 15
+
+    def results():
+        ban, stop, both = Ban(), Stop(), Stop()
+        calls = [([ban], []), ([], [stop]), ([ban], [both])]
+        found = [
+            generate(model, ids, logits_processor=LogitsProcessorList(processors), stopping_criteria=criteria)
+            for processors, criteria in calls
+        ]
+        generate(model, ids.flip(1))
+        return found, stop.seen[:4] + both.seen[:4]  # they are asked once more here, which changes nothing
+
+    expected, seen = results()
+    assert [e.shape[1] for e in expected] == [20, 15, 15] and not torch.equal(expected[1], expected[2])
     with monkey_patch.apply(model, use_cutile=False):
-        assert torch.equal(generate(model, ids, **options), expected)
+        got, seen_now = results()
+    assert all(map(torch.equal, got + seen_now, expected + seen))
+    assert {choose for _, choose in steps} == {True, False}
 
 
-@pytest.mark.parametrize("rows, width", [(1, 256), (3, 512), (2, 1024 * 3), (1, 96), (2, 7), (65, 64)])
-def test_the_first_largest_score_is_chosen(rows, width):
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randint(0, 5, (rows, width), generator=generator).float().to(device())  # each largest several times
-    ended = scores.clone()
-    ended[:, width // 3 :: 2] = torch.nan
-    for kind in (scores, -scores * torch.inf, ended, scores.T.contiguous().T):
-        assert torch.equal(decode_graph.argmax(kind), kind.cpu().argmax(-1).to(kind.device))
+def test_what_was_generated_stays_when_more_is():
+    model, prompts = make_model("llama"), (tokens(1, 11), tokens(1, 7))
+    expected = [generate(model, ids) for ids in prompts]
+    with monkey_patch.apply(model, use_cutile=False):
+        assert all(map(torch.equal, [generate(model, ids) for ids in prompts], expected))
+
+
+def rotations(model, monkeypatch):
+    """How many positions the rotary embedding has computed, call by call."""
+    cls, counts = type(model.model.rotary_emb), []
+    compute = cls.forward
+
+    @functools.wraps(compute)
+    def forward(self, x, position_ids):
+        counts.append(position_ids.shape[1])
+        return compute(self, x, position_ids)
+
+    monkeypatch.setattr(cls, "forward", forward)
+    return counts
+
+
+def test_one_sequence_takes_rows_of_the_rotary_embedding(monkeypatch):
+    """Its steps compute none; at positions of the caller's too, and those of one call are not those of the next."""
+    model = make_model("llama")
+    ids, mask = padded([5, 11], "left")
+    # generate makes the positions of further tokens of a mask, or of those that it was given.
+    calls = [
+        (ids[1:], None, {}),
+        (ids[:1], mask[:1], {}),
+        (ids[1:], None, {"position_ids": 9 * torch.arange(11, device=ids.device)[None]}),
+    ]
+    expected = [generate(model, rows, m, **options) for rows, m, options in calls]
+    assert not torch.equal(expected[0], expected[2])
+    counts = rotations(model, monkeypatch)
+    with monkey_patch.apply(model, use_cutile=False):
+        for (rows, m, options), wanted in zip(calls, expected, strict=True):
+            assert torch.equal(generate(model, rows, m, **options), wanted)
+        del counts[:]
+        generate(model, ids[1:], None)
+        assert counts == [11, 8]  # the prompt, and all that comes behind it
+        del counts[:]
+        assert generate(model, ids, mask).shape == (2, 20)
+        assert counts[0] == 11 and len(counts) > 3 and set(counts[1:]) == {1}
+    assert "forward" not in vars(model.model.rotary_emb)
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [lambda positions: positions.shape[1] != 8, lambda positions: positions.max() < 15],
+    ids=["by their number", "by the largest"],
+)
+def test_a_rotary_embedding_whose_rows_depend_on_each_other_computes_each(alone, monkeypatch):
+    model, ids = make_model("llama"), tokens(1, 11)
+    cls = type(model.model.rotary_emb)
+    compute = cls.forward
+
+    def forward(self, x, position_ids):
+        return compute(self, x, position_ids * (1 if alone(position_ids) else 7))  # 8: all steps at once
+
+    monkeypatch.setattr(cls, "forward", forward)
+    expected = generate(model, ids)
+    with monkey_patch.apply(model, use_cutile=False):
+        assert torch.equal(generate(model, ids), expected)
 
 
 ONE_SEQUENCE = {"streamer", "prompt_lookup_num_tokens", "generation_config"}
@@ -213,7 +287,7 @@ def test_replays(family, backend):
                 assert torch.equal(generate(model, ids, mask), expected[0])
                 assert torch.equal(generate(model, tokens(3, 40)), expected[1])
                 assert torch.equal(generate(model, tokens(3, 17)), expected[2])
-            assert decode_graph._sessions[model].logits.keys() == {True, False}
+            assert decode_graph._sessions[model].logits.keys() == {(True, True), (False, True)}
 
 
 @gpu
@@ -236,7 +310,7 @@ def test_replays_of_experts(family, options, backend):
     with monkey_patch.apply(model, use_cutile=backend == "cutile"):
         got = [generate(model, *prompt) for prompt in prompts]
         graphs = decode_graph._sessions[model].graphs
-        assert graphs.keys() == {True, False} and decode_graph._NO_GRAPH not in graphs.values()
+        assert graphs.keys() == {(True, True), (False, True)} and decode_graph._NO_GRAPH not in graphs.values()
     # In bf16 another choice of experts for a rounding, or another token, changes all that follow.
     assert "dtype" in options or all(map(torch.equal, got, expected))
 

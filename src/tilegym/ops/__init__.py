@@ -10,6 +10,7 @@ from tilegym.ops.attention_ops import gemma_attention_decode
 from tilegym.ops.attention_ops import mla
 from tilegym.ops.attention_ops import mla_decoding
 from tilegym.ops.attention_ops import mla_decoding_split_kv
+from tilegym.ops.decode_ops import argmax
 from tilegym.ops.decode_ops import linear_add
 from tilegym.ops.decode_ops import rms_norm_linear
 from tilegym.ops.decode_ops import rms_norm_swiglu

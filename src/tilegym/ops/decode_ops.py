@@ -1,4 +1,5 @@
-"""Ops of a decoding step, declared: the few rows that a linear layer multiplies, with what stands before and behind it.
+"""Ops of a decoding step, declared: the few rows that a linear layer multiplies, with what stands before and behind it,
+and the choice of the next token.
 
 A step of a dense decoder is its weights read once, and every further pass over a vector is a launch to wait for: here
 the norm before a linear layer, and the activation or the residual behind it, run within the launch that reads the
@@ -89,4 +90,22 @@ def rope_and_cache(
 
     Returns:
         The rotated q, [B, Hq, 1, D]. Not differentiable.
+    """
+
+
+@dispatch("argmax")
+def argmax(x: Tensor) -> Tensor:
+    """The index of each row's largest element, of equal ones the first; NaN counts as larger than all else.
+
+    As ``torch.argmax(x, dim=-1)``; for few long rows, as the logits of a decoding step.
+
+    Args:
+        x: [..., V], fp32, fp16 or bf16, any strides; 0 < V < 2**31.
+
+    Returns:
+        [...] int64. Not differentiable.
+
+    Raises:
+        ValueError: x has no dimension, or V is 0.
+        TypeError: x is not floating point.
     """

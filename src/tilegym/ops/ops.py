@@ -414,7 +414,9 @@ def fused_linear_cross_entropy(
         ignore_index: rows with this target count for nothing, in the gradients neither.
         chunk_size: the most rows whose logits exist at a time; fewer do where that takes no longer. If weight needs a
             gradient they are in its memory: as many as fit, H and in fp16 2 * H, if 4096 or more are asked for. Then
-            logits of rows beyond the first chunk are computed twice.
+            logits of rows beyond the first chunk are computed twice. More than 4096 are taken at their word: what does
+            not fit, the logits of chunk_size - H rows, takes memory of its own, and of up to chunk_size rows none is
+            computed twice.
         reduction: "mean" over the rows that are not ignored (NaN if all are), "sum" or "none". With "none" the backward
             pass computes the logits again.
 

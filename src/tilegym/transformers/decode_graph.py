@@ -10,7 +10,6 @@ caches of the caller's) runs as transformers does it.
 
 import contextlib
 import inspect
-import math
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -23,12 +22,19 @@ from transformers.cache_utils import Cache
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.cache_utils import StaticLayer
 from transformers.generation import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from tilegym.backend import get_current_backend
 from tilegym.errors import FallbackWarning
+from tilegym.ops import argmax
 from tilegym.transformers.attention import NAMES as ATTENTION
 from tilegym.transformers.graph_capture import capture
+from tilegym.transformers.rotary_rows import RotaryRows
+from tilegym.transformers.side_stream import Aside
+from tilegym.transformers.side_stream import LateFlag
 
 DEVICES = ("cuda",)
 ROUND_CAPACITY = 256  # caches hold a multiple of as many tokens, so that similar lengths share a graph
@@ -46,6 +52,7 @@ _MODES = (
     "penalty_alpha",
     "prompt_lookup_num_tokens",
 )
+_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)  # that keep nothing of what they see
 _ARGUMENTS = {"attention_mask", "past_key_values", "use_cache", "position_ids", "logits_to_keep", "cache_position"}
 
 
@@ -124,6 +131,7 @@ class Session:
     def __init__(self, model: nn.Module, batch_size: int, capacity: int) -> None:
         device, config = model.device, model.config.get_text_config(decoder=True)
         self.key = batch_size, capacity
+        self.backend = next((b for b, name in ATTENTION.items() if name == model.config._attn_implementation), None)
         self.fingerprint = fingerprint(model)
         kinds = tuple(getattr(config, "layer_types", None) or ())
         self.cache = DecodeCache(config.num_hidden_layers, capacity, device, kinds)
@@ -132,8 +140,12 @@ class Session:
         self.mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=device)
         # generate gives positions to models that ask for them by name; others may hand them on and mean something else.
         self.positioned = "position_ids" in inspect.signature(type(model).forward).parameters
-        self.graphs: dict[bool, Any] = {}  # by whether there is padding
-        self.logits: dict[bool, Tensor] = {}
+        self.sequences = torch.zeros(batch_size, capacity, dtype=torch.int64, device=device)
+        alone = batch_size == 1 and self.positioned
+        rotary = getattr(model.base_model, "rotary_emb", None) if alone else None
+        self.rotary = RotaryRows(rotary, self.positions, self.cache.length, capacity, model.dtype)
+        self.graphs: dict[tuple[bool, bool], Any] = {}  # by whether there is padding, and whether tokens are chosen
+        self.logits: dict[tuple[bool, bool], Tensor] = {}
 
     def start(self, prompt_mask: Tensor | None, positions: Tensor | None, prompt_length: int) -> bool:
         """Takes over after a prefill of ``prompt_length`` tokens at ``positions`` [B or 1, S]: is any padding?"""
@@ -150,41 +162,53 @@ class Session:
             self.positions.fill_(prompt_length)
         return padded
 
-    def step(self, model: nn.Module, tokens: Tensor, padded: bool) -> Tensor:
-        """The logits [B, V] behind ``tokens`` [B]; they are overwritten by the next step."""
-        self.tokens.copy_(tokens.view(-1, 1))
-        if self.tokens.device.type == "cuda" and padded not in self.graphs:
-            self._capture(model, padded)
-        graph = self.graphs.get(padded, _NO_GRAPH)
-        if graph is _NO_GRAPH:
-            return self._run(model, padded)
-        graph.replay()
-        return self.logits[padded]
+    def step(self, model: nn.Module, padded: bool, choose: bool = False) -> Tensor:
+        """The logits [B, V] behind ``self.tokens`` [B, 1]; they are overwritten by the next step.
 
-    def _run(self, model: nn.Module, padded: bool) -> Tensor:
+        With ``choose`` those that they choose are in ``self.tokens`` then, and the next column of ``self.sequences``.
+        """
+        how = padded, choose
+        if self.tokens.device.type == "cuda" and how not in self.graphs:
+            self._capture(model, how)
+        graph = self.graphs.get(how, _NO_GRAPH)
+        if graph is _NO_GRAPH:
+            return self._run(model, *how)
+        graph.replay()
+        return self.logits[how]
+
+    def _run(self, model: nn.Module, padded: bool, choose: bool = False) -> Tensor:
         options = {"position_ids": self.positions} if self.positioned else {}
-        outputs = model(
-            input_ids=self.tokens,
-            attention_mask=self.mask if padded else None,
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **options,
-        )
+        with self.rotary:
+            outputs = model(
+                input_ids=self.tokens,
+                attention_mask=self.mask if padded else None,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **options,
+            )
+        logits = outputs.logits[:, -1]
         self.cache.advance()
         self.positions.add_(1)
-        return outputs.logits[:, -1]
+        if choose:
+            self.choose(logits)
+        return logits
 
-    def _capture(self, model: nn.Module, padded: bool) -> None:
-        state = [*self.cache.state(), self.positions]
+    def choose(self, logits: Tensor) -> None:
+        """Takes the tokens of the largest ``logits`` [B, V] for the next step, and into the next column."""
+        self.tokens.copy_(argmax(logits, backend=self.backend).view(-1, 1))
+        self.sequences.index_copy_(1, self.cache.length, self.tokens)
+
+    def _capture(self, model: nn.Module, how: tuple[bool, bool]) -> None:
+        state = [*self.cache.state(), self.positions, self.tokens]
         try:
-            graph, self.logits[padded] = capture(lambda: self._run(model, padded), state, self.tokens.device)
+            graph, self.logits[how] = capture(lambda: self._run(model, *how), state, self.tokens.device)
         except Exception as error:  # whatever a model does that a graph cannot hold
-            self.graphs[padded] = _NO_GRAPH
+            self.graphs[how] = _NO_GRAPH
             why = str(error).strip().partition("\n")[0]
             warnings.warn(f"{type(model).__name__} decodes without a CUDA graph: {why}", FallbackWarning, stacklevel=2)
         else:
-            self.graphs[padded] = graph
+            self.graphs[how] = graph
 
 
 _NO_GRAPH = object()
@@ -292,30 +316,48 @@ def sample(
     logits = outputs.logits[:, -1]
     del outputs
     padded = session.start(mask, positions, length)
-    sequences = torch.cat([input_ids, input_ids.new_zeros(batch_size, max_length - length)], dim=1)
+    # Where nothing is done to the scores first, the choice is a part of the captured step.
+    choose = not generation_config.do_sample and not logits_processor
+    kept = choose and not all(type(criterion) in _CRITERIA for criterion in stopping_criteria)
+    if choose:
+        sequences = session.sequences[:, :max_length]
+        sequences[:, :length] = input_ids
+        session.choose(logits)
+    else:
+        sequences = torch.cat([input_ids, input_ids.new_zeros(batch_size, max_length - length)], dim=1)
+    session.rotary.fill(length, max_length - 1)
     unfinished = torch.ones(batch_size, dtype=torch.bool, device=input_ids.device)
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    all_ended = _LateFlag(input_ids.device)
+    all_ended = LateFlag(input_ids.device)
     ended_at: int | None = None
-    aside = _Aside(input_ids.device)
+    aside = Aside(input_ids.device)
     while True:
-        scores = logits_processor(sequences[:, :length], logits.to(torch.float32, copy=True))
-        if generation_config.do_sample:
-            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        if choose:
+            tokens = session.tokens.view(-1)
         else:
-            tokens = argmax(scores)
-        if has_eos:
+            scores = logits_processor(sequences[:, :length], logits.to(torch.float32, copy=True))
+            if generation_config.do_sample:
+                tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+            else:
+                tokens = argmax(scores, backend=session.backend)
+        if has_eos and batch_size > 1:  # of one sequence nothing is kept behind its end
             tokens = torch.where(unfinished, tokens, generation_config._pad_token_tensor.to(tokens.device))
-        sequences[:, length] = tokens
+        if not choose or (has_eos and batch_size > 1):
+            session.tokens.copy_(tokens.view(-1, 1))
+            sequences[:, length] = tokens
         length += 1
+        seen = sequences[:, :length]
+        shown = torch.empty_like(seen) if kept else seen
         with aside.run():
-            unfinished &= ~stopping_criteria(sequences[:, :length], scores)
+            if kept:
+                shown.copy_(seen)
+            unfinished &= ~stopping_criteria(shown, None)  # as in transformers, where no scores are asked for
             if length < max_length:
                 all_ended.post(~unfinished.any(), length)
         if length >= max_length:
             break
         with getattr(model, "_optimize_model_for_decode", contextlib.nullcontext)():
-            logits = session.step(model, tokens, padded)
+            logits = session.step(model, padded, choose)
         aside.join()
         ended_at = all_ended.read()
         if ended_at is not None:
@@ -323,70 +365,7 @@ def sample(
     aside.join()
     if ended_at is None:
         ended_at = all_ended.read(wait_for_last=True)
-    return sequences[:, : ended_at or length]
-
-
-def argmax(scores: Tensor) -> Tensor:
-    """``scores.argmax(-1)``, [B], of [B, V]: of parts of each row first, so that few rows keep many blocks at work.
-
-    With that and :class:`_Aside`, 43 us between the replays of Llama-3.1-8B on an H200 instead of 73.
-    """
-    rows, width = scores.shape
-    parts = math.gcd(width, 256)
-    if parts == 1 or rows > 64 or not scores.is_contiguous():
-        return scores.argmax(-1)
-    top, at = scores.view(rows, parts, width // parts).max(-1)
-    part = top.argmax(-1, keepdim=True)
-    return at.gather(1, part).add_(part, alpha=width // parts).squeeze(1)
-
-
-class _Aside:
-    """What the next token does not wait for: small launches on a stream of their own, beside the model's step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        """Within it launches go aside; they see what has been launched before."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self) -> None:
-        """What is launched from here on sees what was launched aside."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-
-class _LateFlag:
-    """A boolean of the device that the host reads one posting later, when it has long been copied."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-        self._posts: list[tuple[Tensor, int, Any]] = []
-
-    def post(self, flag: Tensor, length: int) -> None:
-        copy = torch.empty((), dtype=torch.bool, pin_memory=self._pinned)
-        copy.copy_(flag, non_blocking=True)
-        event = None
-        if self._pinned:
-            event = torch.cuda.Event()
-            event.record()
-        self._posts.append((copy, length, event))
-
-    def read(self, wait_for_last: bool = False) -> int | None:
-        """The length at which the flag was first posted as true, as far as it is known; None if it was not."""
-        while len(self._posts) > (0 if wait_for_last else 1):
-            copy, length, event = self._posts.pop(0)
-            if event is not None:
-                event.synchronize()
-            if bool(copy):
-                return length
-        return None
+    return sequences[:, : ended_at or length].clone() if choose else sequences[:, : ended_at or length]
 
 
 @contextlib.contextmanager

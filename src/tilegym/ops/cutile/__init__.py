@@ -1,6 +1,7 @@
 """The cuTile implementations: one file an op with its kernels, launch, autograd and registration."""
 
 from tilegym.ops.cutile import activations
+from tilegym.ops.cutile import argmax
 from tilegym.ops.cutile import attention
 from tilegym.ops.cutile import attention_sink
 from tilegym.ops.cutile import bmm

@@ -28,12 +28,13 @@ NOTHING = -1  # what no element's bits are, which the compiler must not know
 MIN_BYTES, HALF_BYTES = 2**22, 2**25
 
 
-def begin_early(weights, n, out, nothing, TILE_N: Int, early, COLS: Int, OVERLAP: Bool):
+def begin_early(weights, n, out, nothing, TILE_N: Int, early, COLS: Int, OVERLAP: Bool, IN_TURN: Bool = False):
     """In a kernel, as ``begin``, first of all: block n reads ahead of the wait what it then takes from ``weights``.
 
     Of each of them, [N, K] in 16 bits, the first COLS columns of TILE_N rows, by the ``early`` blocks that run first.
     ``nothing`` is NOTHING, which no element is: for it the first of ``out``, [1, N] or [1, 1, N], would be written.
-    COLS is a multiple of what THREADS sectors of TILE_N rows cover.
+    COLS is a multiple of what THREADS sectors of TILE_N rows cover. IN_TURN: each load waits for the one before it, so
+    that what the launch in front still loads does not queue behind them all.
     """
     if OVERLAP:
         ct.grid_dependency_control_launch_dependents()
@@ -45,7 +46,10 @@ def begin_early(weights, n, out, nothing, TILE_N: Int, early, COLS: Int, OVERLAP
             seen = ct.zeros((TILE_N, across), dtype=ct.int32)
             for weight in ct.static_iter(weights):
                 for i in ct.static_iter(range(COLS // (step * across))):
-                    tile = ct.gather(weight, (rows, cols + i * (step * across)))
+                    at = cols + i * (step * across)
+                    if IN_TURN:
+                        at = at + ct.where(seen == nothing, 1, 0)
+                    tile = ct.gather(weight, (rows, at))
                     seen = ct.maximum(seen, ct.bitcast(tile, ct.uint16).astype(ct.int32))
             at = 0 * seen
             index = (at, at) if out.ndim == 2 else (at, at, at)
@@ -78,9 +82,9 @@ def row_at_once(x, K: Int, TILE_K: Int):
 
 
 def columns_of(k: int, tile_n: int, wanted: int) -> int:
-    """COLS: ``wanted``, but no more than rows of k columns need."""
+    """COLS: ``wanted`` or a little more, but no more than rows of k columns need."""
     at_once = SECTOR // 2 * (THREADS // tile_n)
-    return min(wanted, -(-k // at_once) * at_once)
+    return min(-(-wanted // at_once), -(-k // at_once)) * at_once
 
 
 def waits_in_graph(weight: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The reference implementations in plain PyTorch, which are also the fallback."""
 
 from tilegym.ops.pytorch import activations
+from tilegym.ops.pytorch import argmax
 from tilegym.ops.pytorch import attention
 from tilegym.ops.pytorch import attention_sink
 from tilegym.ops.pytorch import bmm

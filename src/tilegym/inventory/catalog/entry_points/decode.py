@@ -1,5 +1,6 @@
-"""Entry points of Solutions: what a decoding step computes in one launch."""
+"""Entry points of Solutions: what a decoding step computes in one launch, and its choice of a token."""
 
+from tilegym.ops import argmax as argmax_op
 from tilegym.ops import linear_add as linear_add_op
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu as rms_norm_swiglu_op
@@ -20,3 +21,7 @@ def linear_add(x, weight, residual):
 
 def rope_and_cache(q, k, v, cos, sin, keys, values, position):
     return rope_and_cache_op(q, k, v, cos, sin, keys, values, position, backend="cutile")
+
+
+def argmax(logits):
+    return argmax_op(logits, backend="cutile")
