@@ -23,6 +23,7 @@ from tilegym.ops.pytorch.silu_and_mul import silu_and_mul as silu_and_mul_refere
 OVERLAPPING: dict[str, Callable] = {
     "geglu": lambda a, b, table: ops.geglu(a, b, backend="cutile"),
     "gelu": lambda a, b, table: ops.gelu(a, backend="cutile"),
+    "relu": lambda a, b, table: ops.relu(a, backend="cutile"),
     "sigmoid_mul": lambda a, b, table: ops.sigmoid_mul(a, b, backend="cutile"),
     "silu_and_mul": lambda a, b, table: ops.silu_and_mul(a, backend="cutile"),
     "swiglu": lambda a, b, table: ops.swiglu(a, b, backend="cutile"),
