@@ -18,6 +18,8 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import causal_conv1d_fn
 from tilegym.ops import causal_conv1d_update
 from tilegym.ops.cutile import causal_conv1d
+from tilegym.ops.cutile.causal_conv1d import SMALL_SPAN
+from tilegym.ops.cutile.causal_conv1d import SPAN
 from tilegym.ops.cutile.causal_conv1d import Walk
 from tilegym.ops.cutile.causal_conv1d import conv_backward
 from tilegym.ops.cutile.causal_conv1d import conv_forward
@@ -237,10 +239,21 @@ class Test_CausalConv1d(PyTestCase):
         self.assertCorrectness(causal_conv1d_fn, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)
 
     @dtypes()
-    @pytest.mark.parametrize("shape", [(2, 32, 64, 4), (2, 128, 45, 3), (1, 256, 3, 2), (1, 300, 32, 4)])
-    def test_blocks_full_of_channels_or_tokens(self, dtype, shape):
-        """Of channels, of tokens, or of both: of what is full no bounds are checked."""
+    @pytest.mark.parametrize("multiprocessors", [0, 132])
+    @pytest.mark.parametrize(
+        "shape", [(2, 32, 64, 4), (2, 128, 35, 3), (1, 128, 9, 4), (1, 256, 3, 2), (1, 300, 32, 4)]
+    )
+    def test_blocks_full_of_channels_or_tokens(self, dtype, shape, multiprocessors, monkeypatch):
+        """Of channels, of tokens, or of both: of what is full no bounds are checked. Wide and small blocks."""
+        monkeypatch.setattr(causal_conv1d, "sm_count", lambda _: multiprocessors)
+        causal_conv1d.pieces_plan.cache_clear()
+        with recorded_launches(run=True) as launches:
+            kwargs = {name: t.cpu() if torch.is_tensor(t) else t for name, t in arguments(*shape, dtype=dtype).items()}
+            causal_conv1d_fn(**kwargs, backend="cutile")
+        (_, args), length = launches[0], SMALL_SPAN if multiprocessors else SPAN
+        assert args[6] == length and args[-2] == (shape[1] == 300 or shape[2] < length)  # SPAN and CHECK
         self.assertCorrectness(causal_conv1d_fn, reference, arguments(*shape, dtype=dtype), {"backend": "cutile"})
+        causal_conv1d.pieces_plan.cache_clear()
 
     @pytest.mark.parametrize("shape", [(5, 8, 64, 4), (7, 6, 3, 4)])
     def test_more_blocks_than_along_one_axis(self, shape, monkeypatch):

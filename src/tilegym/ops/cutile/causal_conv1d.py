@@ -44,6 +44,9 @@ def conv_tiles(channels: int, tokens: int) -> tuple[int, int]:
 # Pieces of a block side by side, tokens of each, bytes of a token, and blocks to a multiprocessor. On an H200 in bf16
 # (a copy in brackets) 8192 tokens of 8192 channels take 73 us (68), 8x2048 of 6144 106 (98), 512 of 8192 10.4 (8.6).
 ROWS, SPAN, WIDTH, OCCUPANCY = 4, 8, 512, 4
+# Where that would make no more blocks than there are multiprocessors: 16 tokens of 8192 channels take 5.8 us instead of
+# 7.9 (5.1), 100 tokens 6.7 instead of 8.6 (5.7).
+SMALL_SPAN, SMALL_WIDTH = 4, 256
 MAX_BLOCKS = 65535  # along axis 2
 
 
@@ -64,15 +67,18 @@ BEGINNING = 6  # as many groups' time as a block takes before its loop: a guess
 
 @functools.lru_cache(maxsize=1024)
 def pieces_plan(
-    batch: int, channels: int, tokens: int, itemsize: int
+    batch: int, channels: int, tokens: int, itemsize: int, device: int
 ) -> tuple[ct.kernel, tuple[int, int, int], tuple[int, int, int, int], tuple[bool, bool, bool]]:
     """(kernel, grid, (groups of pieces of an entry, ROWS, SPAN, TILE_C), (EVEN, CHECK, FAR))."""
-    tile_c, pieces = min(WIDTH // itemsize, next_power_of_2(channels)), ct.cdiv(tokens, ROWS * SPAN)
+    for length, width in ((SPAN, WIDTH), (SMALL_SPAN, SMALL_WIDTH)):
+        tile_c, pieces = min(width // itemsize, next_power_of_2(channels)), ct.cdiv(tokens, ROWS * length)
+        if batch * pieces * ct.cdiv(channels, tile_c) > sm_count(device):
+            break
     far = ct.cdiv(batch * pieces, MAX_BLOCKS)
-    check = far > 1 or channels % tile_c != 0
+    check = far > 1 or channels % tile_c != 0 or tokens < length
     kernel = hinted(conv_last_kernel, num_worker_warps=4, occupancy=OCCUPANCY)
     grid = far, ct.cdiv(channels, tile_c), min(batch * pieces, MAX_BLOCKS)
-    return kernel, grid, (pieces, ROWS, SPAN, tile_c), (tokens % (ROWS * SPAN) == 0, check, far > 1)
+    return kernel, grid, (pieces, ROWS, length, tile_c), (tokens % (ROWS * length) == 0, check, far > 1)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -155,7 +161,9 @@ def conv_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     last = is_channels_last(x)
     for _, (some_x, some_y) in entries_per_launch(_not_expanded(x) if last else x, y):
         if last:
-            kernel, grid, tiles, exact = pieces_plan(some_x.shape[0], channels, tokens, x.element_size())
+            kernel, grid, tiles, exact = pieces_plan(
+                some_x.shape[0], channels, tokens, x.element_size(), x.get_device()
+            )
             launch(x, grid, kernel, (some_x.mT, flat(weight), b, some_y.mT, *tiles, *options, *exact))
         else:
             tile_c, tile_t = conv_tiles(channels, tokens)

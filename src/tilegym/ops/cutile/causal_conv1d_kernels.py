@@ -11,7 +11,7 @@ Backward, with z the convolution's sums: ``dz = dy * act'(z)``, ``dx[t] = sum_j 
 added in a fixed order.
 
 Constants of the kernels: BIAS, whether there is one; SILU, whether it is the activation; EVEN, whether all groups are
-full; CHECK, whether there are blocks with fewer than TILE_C channels.
+full; CHECK, whether bounds are checked: there are blocks with fewer than TILE_C channels, or fewer than SPAN tokens.
 """
 
 import cuda.tile as ct
@@ -138,15 +138,11 @@ def _tokens_near(x, batch, at, channels, SPAN: Int, K: Int, EVEN: Bool, CHECK: B
     """Of each piece, whose first token is ``at``, its tokens and the K - 1 before it, [ROWS, TILE_C] each."""
     tokens = ()
     for u in ct.static_iter(range(1 - K, SPAN)):
-        if CHECK:
-            tokens = (*tokens, ct.gather(x, (batch, at + u, channels)))
-        elif u < 0:
-            there = at > 0 if EVEN else (at > 0) & (at + u < x.shape[1])
+        if u < 0 and not CHECK:
+            there = at > 0 if EVEN else at + u >= 0
             tokens = (*tokens, ct.gather(x, (batch, at + u, channels), mask=there, check_bounds=False))
-        elif EVEN:
-            tokens = (*tokens, ct.gather(x, (batch, at + u, channels), check_bounds=False))
         else:
-            tokens = (*tokens, ct.gather(x, (batch, at + u, channels), mask=at + u < x.shape[1], check_bounds=False))
+            tokens = (*tokens, ct.gather(x, (batch, at + u, channels), check_bounds=CHECK))
     return tokens
 
 
@@ -163,7 +159,10 @@ def conv_last_kernel(
     # Along 1 and 2, where they come without a division.
     number = ct.bid(0) * ct.num_blocks(2) + ct.bid(2) if FAR else ct.bid(2)
     batch, across = number // pieces, span(ct.bid(1), TILE_C)
-    at, channels = (number % pieces * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]) * SPAN, across[None, :]
+    first, channels = (number % pieces * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]) * SPAN, across[None, :]
+    # A piece that would go beyond the last token ends with it, and writes what no other piece does: a check of every
+    # token takes 99 us for 8191 tokens of 8192 channels in bf16 on an H200, this 77.
+    at = first if EVEN or CHECK else ct.minimum(first, x.shape[1] - SPAN)
     near = _tokens_near(x, batch, at, channels, SPAN, K, EVEN, CHECK)
     taps, b = _filter_of_walk(weight, ct.bid(1), across, K), _bias(bias, channels, BIAS)
     rows = ()
@@ -176,7 +175,7 @@ def conv_last_kernel(
         if EVEN or CHECK:
             ct.scatter(y, (batch, at + u, channels), z.astype(y.dtype), check_bounds=CHECK)
         else:
-            ct.scatter(y, (batch, at + u, channels), z.astype(y.dtype), mask=at + u < x.shape[1], check_bounds=False)
+            ct.scatter(y, (batch, at + u, channels), z.astype(y.dtype), mask=u >= first - at, check_bounds=False)
 
 
 @ct.kernel
