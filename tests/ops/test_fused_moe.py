@@ -254,11 +254,15 @@ class Test_FusedMoE(PyTestCase):
         with gpu_plans(hopper=False):
             assert moe_experts.choose(512, 2, 8, 2, False, 0).rows == 64
 
-    def test_others_keep_blocks_of_64_rows(self):
-        """The backward pass and products by group alone."""
+    @pytest.mark.parametrize("alone", [False, True])
+    def test_the_backward_pass_keeps_blocks_of_64_rows(self, alone):
+        """And so do products by group that have a bias."""
         with gpu_plans(hopper=True):
-            rows = [moe_experts.choose(n, 2, 8, 2, False, 0, as_vectors=False).rows for n in (256, 512, 520)]
-        assert rows == [64, 64, 128]
+            plans = [
+                moe_experts.choose(n, 1, 8, 2, False, 0, as_vectors=False, alone=alone) for n in (504, 512, 1024, 1032)
+            ]
+        assert [plan.rows for plan in plans] == [64, *((128, 128) if alone else (64, 64)), 128]
+        assert [plan.persistent for plan in plans] == [plan.rows == 128 for plan in plans]
 
     def test_three_runs_are_equal(self):
         kwargs = arguments((40, 3, 4, 48, 24), torch.bfloat16)

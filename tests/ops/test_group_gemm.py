@@ -313,6 +313,13 @@ class Test_RaggedGroupGEMM(PyTestCase):
         ):
             assert_launches_compile(call)
 
+    def test_rows_with_a_bias_keep_smaller_blocks(self):
+        a, b, bias = randn(40, 24), randn(2, 16, 24), randn(2, 16)
+        with mock.patch.object(ragged, "choose", wraps=ragged.choose) as choose:
+            for given in (bias, None):
+                ragged_group_gemm(a, b, torch.tensor([0, 7, 33], device=device()), bias=given, backend="cutile")
+        assert [call.kwargs["alone"] for call in choose.call_args_list] == [False, True]
+
     @gpu
     @pytest.mark.parametrize("rows", [40, 3000])
     def test_real_sizes(self, rows):

@@ -69,9 +69,17 @@ def is_hopper(device: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def choose(
-    tokens: int, top_k: int, experts: int, itemsize: int, transposed: bool, device: int, as_vectors: bool = True
+    tokens: int,
+    top_k: int,
+    experts: int,
+    itemsize: int,
+    transposed: bool,
+    device: int,
+    as_vectors: bool = True,
+    alone: bool = False,
 ) -> Plan:
-    """The plan for ``tokens`` x ``top_k`` pairs; with ``as_vectors`` few of them are not sorted.
+    """The plan for ``tokens`` x ``top_k`` pairs; with ``as_vectors`` few of them are not sorted. ``alone``: for one
+    product, ``ragged_group_gemm``'s.
 
     Measured on an H200 in bf16 with the experts of Qwen3-30B-A3B: 1 token 36.5 us as vectors, 32.0 with all tokens in
     each block, 2 tokens 54.2 and 51.3, 4 tokens 95.5 and 82.2; 64 tokens 192 us up and 106 down (4130 and 3734 GB/s),
@@ -79,12 +87,13 @@ def choose(
     1308 in all, and 1245 where the second GEMM is persistent. Of gpt-oss-20b 8192 tokens take 2794 us, and 5108 with
     the activation in the first GEMM. From 64 rows an expert on, where more than 64 are as likely as fewer, blocks of
     128 (of 64) take: 256 tokens of Mixtral-8x7B 743 us (914), 512 tokens 1040 (1244), 512 of gpt-oss-20b 498 (500),
-    1024 649 (709), 1024 of DeepSeek-V2-Lite 381 (427).
+    1024 649 (709), 1024 of DeepSeek-V2-Lite 381 (427). One product of as many rows, uneven (torch's grouped_mm): 600 by
+    Mixtral's 8 experts 485 (622, 661), 9600 by Qwen3's 128 231 (275, 264), 2400 by gpt-oss's 32 295 (366, 354).
     """
     pairs = tokens * top_k
     share = pairs / experts
-    # Few enough for blocks of 64 rows: fewer in fused_moe's forward pass, which alone may go unsorted, as measured.
-    few = share < 64 if as_vectors and is_hopper(device) else share <= 128
+    # Few enough for blocks of 64 rows: fewer where it was measured, not in fused_moe's backward pass.
+    few = share < 64 if (as_vectors or alone) and is_hopper(device) else share <= 128
     # Eight pairs that fall on 32 experts share hardly any.
     as_vectors = as_vectors and (tokens == 1 or 4 * pairs <= experts)
     if device < 0:

@@ -160,7 +160,9 @@ def ragged_forward(
         return c.zero_()
     a = a if a.stride(1) == 1 else a.contiguous()
     b, transposed = as_stored(b, not transpose_b)
-    plan = choose(rows, 1, experts, a.element_size(), transposed, a.get_device(), as_vectors=False)
+    # Large blocks of rows that have a bias were not measured.
+    alone = bias is None
+    plan = choose(rows, 1, experts, a.element_size(), transposed, a.get_device(), as_vectors=False, alone=alone)
     tile, height = plan.down, plan.rows
     items = rows // height + min(rows, experts + 2)  # at most one tile of each group is not full
     work = offsets.new_empty(4, items, dtype=torch.int32)
