@@ -155,14 +155,6 @@ def _fake_align(topk_ids, block_size, num_experts):
     return tuple(topk_ids.new_empty(size, dtype=torch.int32) for size in (pairs, blocks, num_experts + 1))
 
 
-@compilable(fake=_fake_align)
-def moe_align_rows(
-    topk_ids: torch.Tensor, block_size: int, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The row of each pair (-1: none), the expert of each block of rows, and where each expert's rows begin."""
-    return launch_align(topk_ids, block_size, num_experts)
-
-
 def _fake(topk_ids, block_size, num_experts):
     _, expert_of, _ = _fake_align(topk_ids, block_size, num_experts)
     sorted_ids = expert_of.new_empty(expert_of.shape[0] * block_size)
