@@ -39,7 +39,7 @@ def gradients(kwargs, *scales):
         logits = kwargs["logits"].detach().requires_grad_()
         loss = cross_entropy(**kwargs | {"logits": logits}, backend="cutile")
         assert type(loss.grad_fn).__name__ == "CrossEntropyAheadBackward"
-        found += torch.autograd.grad(loss, logits, torch.tensor(scale, device=logits.device))
+        found += torch.autograd.grad(loss, logits, torch.as_tensor(scale, device=logits.device))
     return found
 
 
@@ -133,6 +133,28 @@ class Test_CrossEntropyAhead(PyTestCase):
         kwargs = arguments(M, V)
         kwargs["target"].fill_(-100)
         self.assertCorrectness(cross_entropy, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_everything_ignored_where_a_gradient_of_0_is_expected(self):
+        """Over no rows that is NaN, as if nothing was expected."""
+        logits, target = arguments(M, V).values()
+        target.fill_(-100)
+        expected = torch.tensor([0.0, 1.0], device=logits.device)
+        loss, number, dx, *kept = cross_entropy_forward_ahead(logits, target, expected, -100)
+        dx.fill_(7.0)  # whatever was in its memory
+        cross_entropy_correct(torch.zeros_like(loss), number, logits, target, *kept, dx, expected, -100, False)
+        assert not dx.any()
+
+    @dtypes(torch.float64, torch.bfloat16)
+    def test_another_default_dtype(self, dtype):
+        kwargs, before = arguments(M, V), torch.get_default_dtype()
+        (expected,) = gradients(kwargs, 0.3)
+        ahead._expected.cache_clear()
+        torch.set_default_dtype(dtype)
+        try:
+            (grad,) = gradients(kwargs, torch.tensor(0.3, dtype=torch.float32))
+        finally:
+            torch.set_default_dtype(before)
+        assert torch.equal(grad, expected)
 
     def test_where_not(self, monkeypatch):
         logits = randn(M, V, dtype=torch.bfloat16).requires_grad_()

@@ -173,8 +173,9 @@ def correct_kernel(
     """Writes dx, ALWAYS or if it was written for another gradient of the loss than ``dloss`` [1], which is expected
     from now on. As many blocks as run at once take the last rows first, which the cache may hold still."""
     begin(OVERLAP)
-    scale = ct.gather(dloss, 0)
-    if (scale != ct.gather(factors, 1)) | ALWAYS:
+    scale, guess = ct.gather(dloss, 0), ct.gather(factors, 0)
+    # A guess of 0 over no rows is NaN, for which none was written.
+    if (scale != ct.gather(factors, 1)) | (guess != guess) | ALWAYS:
         factor = scale / ct.gather(number, 0)
         across = ct.cdiv(x.shape[1], TILE_N)
         count = x.shape[0] * across
@@ -223,7 +224,7 @@ def serves(logits: torch.Tensor) -> bool:
 def _expected(device: int) -> torch.Tensor:
     # No result depends on what is in it.
     with _disable_current_modes():  # such as those that only follow shapes
-        return torch.ones(2, device="cpu" if device < 0 else torch.device("cuda", device))
+        return torch.ones(2, dtype=torch.float32, device="cpu" if device < 0 else torch.device("cuda", device))
 
 
 def _outputs(logits, target, *_):
