@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilegym import ops
 from tilegym.backend import get_available_backends_for_op
 from tilegym.backend import get_registry_info
+from tilegym.errors import UnsupportedError
 
 every_op = pytest.mark.parametrize("op", sorted(samples.SAMPLES))
 differentiable_op = pytest.mark.parametrize("op", sorted(set(samples.SAMPLES) - samples.NOT_DIFFERENTIABLE))
@@ -107,6 +108,25 @@ def test_gradcheck(op):
     call = Call(op, tokens=4)
     assert any(t.requires_grad for t in call.tensors), "nothing to differentiate"
     torch.autograd.gradcheck(call, call.tensors, eps=1e-2, atol=2e-2, rtol=2e-2, nondet_tol=0.0, fast_mode=True)
+
+
+@differentiable_op
+def test_second_derivative(op):
+    """An error, where it is not the reference's; also of a loss, whose own gradient is a constant."""
+
+    def second(backend):
+        call = Call(op, backend)
+        wanted = [t for t in call.tensors if t.requires_grad]
+        outputs = [o.float().sum() for o in call(*call.tensors) if o.requires_grad]
+        first = torch.autograd.grad(outputs, wanted, create_graph=True)
+        total = torch.stack([g.square().sum() for g in first]).sum() + outputs[0]
+        return torch.autograd.grad(total, wanted)
+
+    if op in samples.TWICE_DIFFERENTIABLE:
+        torch.testing.assert_close(second("cutile"), second("pytorch"), rtol=1e-2, atol=1e-2)
+    else:
+        with pytest.raises(UnsupportedError, match="ran with create_graph=True"):
+            second("cutile")
 
 
 class Recorded(TorchDispatchMode):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import nn
 
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.ops.modules import SwiGLUMLP
 from tilegym.ops.ops import linear
 from tilegym.ops.ops import matmul
@@ -85,7 +86,7 @@ class _GateUp(torch.autograd.Function):
         return gate_up_forward(x, gate, up, gate_bias, up_bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         needed = ctx.needs_input_grad
         wanted = (needed[0], needed[1] or needed[2], needed[3] or needed[4])

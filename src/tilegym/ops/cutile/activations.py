@@ -10,6 +10,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.geglu import _gate
 from tilegym.ops.cutile.geglu import gelu_of
@@ -178,7 +179,7 @@ class GELU(torch.autograd.Function):
         return gelu_forward(x, tanh, True)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         return gelu_backward(dy, *ctx.saved_tensors, ctx.tanh), None
 
@@ -191,7 +192,7 @@ class ReLU(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         return relu_backward(dy, *ctx.saved_tensors)
 

@@ -17,6 +17,7 @@ from tilegym.backend.cutile.autotuner import Config
 from tilegym.backend.cutile.autotuner import SearchSpace
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.cutile.tuning_key import bucket
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.attention_backward import attention_backward
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
@@ -331,7 +332,7 @@ class Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, do):
         q, k, v, sinks, attention_mask, kv_len, out, lse = ctx.saved_tensors
         dsinks = sinks if ctx.needs_input_grad[3] else None

@@ -10,6 +10,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.causal_conv1d_kernels import conv_backward_kernel
 from tilegym.ops.cutile.causal_conv1d_kernels import conv_kernel
@@ -248,7 +249,7 @@ class CausalConv(torch.autograd.Function):
         return conv_forward(x, weight, bias, silu)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         x, weight, bias = ctx.saved_tensors
         dx, dw, db = conv_backward(dy, x, weight, bias, ctx.silu)

@@ -21,6 +21,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile import cross_entropy_ahead
 from tilegym.ops.cutile import pointwise
@@ -369,7 +370,7 @@ class CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dloss):
         logits, target, lse, number = ctx.saved_tensors
         args = (dloss.expand(target.shape), logits, target, lse, *ctx.options, number)

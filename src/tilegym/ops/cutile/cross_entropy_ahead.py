@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tilegym.backend import in_place
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.ops.cutile.cross_entropy_terms import above
 from tilegym.ops.cutile.cross_entropy_terms import base_of
 from tilegym.ops.cutile.cross_entropy_terms import power_of
@@ -287,7 +288,7 @@ class CrossEntropyAhead(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dloss):
         number, logits, *kept = ctx.saved_tensors
         dx, ctx.dx = ctx.dx, None

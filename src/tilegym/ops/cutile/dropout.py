@@ -9,6 +9,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Float
@@ -106,7 +107,7 @@ class Dropout(torch.autograd.Function):
         return dropout_forward(x, seed, p)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         return dropout_forward(dy, *ctx.options), None, None
 

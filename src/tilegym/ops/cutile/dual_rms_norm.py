@@ -12,6 +12,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED_BACKWARD
 from tilegym.ops.cutile.row_norms import add_blocks
@@ -218,7 +219,7 @@ class DualRMSNorm(torch.autograd.Function):
         return dual_rms_norm_forward(q, k, q_weight, k_weight, eps, offset, rounded)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dq_out, dk_out):
         wanted = ctx.needs_input_grad[2:4]
         dq, dk, *sums = dual_rms_norm_backward(dq_out, dk_out, *ctx.saved_tensors, *ctx.options, *wanted)

@@ -14,6 +14,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
 from tilegym.ops.cutile.row_norms import at_once
@@ -177,7 +178,7 @@ class AddRMSNorm(torch.autograd.Function):
         return y, total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy, dtotal):
         total, weight, rstd = ctx.saved_tensors
         dweight = ctx.needs_input_grad[2]

@@ -19,6 +19,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.backend.in_place import may_run_again
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile import linear_cross_entropy_plan as plan
@@ -362,7 +363,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dloss):
         first, *saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]

@@ -25,6 +25,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.gated_delta_rule_backward import backward_chunk_kernel
@@ -280,7 +281,7 @@ class ChunkGatedDeltaRule(torch.autograd.Function):
         return chunk_forward(q, k, v, g, beta, initial, with_final, normalize)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dout, dfinal):
         q, k, v, g, beta, initial = ctx.saved_tensors
         if dout is None:

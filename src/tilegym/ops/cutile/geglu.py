@@ -14,6 +14,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.pointwise import layout
 from tilegym.ops.cutile.pointwise import small_or_flat
@@ -170,7 +171,7 @@ class GEGLU(torch.autograd.Function):
         return geglu_forward(a, b, tanh)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         saved = ctx.saved_tensors
         if ctx.in_place and in_place.may_overwrite(ctx.in_place, *saved):

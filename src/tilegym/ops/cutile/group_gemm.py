@@ -11,6 +11,7 @@ from tilegym.backend import recording
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.bmm import GROUP_M as BATCH_GROUP_M
 from tilegym.ops.cutile.bmm import bmm_kernel
@@ -249,7 +250,7 @@ class GroupGEMM(torch.autograd.Function):
         return tuple(products(list(operands[:count]), list(operands[count:]), False, transpose_b))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, *grads):
         transpose_b, count = ctx.options
         a, b, grads = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:]), list(grads)

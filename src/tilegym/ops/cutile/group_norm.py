@@ -19,6 +19,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.group_norm_parts import group_norm_parts_backward_kernel
 from tilegym.ops.cutile.group_norm_parts import group_norm_parts_kernel
@@ -300,7 +301,7 @@ class GroupNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         x, statistics, weight = ctx.saved_tensors
         _, _, dweight, dbias, _ = ctx.needs_input_grad

@@ -16,6 +16,7 @@ from tilegym.backend.cutile.autotuner import Config
 from tilegym.backend.cutile.autotuner import SearchSpace
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.cutile.tuning_key import bucket
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.attention_backward import launch_backward
 from tilegym.ops.cutile.attention_common import KEY_MASK
@@ -338,7 +339,7 @@ class LatentAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, do):
         q, k, v, qpe, kpe, attention_mask, kv_len, out, lse = ctx.saved_tensors
         grads = mla_backward(do, q, k, v, qpe, kpe, out, lse, *ctx.options, attention_mask, kv_len)

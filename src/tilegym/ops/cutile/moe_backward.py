@@ -9,6 +9,7 @@ import torch
 
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.ops.cutile.moe_activation import moe_activation_backward_kernel
 from tilegym.ops.cutile.moe_activation import moe_activation_kernel
 from tilegym.ops.cutile.moe_align import launch_align
@@ -208,7 +209,7 @@ class FusedMoE(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dout):
         *tensors, w1_up, b1, b2 = ctx.saved_tensors
         needs = ctx.needs_input_grad

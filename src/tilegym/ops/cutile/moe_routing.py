@@ -10,6 +10,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
@@ -211,7 +212,7 @@ class TopK(torch.autograd.Function):
         return weights, ids
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dweights, _):
         logits, ids = ctx.saved_tensors
         return moe_topk_backward(dweights, logits, ids, *ctx.options), *[None] * 8

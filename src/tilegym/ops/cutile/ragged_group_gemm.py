@@ -10,6 +10,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.matmul import GROUP_M
 from tilegym.ops.cutile.matmul import tile_of_block
@@ -244,7 +245,7 @@ class RaggedGroupGEMM(torch.autograd.Function):
         return ragged_forward(a, b, offsets, transpose_b, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dc):
         a, b, offsets = ctx.saved_tensors
         da = db = dbias = None

@@ -16,6 +16,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.pointwise import over_one_plus_exp
 from tilegym.ops.cutile.row_norms import MAX_CACHED
@@ -223,7 +224,7 @@ class RMSNormGated(torch.autograd.Function):
         return rms_norm_gated_forward(x, gate, weight, eps, norm_first, n, silu, rounded)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         dweight = ctx.needs_input_grad[2]
         dx, dgate, dw = rms_norm_gated_backward(dy, *ctx.saved_tensors, *ctx.options, dweight)

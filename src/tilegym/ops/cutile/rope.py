@@ -12,6 +12,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import INT32_MAX
@@ -173,7 +174,7 @@ class RoPE(torch.autograd.Function):
         return rope_forward(q, k, cos, sin, rotary, False, True)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dq, dk):
         return *rope_forward(dq, dk, *ctx.saved_tensors, ctx.rotary, True, True), None, None, None
 

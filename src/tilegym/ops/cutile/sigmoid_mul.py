@@ -10,6 +10,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.pointwise import layout
 from tilegym.ops.cutile.pointwise import over_one_plus_exp
@@ -81,7 +82,7 @@ class SigmoidMul(torch.autograd.Function):
         return sigmoid_mul_forward(x, gate)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         return sigmoid_mul_backward(dy, *ctx.saved_tensors)
 

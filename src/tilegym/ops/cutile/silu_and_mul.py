@@ -7,6 +7,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.pointwise import layout
 from tilegym.ops.cutile.pointwise import tile_of
@@ -83,7 +84,7 @@ class SiluAndMul(torch.autograd.Function):
         return silu_and_mul_forward(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         if ctx.in_place and in_place.may_overwrite(ctx.in_place, x):

@@ -16,6 +16,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.parts import bits
 from tilegym.ops.cutile.parts import clear_others
@@ -332,7 +333,7 @@ class Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         return softmax_backward(dy, *ctx.saved_tensors, ctx.dim), None
 
