@@ -202,8 +202,12 @@ class Test_CrossEntropy(PyTestCase):
         self.assertCorrectness(cross_entropy, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     def test_unsupported_falls_back(self):
-        for kwargs in (arguments(2, 8, dtype=torch.float64), arguments(2, 8, z_loss=-1.0)):
-            with use_backend("cutile"), pytest.warns(FallbackWarning, match="not fp32, fp16 or bf16|is negative"):
+        for kwargs, why in (
+            (arguments(2, 8, dtype=torch.float64), "not fp32, fp16 or bf16"),
+            (arguments(2, 8, z_loss=-1.0), "is negative"),
+            (arguments(2, 8, ignore_index=torch.iinfo(torch.int64).min), "does not fit 32 bits"),
+        ):
+            with use_backend("cutile"), pytest.warns(FallbackWarning, match=why):
                 loss = cross_entropy(**kwargs)
             assert torch.equal(loss, reference(**kwargs))
 

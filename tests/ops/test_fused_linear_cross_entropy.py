@@ -346,11 +346,14 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
         kwargs["target"].clamp_(min=0)
         self.assertCorrectness(fused_linear_cross_entropy, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
-    def test_unsupported_dtype_falls_back(self):
-        kwargs = arguments(dtype=torch.float64)
-        with use_backend("cutile"), pytest.warns(FallbackWarning, match="not fp32, fp16 or bf16"):
-            loss = fused_linear_cross_entropy(**kwargs)
-        assert torch.equal(loss, reference(**kwargs))
+    def test_unsupported_falls_back(self):
+        for kwargs, why in (
+            (arguments(dtype=torch.float64), "not fp32, fp16 or bf16"),
+            (arguments(ignore_index=2**31), "does not fit 32 bits"),
+        ):
+            with use_backend("cutile"), pytest.warns(FallbackWarning, match=why):
+                loss = fused_linear_cross_entropy(**kwargs)
+            assert torch.equal(loss, reference(**kwargs))
 
     @backends("fused_linear_cross_entropy")
     def test_wrong_arguments(self, backend):

@@ -33,6 +33,7 @@ from tilegym.ops.cutile.cross_entropy_terms import power_of
 from tilegym.ops.cutile.cross_entropy_terms import state_of
 from tilegym.ops.cutile.cross_entropy_terms import unit_of
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
@@ -396,6 +397,8 @@ def cross_entropy(
     if logits.dtype not in FLOATS:
         check_floating("cross_entropy", logits=logits)
         raise UnsupportedError("logits is not fp32, fp16 or bf16")
+    if not -INT32_MAX <= ignore_index <= INT32_MAX:
+        raise UnsupportedError("ignore_index does not fit 32 bits")
     if z_loss < 0.0:
         raise UnsupportedError("z_loss is negative")
     options = (ignore_index, softcap or 0.0, label_smoothing, z_loss)

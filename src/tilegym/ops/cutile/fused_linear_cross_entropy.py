@@ -28,6 +28,7 @@ from tilegym.ops.cutile.cross_entropy import add_losses
 from tilegym.ops.cutile.pointwise import indices
 from tilegym.ops.cutile.softmax import _exp
 from tilegym.ops.cutile.tiling import FLOATS
+from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import next_power_of_2
@@ -394,6 +395,8 @@ def fused_linear_cross_entropy(
     if hidden_states.dtype not in FLOATS:
         check_floating("fused_linear_cross_entropy", hidden_states=hidden_states)
         raise UnsupportedError("hidden_states is not fp32, fp16 or bf16")
+    if not -INT32_MAX <= ignore_index <= INT32_MAX:
+        raise UnsupportedError("ignore_index does not fit 32 bits")
     hidden, rows = hidden_states.reshape(-1, weight.shape[1]), target.reshape(-1)
     if torch.is_grad_enabled() and (
         hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
