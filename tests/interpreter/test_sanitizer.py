@@ -67,6 +67,39 @@ def test_undetermined_padding_that_nan_would_not_show():
 
 
 @ct.kernel
+def minimum_of_row(x, y, width: ConstInt):
+    ct.store(y, (ct.bid(0),), ct.min(ct.load(x, (ct.bid(0), 0), (1, width)), axis=1))
+
+
+@ct.kernel
+def number_of_nonzeros(x, y, width: ConstInt):
+    ct.store(y, (ct.bid(0),), ct.sum(ct.where(ct.load(x, (ct.bid(0), 0), (1, width)) != 0, 1, 0), axis=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8], ids=str)
+@pytest.mark.parametrize("kernel", [minimum_of_row, maximum_of_row, number_of_nonzeros])
+def test_undetermined_padding_that_some_contents_hide(kernel, dtype):
+    # Least values hide large padding, greatest ones small padding, and a count of what is not zero hides both.
+    x = torch.full((1, 5), 100, dtype=dtype)
+    y = torch.zeros(1, dtype=torch.int32 if kernel is number_of_nonzeros else dtype)
+    with pytest.raises(UndeterminedValueError):
+        launch((1,), kernel, (x, y, 8), sanitize=True)
+    launch((1,), kernel, (torch.full((1, 8), 100, dtype=dtype), y, 8), sanitize=True)
+
+
+@ct.kernel
+def gathers_checked(x, index, y):
+    ct.store(y, (0,), ct.gather(x, ct.load(index, (0,), (4,))))
+
+
+def test_undetermined_index():
+    x, index, y = torch.ones(5), torch.arange(3, dtype=torch.int32), torch.zeros(4)
+    with pytest.raises(UndeterminedValueError, match="padding of array 'index'"):  # whether it is in bounds is chance
+        launch((1,), gathers_checked, (x, index, y), sanitize=True)
+    launch((1,), gathers_checked, (x, index, y[:3]), sanitize=True)
+
+
+@ct.kernel
 def branch_on_padding(x, y):
     tile = ct.load(x, (0,), (4,))
     if ct.sum(tile) > 1000:

@@ -28,7 +28,7 @@ CONTINUE, BREAK, RETURN, END = "continue", "break", "return", "end"
 class BlockState:
     """What a running block knows beside its registers.
 
-    ``garbage`` picks what undetermined padding holds: 0 for zero, 1 and 2 for two kinds of poison. A ``silent`` block
+    ``garbage`` picks what undetermined padding holds: 0 for zero, from 1 on for kinds of poison. A ``silent`` block
     prints nothing.
     """
 

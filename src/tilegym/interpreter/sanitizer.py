@@ -1,6 +1,6 @@
 """Checks for what the hardware leaves undefined.
 
-- Undetermined padding: a block that read some runs twice from the same memory, with two kinds of poison in the
+- Undetermined padding: a block that read some runs again from the same memory, with other kinds of poison in the
   padding. What it stores must not differ.
 - Write conflicts: every element remembers which block wrote it in this launch, and whether atomically.
 - Bounds: accesses through pointers are checked against the array argument, not only against its storage, and tiles
@@ -23,6 +23,7 @@ from .errors import UndeterminedValueError
 from .errors import WriteConflictError
 from .memory import Memory
 from .program import describe
+from .values import NUM_POISONS
 
 _enabled = contextvars.ContextVar("tilegym_interpreter_sanitize", default=False)
 _SEVERAL = 2**62
@@ -62,19 +63,21 @@ class Sanitizer:
         self._log = []
 
     def run_block(self, program, registers: list, block: tuple, grid: tuple) -> None:
-        """Runs the program for one block, again with other poison if the block read undetermined padding."""
+        """Runs the program for one block, again with each other poison if the block read undetermined padding."""
         self._log = []
         state = BlockState(block, grid, self, garbage=1)
         program.body.run([state, *registers[1:]])
         if not state.read_padding:
             return
         first = self._log
-        for write in reversed(first):
-            write.memory.flat[write.offsets] = write.before
-        self._log = []
-        program.body.run([BlockState(block, grid, self, garbage=2, silent=True), *registers[1:]])
-        problem = _first_difference(first, self._log)
-        if problem is not None:
+        for garbage in range(2, NUM_POISONS + 1):
+            for write in reversed(self._log):
+                write.memory.flat[write.offsets] = write.before
+            self._log = []
+            program.body.run([BlockState(block, grid, self, garbage, silent=True), *registers[1:]])
+            problem = _first_difference(first, self._log)
+            if problem is None:
+                continue
             where, write, offset = problem
             source, array = state.read_padding[0]
             raise UndeterminedValueError(

@@ -161,16 +161,29 @@ _PADDING = {
 }
 
 
+NUM_POISONS = 4
+
+
 def padding_number(mode, dtype, garbage: int = 0):
     """The Python number that fills padding; ``garbage`` picks what undetermined padding holds, see ``BlockState``."""
     if mode != PaddingMode.UNDETERMINED:
         return _PADDING[mode]
-    if garbage == 0:
-        return 0
+    kinds = _poisons(dtype)
+    return kinds[(garbage - 1) % len(kinds)] if garbage else 0
+
+
+def _poisons(dtype) -> tuple:
+    """Up to ``NUM_POISONS`` contents of undetermined padding: NaN, which only minima and maxima hide; large and small
+    values, of which a minimum and a maximum hide one each; zero, an index within bounds, which a mask takes for false.
+    """
     if _cutile.is_boolean(dtype):
-        return garbage == 1
+        return True, False
     if _cutile.is_integral(dtype):
-        return integer_range(dtype)[1] - 1 if garbage == 1 else 77
-    if garbage == 1 and dtype.name != "float4_e2m1fn":
-        return math.nan
-    return 3.0 if dtype.bitwidth <= 8 else 12345.0
+        low, high = integer_range(dtype)
+        return high - 1, low, 0, 77
+    if dtype.name == "float8_e8m0fnu":  # powers of two
+        return math.nan, 4.0, 0.25
+    if dtype.name == "float4_e2m1fn":
+        return 6.0, -6.0, 0.0
+    large = 448.0 if dtype.bitwidth == 8 else 12345.0
+    return math.nan, large, -large, 0.0
