@@ -84,6 +84,35 @@ def test_install_and_uninstall():
     interpreter.uninstall()
 
 
+ARRAYS = torch.ones(8), torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    ("grid", "args"),
+    [
+        ([2], ARRAYS),
+        (2, ARRAYS),
+        ((1.5,), ARRAYS),
+        ((torch.tensor(2),), ARRAYS),
+        ((-1,), ARRAYS),
+        ((2**24, 0), ARRAYS),
+        ((1, 1, 1, 1), ARRAYS),
+        ((2,), list(ARRAYS)),
+        ((2,), torch.ones(2, 8)),
+    ],
+)
+def test_what_the_real_launch_refuses(grid, args):
+    errors = (TypeError, ValueError, OverflowError)
+    with pytest.raises(errors):
+        ct.launch(0, grid, double, args)
+    interpreter.install()
+    try:
+        with pytest.raises(errors):
+            ct.launch(0, grid, double, args)
+    finally:
+        interpreter.uninstall()
+
+
 def test_names_imported_before_are_replaced_too():
     real = ct.launch
     globals()["imported_launch"] = real

@@ -64,6 +64,14 @@ def test_arguments_that_are_refused():
         launch((1, 1, 1, 1), double, (x, x, 8))
     with pytest.raises(ValueError, match="negative"):
         launch((-1,), double, (x, x, 8))
+    for grid in ([1], torch.tensor([1])):
+        with pytest.raises(TypeError, match="a grid is a tuple"):
+            launch(grid, double, (x, x, 8))
+    for size in (1.5, 1.0, torch.tensor(1)):
+        with pytest.raises(TypeError, match="grid sizes are ints"):
+            launch((size,), double, (x, x, 8))
+    with pytest.raises(ValueError, match="at most 16777215 blocks an axis"):
+        launch((2**24, 0), double, (x, x, 8))
     with pytest.raises(ValueError, match="order must be one of sequential, shuffled, threads"):
         launch((1,), double, (x, x, 8), order="random")
     with pytest.raises(ValueError, match="CPU tensors, got one on meta"):

@@ -27,6 +27,8 @@ def is_installed() -> bool:
 
 def interpreted_launch(stream, grid, kernel, args, /, *, programmatic_dependent_launch: bool = False) -> None:
     """``cuda.tile.launch`` on CPU tensors. The stream is ignored: the kernel has run when the call returns."""
+    if not isinstance(args, tuple):  # which the other one refuses, too
+        raise TypeError(f"ct.launch takes the arguments of a kernel as a tuple, got {type(args).__name__}")
     launch(grid, kernel, args)
 
 

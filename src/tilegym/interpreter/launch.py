@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -29,6 +28,7 @@ from .sanitizer import sanitizing
 from .values import constant
 
 ORDERS = ("sequential", "shuffled", "threads")
+_MAX_BLOCKS = 2**24 - 1  # along each axis
 
 
 def launch(grid, kernel, args, *, sanitize: bool | None = None, order: str = "sequential", seed: int = 0) -> None:
@@ -97,14 +97,18 @@ def _quiet_torch():
 
 
 def _grid_sizes(grid) -> tuple:
-    if not isinstance(grid, Sequence):
+    """The three sizes of a grid, which is refused for what ``ct.launch`` refuses it for."""
+    if not isinstance(grid, tuple):
         raise TypeError(f"a grid is a tuple of one to three sizes, got {grid!r}")
-    sizes = tuple(int(size) for size in grid)
-    if not 1 <= len(sizes) <= 3:
-        raise ValueError(f"a grid has one to three sizes, got {sizes}")
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"grid sizes cannot be negative, got {sizes}")
-    return sizes + (1,) * (3 - len(sizes))
+    if not 1 <= len(grid) <= 3:
+        raise ValueError(f"a grid has one to three sizes, got {grid}")
+    if not all(isinstance(size, int) for size in grid):
+        raise TypeError(f"grid sizes are ints, got {grid}: round them as with ct.cdiv, and convert what is no Python int")
+    if any(size < 0 for size in grid):
+        raise ValueError(f"grid sizes cannot be negative, got {grid}")
+    if any(size > _MAX_BLOCKS for size in grid):
+        raise ValueError(f"a grid has at most {_MAX_BLOCKS} blocks an axis, got {grid}: launch the kernel several times")
+    return grid + (1,) * (3 - len(grid))
 
 
 def _check_on_cpu(args) -> None:
