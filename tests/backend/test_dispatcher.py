@@ -125,6 +125,17 @@ def test_fallback_names_what_an_absent_backend_lacks(shift, monkeypatch):
         shift(X, backend="cutile")
 
 
+def test_call_that_names_a_backend_that_cannot_run_here(shift, monkeypatch):
+    backend.register_backend("third", lambda: "its device is missing: plug one in")
+    for call in (shift, torch.compile(shift, fullgraph=True, backend="eager")):
+        dispatcher._warned.clear()
+        with pytest.warns(FallbackWarning, match="pytorch instead of third: its device is missing: plug one in"):
+            assert call(X, backend="third").tolist() == [1, 1]
+    monkeypatch.setenv("DISABLE_FALLBACK", "1")
+    with pytest.raises(UnsupportedError, match="on backend 'third': its device is missing"):
+        shift(X, backend="third")
+
+
 def test_refusal_without_words(shift, monkeypatch):
     def refuse(x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
         raise UnsupportedError
@@ -209,11 +220,14 @@ def test_dispatch_is_cheap():
     def microseconds(function) -> float:
         return min(timeit.repeat(function, timer=time.thread_time, number=200, repeat=30)) / 200 * 1e6
 
+    backend.register_backend("for_test")
     ops.rms_norm.op.impls["for_test"] = lambda *args: None
     x = torch.ones(1, 8)
     try:
         with_backend = microseconds(lambda: ops.rms_norm(x, (8,), None, 1e-6, backend="for_test"))
     finally:
         del ops.rms_norm.op.impls["for_test"]
+        selector._probes.pop("for_test")
+        selector.unavailable_reason.cache_clear()
     assert with_backend < 3
     assert microseconds(backend.get_current_backend) < 2

@@ -71,7 +71,8 @@ class Op:
         if self.is_slower is not None and not named and chosen == "cutile" and self.is_slower(args, kwargs):
             chosen = FALLBACK_BACKEND
         impl = self.impls.get(chosen)
-        if impl is None:
+        # Those who chose for longer than this call were told already whether the backend can run.
+        if impl is None or named and not _can_run(chosen):
             return self.call_without(chosen, args, kwargs)
         try:
             if _observer is None:
@@ -106,15 +107,19 @@ def _callers_inside() -> int:
 
 
 @selector.constant_while_compiling
+def _can_run(backend: str) -> bool:
+    return selector.unavailable_reason(backend) is None
+
+
+@selector.constant_while_compiling
 def _check_fallback(name: str, backend: str, why: str | None) -> None:
     """Warns once that ``backend`` does not serve op ``name``, or raises if nothing else may or can."""
     implemented = sorted(_ops[name].impls)
     if backend not in selector.known_backends():
         raise BackendError(f"op {name!r}: {selector.unavailable_reason(backend)}")
-    if why is None and backend in implemented:
-        why = "it does not support this call"
-    # The implementations of a backend whose package is missing are not there either.
-    why = why or selector.unavailable_reason(backend) or "it has no implementation of this op"
+    why = why or selector.unavailable_reason(backend)
+    if why is None:
+        why = "it does not support this call" if backend in implemented else "it has no implementation of this op"
     if backend == FALLBACK_BACKEND or FALLBACK_BACKEND not in implemented:
         others = ", ".join(b for b in implemented if b != backend) or "no other backend"
         raise UnsupportedError(f"op {name!r} on backend {backend!r}: {why}; it is implemented for {others}")
