@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
+_LONGEST_TIMEOUT = 1e9  # seconds; waiting for a process takes no longer ones, and no infinity
 
 
 def _flag(name: str, default: bool = False) -> bool:
@@ -49,6 +50,9 @@ def tune_timeout() -> float:
     """``TILEGYM_TUNE_TIMEOUT``: seconds that one candidate may compile for while tuning (default 60)."""
     value = os.environ.get("TILEGYM_TUNE_TIMEOUT", "").strip() or "60"
     try:
-        return float(value)
+        seconds = float(value)
     except ValueError:
-        raise ValueError(f"TILEGYM_TUNE_TIMEOUT is {value!r}; it has to be a number of seconds") from None
+        seconds = 0.0
+    if not 0 < seconds < _LONGEST_TIMEOUT:
+        raise ValueError(f"TILEGYM_TUNE_TIMEOUT is {value!r}; it has to be a number of seconds, more than 0")
+    return seconds

@@ -137,9 +137,10 @@ def test_tune_export_to_no_file(results, tmp_path):
     assert result.exit_code == 1 and str(result.exception).endswith("file/x.json cannot be written: File exists")
 
 
-def test_time_limit_that_is_no_number(monkeypatch):
-    monkeypatch.setenv("TILEGYM_TUNE_TIMEOUT", "a minute")
-    with pytest.raises(ValueError, match="TILEGYM_TUNE_TIMEOUT is 'a minute'; it has to be a number of seconds"):
+@pytest.mark.parametrize("value", ["a minute", "nan", "inf", "0", "-1"])
+def test_time_limit_that_is_no_number_of_seconds(monkeypatch, value):
+    monkeypatch.setenv("TILEGYM_TUNE_TIMEOUT", value)
+    with pytest.raises(ValueError, match=f"TILEGYM_TUNE_TIMEOUT is '{value}'; it has to be a number of seconds"):
         env.tune_timeout()
 
 
