@@ -216,6 +216,36 @@ def test_no_configuration_that_suits(cache):
         make_add(cache, FakeBench(), SearchSpace(SPACE, predicate=lambda cfg: False))(*inputs())
 
 
+@pytest.mark.parametrize(
+    "space, message",
+    [
+        (Config(TILE=32), r"a list of Config or a function that returns one, not Config\(TILE=32\)"),
+        (None, "a list of Config or a function that returns one, not None"),
+        ([{"TILE": 32}], r"holds \{'TILE': 32\}: write Config\(TILE=64\)"),
+        (lambda arch: [32], r"holds 32: write Config"),
+    ],
+)
+def test_search_space_of_something_else(cache, space, message):
+    with pytest.raises(TypeError, match=message):
+        make_add(cache, FakeBench(), space)(*inputs())
+
+
+def test_launches_that_do_not_fit_the_kernel(cache):
+    def launching(kernel=add_kernel, args_fn=lambda cfg: (*inputs(), 100, cfg.TILE), **options):
+        @autotune(search_space=SPACE, bench=FakeBench(), cache=cache)
+        def call(autotuner=None):
+            autotuner(None, lambda args, cfg: (1,), kernel, args_fn, **options)
+
+        return call
+
+    with pytest.raises(TypeError, match="kernel is a function: give a function that @ct.kernel decorates"):
+        launching(kernel=lambda x: None)()
+    with pytest.raises(TypeError, match="add_kernel takes x, y, out, n, TILE; args_fn gives 3 arguments"):
+        launching(args_fn=lambda cfg: inputs())()
+    with pytest.raises(ValueError, match="add_kernel has no parameters result for outputs to name"):
+        launching(outputs=("out", "result"))()
+
+
 def test_key_of_the_callers(cache):
     """With ``key`` the arguments are built once a call, for the configuration that is launched."""
     bench, built = FakeBench(), []
@@ -291,6 +321,8 @@ def test_config():
         config.TILE_M  # noqa: B018
     with pytest.raises(ValueError, match="cannot be called hints"):
         Config(hints=3)
+    with pytest.raises(TypeError, match=r"option TILE is \[64, 64\]: options are numbers, strings, or tuples"):
+        Config(TILE=[64, 64])
 
 
 def test_decorated_function_keeps_its_name_and_takes_another_autotuner(cache):

@@ -189,6 +189,8 @@ class Autotuner:
     ) -> tuple["_Choice", bool]:
         """The configuration for a call that looks like none before, and whether that is the last word."""
         recording.put_off()  # later calls may launch another configuration
+        if not isinstance(kernel, ct.kernel):
+            raise TypeError(f"kernel is a {type(kernel).__name__}: give a function that @ct.kernel decorates")
         parameters = {name: i for i, name in enumerate(parameter_names(kernel))}
         bench, arch = self._device(args_fn)
         configs = self.space.configs(arch)
@@ -198,6 +200,8 @@ class Autotuner:
             if self.space.suits(config, arch, lambda config=config: NamedArgs(parameters, args_fn(config)))
         ]
         name = kernel_name(kernel)
+        if unknown := set(outputs or ()).difference(parameters):
+            raise ValueError(f"kernel {name} has no parameters {', '.join(sorted(unknown))} for outputs to name")
         if not suitable:
             raise ValueError(f"kernel {name}: no configuration of its search space suits these arguments on {arch}")
 

@@ -87,10 +87,12 @@ def describe(kernel: ct.kernel, args: Sequence[Any], size: Callable[[int], Any] 
     # Imported here: it takes a while, and a process that has nothing to tune does not need it.
     from tilegym.interpreter import _cutile
 
-    annotations = _cutile.parameter_annotations(kernel)
+    names, annotations = parameter_names(kernel), _cutile.parameter_annotations(kernel)
+    if len(args) != len(names):
+        raise TypeError(f"kernel {kernel_name(kernel)} takes {', '.join(names)}; args_fn gives {len(args)} arguments")
     return " ".join(
         f"{name}={_describe(arg, getattr(annotation, 'constant', False), size)}"
-        for name, annotation, arg in zip(parameter_names(kernel), annotations, args, strict=True)
+        for name, annotation, arg in zip(names, annotations, args, strict=True)
     )
 
 

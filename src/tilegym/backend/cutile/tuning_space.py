@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,9 @@ class Config:
         clashes = [name for name in options if name.startswith("_") or hasattr(Config, name)]
         if clashes:
             raise ValueError(f"an option cannot be called {', '.join(clashes)}")
+        for name, value in options.items():
+            if not isinstance(value, Hashable):
+                raise TypeError(f"option {name} is {value!r}: options are numbers, strings, or tuples of them")
         self.__dict__.update(options)  # plain attributes: read at each launch
 
     def __getattr__(self, name: str) -> Any:
@@ -60,6 +64,8 @@ class SearchSpace:
         configs: Iterable[Config] | Callable[[str], Iterable[Config]],
         predicate: Callable[..., bool] | None = None,
     ) -> None:
+        if not callable(configs) and (isinstance(configs, str) or not isinstance(configs, Iterable)):
+            raise TypeError(f"a search space is a list of Config or a function that returns one, not {configs!r}")
         self._configs = configs if callable(configs) else list(configs)
         self._predicate = predicate
         self._wanted = () if predicate is None else tuple(inspect.signature(predicate).parameters)
@@ -69,8 +75,13 @@ class SearchSpace:
 
         Raises:
             ValueError: there are none.
+            TypeError: one is no Config.
         """
-        chosen = list(dict.fromkeys(self._configs(arch) if callable(self._configs) else self._configs))
+        given = list(self._configs(arch) if callable(self._configs) else self._configs)
+        for config in given:
+            if not isinstance(config, Config):
+                raise TypeError(f"the search space holds {config!r}: write Config(TILE=64), say")
+        chosen = list(dict.fromkeys(given))
         if not chosen:
             raise ValueError(f"the search space has no configuration for {arch}: give it one at least")
         return chosen
