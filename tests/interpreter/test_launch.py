@@ -177,6 +177,19 @@ def test_arguments_equal_in_python_but_not_in_type():
         assert y.item() == 3.5
 
 
+@ct.kernel
+def number_of(y, value):
+    ct.store(y, (0,), value)
+
+
+@pytest.mark.parametrize("value", [0.1, 3.4028235e38, -3.4028235e38, 1e39, -1e300, -0.0])
+def test_floats_are_rounded_to_float32(value):
+    y = torch.zeros(1)
+    launch((1,), number_of, (y, value))
+    expected = torch.tensor([value], dtype=torch.float64).to(torch.float32)
+    assert torch.equal(y.view(torch.int32), expected.view(torch.int32))
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     left: int

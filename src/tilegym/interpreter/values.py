@@ -102,7 +102,8 @@ def constant(value, shape: tuple, dtype) -> torch.Tensor:
     if _cutile.is_integral(dtype):
         return torch.full(shape, wrap_carrier(int(value), dtype), dtype=CARRIER[dtype.name])
     if dtype.name in _NATIVE_FLOATS:
-        return torch.full(shape, float(value), dtype=CARRIER[dtype.name])
+        # In two steps: torch refuses to fill with what rounds to the largest number, or to infinity.
+        return torch.full(shape, float(value), dtype=torch.float64).to(CARRIER[dtype.name])
     return encode(torch.tensor(float(value), dtype=torch.float64), dtype).expand(shape)
 
 
