@@ -76,6 +76,11 @@ def test_arguments_that_are_refused():
         launch((1,), double, (x, x, 8), order="random")
     with pytest.raises(ValueError, match="CPU tensors, got one on meta"):
         launch((1,), double, (x, x.to("meta"), 8))
+    frozen = np.ones(8, dtype=np.float32)
+    frozen.flags.writeable = False
+    for arrays in ((x, frozen), (frozen, x)):
+        with pytest.raises(ValueError, match="has to be writable: pass a copy"):
+            launch((1,), double, (*arrays, 8))
     with pytest.raises(TypeError, match="complex64"):
         launch((1,), double, (x, x.to(torch.complex64), 8))
     with pytest.raises(TypeError, match="constant"):

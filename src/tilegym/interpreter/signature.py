@@ -32,7 +32,7 @@ def kernel_signature(kernel, args) -> KernelSignature:
     numbers, tuples, lists of arrays. Its symbol is the kernel's name.
 
     Raises TypeError for a wrong number of arguments or an argument that no kernel takes, OverflowError for an int
-    that does not fit its parameter.
+    that does not fit its parameter, ValueError for a numpy array that cannot be written.
     """
     annotations = _cutile.parameter_annotations(kernel)
     if len(args) != len(annotations):
@@ -82,6 +82,8 @@ def _tuple_constraint(arg: tuple, annotation) -> TupleConstraint:
 
 
 def _array_constraint(array, annotation) -> ArrayConstraint:
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise ValueError("A numpy array that is a kernel argument has to be writable: pass a copy of this one")
     tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
     annotation = annotation or ct.ArrayAnnotation()
     dtype = FROM_TORCH.get(tensor.dtype)
