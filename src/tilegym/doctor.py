@@ -247,10 +247,10 @@ def _caches() -> Iterator[Check]:
     yield _writable("tuning results", env.cache_dir(), "set TILEGYM_CACHE_DIR to a folder that can be written to")
     if _version("cuda-tile") is None:
         return
-    folder = os.environ.get("CUDA_TILE_CACHE_DIR") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cutile-python"
-    )
-    if str(folder).strip().lower() in ("0", "off", "none"):
+    # As cuTile looks for it: variables that are empty count as set.
+    base = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    folder = os.environ.get("CUDA_TILE_CACHE_DIR", os.path.join(base, "cutile-python"))
+    if folder.strip().lower() in ("0", "off", "none", ""):
         yield Check("compiled kernels", INFO, "not kept", "unset CUDA_TILE_CACHE_DIR, or each process compiles anew")
     else:
         yield _writable("compiled kernels", Path(folder), "set CUDA_TILE_CACHE_DIR to a folder that can be written to")

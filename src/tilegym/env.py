@@ -1,6 +1,7 @@
 """Every environment variable that TileGym reads, one typed getter each, read when it is called."""
 
 import os
+import tempfile
 from pathlib import Path
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -43,7 +44,10 @@ def cache_dir() -> Path:
     if chosen:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".cache") / "tilegym"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "tilegym"
+    except RuntimeError:  # the user has no home, as some that containers run as
+        return Path(tempfile.gettempdir()) / "tilegym"
 
 
 def tune_timeout() -> float:

@@ -139,6 +139,29 @@ def test_settings_that_no_run_could_use(monkeypatch):
     assert check.status == doctor.FAIL and "'a minute'" in check.found and "TILEGYM_TUNE_TIMEOUT" in check.remedy
 
 
+@pytest.mark.parametrize("folder", [None, "kept", "", "off", " None "])
+def test_folder_of_compiled_kernels_is_cutiles(monkeypatch, tmp_path, folder):
+    from cutile_cache import _env
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_TILE_CACHE_DIR", raising=False)
+    if folder is not None:
+        monkeypatch.setenv("CUDA_TILE_CACHE_DIR", folder)
+    used = _env.get_cache_dir_from_env()
+    check = by_name(doctor._caches())["compiled kernels"]
+    assert (check.status, check.found) == ((doctor.INFO, "not kept") if used is None else (doctor.OK, used))
+
+
+def test_a_user_without_a_home(monkeypatch, tmp_path):
+    for name in ("CUDA_TILE_CACHE_DIR", "XDG_CACHE_HOME", "TILEGYM_CACHE_DIR", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert by_name(doctor._caches())["tuning results"].found == str(tmp_path / "tilegym")
+
+
 @pytest.mark.parametrize("build, remedy", [(None, "CUDA build of torch"), ("13.0", "CUDA_VISIBLE_DEVICES")])
 def test_gpu_that_pytorch_does_not_see(monkeypatch, build, remedy):
     monkeypatch.setattr(doctor, "_driver_version", lambda: "580.1")

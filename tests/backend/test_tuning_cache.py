@@ -63,6 +63,15 @@ def test_default_place(tmp_path, monkeypatch):
     assert (tmp_path / "tuning.sqlite").is_file()
 
 
+def test_user_without_a_home(tmp_path, monkeypatch):
+    for name in ("TILEGYM_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    TuningCache().put(_result())
+    assert (tmp_path / "tilegym" / "tuning.sqlite").is_file()
+
+
 def _write_many(path, process: int, start, done) -> None:
     start.wait()
     for i in range(25):
