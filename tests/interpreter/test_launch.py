@@ -138,11 +138,21 @@ def test_tensors_of_inference_mode_are_read_and_written(inside):
     assert torch.equal(y, 2 * x)
 
 
-def test_a_default_device_of_the_caller_does_not_reach_the_kernel():
-    x, y = torch.ones(8), torch.zeros(8)
-    with torch.device("meta"):
-        launch((1,), double, (x, y, 8))
-    assert y.tolist() == [2] * 8
+@pytest.mark.parametrize("mode", [torch.device("meta"), torch.inference_mode()], ids=["device", "inference"])
+def test_modes_of_the_caller_do_not_reach_the_kernel(mode):
+    @ct.kernel
+    def with_constants(x, y):
+        columns = ct.arange(4, dtype=ct.int32)
+        tile = ct.where(columns < 3, ct.load(x, (0,), (4,), padding_mode=ct.PaddingMode.NAN), 0.5)
+        ct.store(y, (0,), ct.insert(tile, (0,), ct.full((2,), 7.0, ct.float32)))
+
+    x, y = torch.ones(3), torch.zeros(4)
+    with mode:
+        launch((1,), with_constants, (x, y))  # compiles it
+    assert y.tolist() == [7, 7, 1, 0.5]
+    y.zero_()
+    launch((1,), with_constants, (x, y), sanitize=True)
+    assert y.tolist() == [7, 7, 1, 0.5]
 
 
 def test_the_number_of_threads_is_left_as_it_was():

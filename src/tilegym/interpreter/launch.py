@@ -54,11 +54,11 @@ def launch(grid, kernel, args, *, sanitize: bool | None = None, order: str = "se
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     sizes = _grid_sizes(grid)
     _check_on_cpu(args)
-    found = compiled(kernel, args)
-    program = found.program
     sanitizer = Sanitizer() if (sanitizing() if sanitize is None else sanitize) else None
     num_threads = max(2, torch.get_num_threads())
     with _quiet_torch():
+        found = compiled(kernel, args)  # makes the constants of the kernel, for later launches too
+        program = found.program
         memories = []
         registers = [None] * program.num_registers
         _bind(registers, found, _cutile.parameter_names(kernel), args, memories)
