@@ -56,6 +56,9 @@ def bench(
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     from tilegym.bench.schedule import Clock
 
+    for option, value in (("--minutes", minutes), ("--budget", budget)):
+        if value is not None and not value > 0:
+            raise TileGymError(f"{option} {value:g}: it has to be more than 0")
     clock = Clock(minutes)
     import torch
 
@@ -77,10 +80,13 @@ def bench(
     host = host or host_only
     tasks = [] if host_only else _tasks(benchmarks, quick, gpu, mode or [], model or [], tokens or [], bool(minutes))
     hosted = [(benchmark, spec.Shape(HOST, benchmark.host), (spec.FORWARD,)) for benchmark in benchmarks if host]
+    _check_only(only or [], benchmarks, gpu)
     if skip:
         if output.resolve() in [path.resolve() for path in skip]:
             raise spec.BenchmarkError(f"--skip {output}: its results would be overwritten, give another --output")
         tasks, hosted = _without(tasks, hosted, skip, dtype)
+        if not tasks and not (gpu and hosted):
+            raise spec.BenchmarkError("nothing to measure: --skip names runs that have all of it")
     tasks = in_rounds(tasks)
     backend = backend or (get_current_backend() if gpu else "pytorch")
     if list_only:
@@ -181,8 +187,31 @@ def _tasks(
             if modes:
                 tasks.append((benchmark, shape, modes))
     if not tasks:
-        raise spec.BenchmarkError("nothing to measure: no shape fits --mode, --model and --tokens")
+        shapes = [shape for b in benchmarks for shape in (b.every_shape if gpu else b.small)]
+        there = {
+            "mode": [name for name in spec.MODES if any(name in b.modes for b in benchmarks)],
+            "model": sorted({shape.model for shape in shapes if shape.model}),
+            "tokens": sorted({shape.tokens for shape in shapes if shape.tokens is not None}),
+        }
+        listed = "; ".join(f"--{option} {', '.join(map(str, known))}" for option, known in there.items() if known)
+        small = "" if gpu else " (small ones, without a GPU)"
+        raise spec.BenchmarkError(
+            f"nothing to measure: no shape fits all that was asked for{small}; there are {listed}"
+        )
     return tasks
+
+
+def _check_only(only: list[str], benchmarks: list, gpu: bool) -> None:
+    """Raises BenchmarkError if ``--only`` names a provider that would not be measured."""
+    from tilegym.bench import runner
+    from tilegym.bench import spec
+
+    of_ops = {name for benchmark in benchmarks for name in (benchmark.providers if gpu else benchmark.extra)}
+    known = [spec.OURS, *sorted(of_ops - {spec.OURS}), *(runner.LATER if gpu else ())]
+    for name in only:
+        if name not in known:
+            where = "" if gpu else "without a GPU "
+            raise spec.BenchmarkError(f"--only {name}: {where}these ops are measured with {', '.join(known)}")
 
 
 def _without(tasks: list, hosted: list, folders: list[Path], dtype: str) -> tuple[list, list]:

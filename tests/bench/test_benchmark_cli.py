@@ -19,6 +19,7 @@ from tilegym import bench_cli
 from tilegym.bench import spec
 from tilegym.bench import warm
 from tilegym.bench.report import Run
+from tilegym.errors import TileGymError
 
 SMALL = """
 from tilegym import ops
@@ -57,7 +58,7 @@ def run(tmp_path, monkeypatch):
     def invoke(*arguments):
         fixed = ["--no-plots"] if "--plots" not in arguments else []
         fixed += ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out"), "--budget", "2"]
-        return CliRunner().invoke(app, [*arguments, *fixed])
+        return CliRunner().invoke(app, [*fixed, *arguments])
 
     return invoke
 
@@ -128,8 +129,12 @@ def test_selecting(run, tmp_path):
         (("no_such_op",), "no benchmark of an op 'no_such_op'; there are swiglu"),
         (("--dtype", "fp7"), "--dtype fp7"),
         (("--mode", "sideways"), "--mode sideways"),
-        (("--mode", "backward"), "nothing to measure"),
-        (("--model", "gpt"), "nothing to measure"),
+        (("--mode", "backward"), "(small ones, without a GPU); there are --mode forward; --model Llama"),
+        (("--model", "gpt"), "there are --mode forward; --model Llama"),
+        (("--tokens", "5"), "there are --mode forward; --model Llama"),
+        (("--only", "liger"), "--only liger: without a GPU these ops are measured with tilegym"),
+        (("--minutes", "0"), "--minutes 0: it has to be more than 0"),
+        (("--budget=-1",), "--budget -1: it has to be more than 0"),
         (("--backend", "cutile"), "without a GPU only the pytorch backend"),
         (("--providers", "nowhere.py"), "nowhere.py is not a Python file"),
         (("--write-docs",), "docs/benchmarks.md is about a GPU, and none is visible"),
@@ -138,7 +143,13 @@ def test_selecting(run, tmp_path):
 )
 def test_bad_input_is_one_clear_error(run, arguments, message):
     error = run(*arguments).exception
-    assert isinstance(error, spec.BenchmarkError) and message in str(error)
+    assert isinstance(error, TileGymError) and message in str(error)
+
+
+def test_sizes_that_there_are_not_are_an_error_that_names_those_there_are():
+    benchmarks = bench_cli._chosen(["rms_norm"], spec.default_folder(), [])
+    with pytest.raises(spec.BenchmarkError, match=r"there are --mode forward, backward, both; --tokens 7, 64$"):
+        bench_cli._tasks(benchmarks, False, False, [], [], [1], False)
 
 
 def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path):
@@ -188,6 +199,8 @@ def test_plug_in_providers(tmp_path):
         ("PROVIDERS = {'swiglu': {'mine': print}}", "already"),
         ("PROVIDERS = {'swish': {}}", "no benchmark of 'swish'"),
         ("PROVIDERS = []", "no dictionary PROVIDERS"),
+        ("PROVIDERS = {'swiglu': print}", r"PROVIDERS\['swiglu'\] is no dictionary"),
+        ("PROVIDERS = {'swiglu': {'seven': 7}}", "'seven' is neither callable nor a Provider"),
         ("x = 1\nPROVIDERS = ", r"mine.py cannot be imported: SyntaxError: .*line 2"),
         ("x = 1\nPROVIDERS = y", r"mine.py, line 2 cannot be imported: NameError: name 'y' is not defined"),
     ):
@@ -304,6 +317,9 @@ def test_a_limited_run_stops_and_another_one_does_the_rest(run, tmp_path, monkey
     assert [row["shape"] for row in results(tmp_path)["results"]] == ["second", "third"]
     assert results(tmp_path)["complete"]
     assert "overwritten" in str(run("--skip", str(tmp_path / "out")).exception)
+    (tmp_path / "out").rename(tmp_path / "rest")
+    nothing_left = run("--skip", str(tmp_path / "earlier"), "--skip", str(tmp_path / "rest"))
+    assert "--skip names runs that have all of it" in str(nothing_left.exception)
 
 
 def test_a_shape_that_takes_too_long_is_given_up(run, tmp_path, monkeypatch):

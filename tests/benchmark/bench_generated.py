@@ -7,6 +7,7 @@ PyTorch is. What is compiled is compiled before, in parallel. Writes JSON (``--o
 ``out/bench/generated.json``); with ``--variants`` each other choice of tiles and hints is measured too.
 """
 
+import argparse
 import contextlib
 import hashlib
 import importlib.util
@@ -383,9 +384,11 @@ if __name__ == "__main__":
     if arguments[:1] == ["--warm"]:
         warm(Path(arguments[1]), arguments[4:], int(arguments[3]), int(arguments[2]), "cuda")
     else:
-        out = Path("out/bench/generated.json")
-        if "--out" in arguments:
-            at = arguments.index("--out")
-            out = Path(arguments[at + 1])
-            del arguments[at : at + 2]
-        main([a for a in arguments if not a.startswith("-")], "--variants" in arguments, out)
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("regions", nargs="*", metavar="REGION", help="only these; all if none is named")
+        parser.add_argument("--variants", action="store_true", help="measure each other choice of tiles and hints too")
+        parser.add_argument("--out", type=Path, default=Path("out/bench/generated.json"), help="the file to write")
+        options = parser.parse_args(arguments)
+        if not torch.cuda.is_available():
+            parser.error("no NVIDIA GPU is visible, and there is nothing to measure without one")
+        main(options.regions, options.variants, options.out)

@@ -1,18 +1,17 @@
 """Measures from how many rows on PyTorch multiplies matrices in fp32 faster than the kernels do, for the table of such.
 
-    python sweep_float32.py [--only OP ...] [--write]
+    python sweep_float32.py [OP ...] [--write]
 
 Without tf32 there are no tensor cores for fp32: for many rows cuBLAS is far ahead, for one or few memory decides. Each
 op is timed with backend="cutile" and backend="pytorch" at several numbers of rows and the sizes of some models, as fp32
 and with tf32 allowed, and the number from which on PyTorch wins at all of them is printed; of attention for each head
-dimension. ``--write`` puts the numbers
-into the file for this GPU that ``write_slower.py`` writes the other calls to.
+dimension. ``--write`` puts the numbers into the file for this GPU that ``write_slower.py`` writes the other calls to.
 """
 
+import argparse
 import contextlib
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -180,8 +179,16 @@ def measured(group: Group, rows: int, name: str, timer: CudaTimer) -> Point:
     return Point(group.op, kind, slower.rows_of(tuple(args), kwargs), *(statistics.median(t.samples) for t in trials))
 
 
-def main(arguments: list[str]) -> None:
-    wanted = [a for a in arguments if not a.startswith("--")]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", metavar="OP", help="only these; all if none is named")
+    parser.add_argument("--write", action="store_true", help="into the file for this GPU")
+    options = parser.parse_args()
+    if unknown := set(options.ops) - {group.op for group in GROUPS}:
+        parser.error(f"no {', '.join(sorted(unknown))}; there are {', '.join(sorted({group.op for group in GROUPS}))}")
+    if not torch.cuda.is_available():
+        parser.error("no NVIDIA GPU is visible, and there is nothing to measure without one")
+    wanted = options.ops
     torch.manual_seed(0)
     timer, points = CudaTimer(SECONDS, 1), []
     for name in ("ieee", "tf32"):
@@ -195,7 +202,7 @@ def main(arguments: list[str]) -> None:
             torch.cuda.empty_cache()
     table = from_rows(points)
     print(json.dumps(table, indent=1))
-    if "--write" in arguments:
+    if options.write:
         path = slower.file_of(torch.cuda.get_device_name())
         known = json.loads(path.read_text(encoding="utf-8"))
         known["from_rows"] = dict(sorted({**known.get("from_rows", {}), **table}.items()))
@@ -203,4 +210,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -404,6 +404,9 @@ def main(mode: str, *rest: str) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] not in ("warm", "run", "compile"):
+    if sys.argv[1:2] in ([], ["-h"], ["--help"]):
+        print(__doc__)
+        sys.exit()
+    if sys.argv[1] not in ("warm", "run", "compile"):
         sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

@@ -300,7 +300,11 @@ def add_providers(benchmarks: dict[str, Benchmark], path: Path) -> None:
     for op, providers in plugged.items():
         if op not in benchmarks:
             raise BenchmarkError(f"{path}: no benchmark of {op!r}; there are {', '.join(sorted(benchmarks))}")
+        if not isinstance(providers, dict):
+            raise BenchmarkError(f"{path}: PROVIDERS[{op!r}] is no dictionary {{name: callable}}")
         for name, provider in providers.items():
+            if not isinstance(provider, Provider) and not callable(provider):
+                raise BenchmarkError(f"{path}: {op}'s provider {name!r} is neither callable nor a Provider")
             if name in benchmarks[op].providers:
                 raise BenchmarkError(f"{path}: {op} has a provider {name!r} already")
             benchmarks[op].extra[name] = provider if isinstance(provider, Provider) else Provider(provider, jit=True)
