@@ -159,6 +159,25 @@ def test_gradients_are_those_of_the_model():
         torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item() + 1e-9)
 
 
+@pytest.mark.parametrize("count", [None, 13, torch.tensor(13)], ids=["own", "number", "tensor"])
+def test_losses_of_batches_that_make_up_one_step(count):
+    """What trainers give, the tokens of all batches of a step, divides the loss, not the tokens of this batch."""
+    model = small("stablelm")
+    ids = ids_of(model)
+    labels = ids.masked_fill(PADDED == 0, -100)
+
+    def step():
+        model.zero_grad()
+        loss = model(ids, labels=labels, num_items_in_batch=count).loss
+        loss.backward()
+        return loss.detach(), model.lm_head.weight.grad
+
+    expected = step()
+    with tilegym.apply(model, use_cutile=False, by_hand=False) as report:
+        assert "loss" in {entry.compute for entry in report.patched}
+        torch.testing.assert_close(step(), expected)
+
+
 def test_a_wrong_kernel_is_left_out_before_and_after_it_is_put_in(monkeypatch):
     model = small("stablelm")
     good = recipes._WAYS["layer_norm"]
