@@ -63,6 +63,8 @@ class Test_Experts(PyTestCase):
     def test_op(self, backend, name):
         """As transformers' own, with gradients; in fp64 its loop over the experts is the oracle."""
         experts = hugging_face(name)
+        if name == "gpt_oss":
+            experts.limit = 1.0  # of 7, which these numbers stay below
 
         def call(hidden, weights, *parameters, forward):
             own = dict(zip(names, parameters, strict=True))
