@@ -4,6 +4,7 @@ Each check runs the cuTile implementation. What depends on an op's arguments is 
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from common import gpu
 from common import sanitized
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilegym import interpreter
 from tilegym import ops
 from tilegym.backend import get_available_backends_for_op
 from tilegym.backend import get_registry_info
@@ -94,10 +96,14 @@ def test_results_are_the_references(op):
 
 
 @every_op
-def test_three_runs_are_equal(op):
-    call = Call(op, tokens=9)
+def test_three_runs_are_equal(op, monkeypatch):
+    """On a GPU blocks run in no order; the interpreter is told to shuffle them."""
+    call, launch_blocks = Call(op, tokens=9), interpreter.launch
     first = run(call)
-    for _ in range(2):
+    for seed in range(2):
+        if not HAS_GPU:
+            shuffled = functools.partial(launch_blocks, order="shuffled", seed=seed)
+            monkeypatch.setattr(interpreter, "launch", shuffled)
         assert_same(run(call), first)
 
 
