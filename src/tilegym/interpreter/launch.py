@@ -103,11 +103,11 @@ def _grid_sizes(grid) -> tuple:
     if not 1 <= len(grid) <= 3:
         raise ValueError(f"a grid has one to three sizes, got {grid}")
     if not all(isinstance(size, int) for size in grid):
-        raise TypeError(f"grid sizes are ints, got {grid}: round them as with ct.cdiv, and convert what is no Python int")
+        raise TypeError(f"grid sizes are ints, got {grid}: round them, as with ct.cdiv")
     if any(size < 0 for size in grid):
         raise ValueError(f"grid sizes cannot be negative, got {grid}")
     if any(size > _MAX_BLOCKS for size in grid):
-        raise ValueError(f"a grid has at most {_MAX_BLOCKS} blocks an axis, got {grid}: launch the kernel several times")
+        raise ValueError(f"a grid has at most {_MAX_BLOCKS} blocks an axis, got {grid}: launch it several times")
     return grid + (1,) * (3 - len(grid))
 
 
