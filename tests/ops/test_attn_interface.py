@@ -48,6 +48,21 @@ class Test_Interface(PyTestCase):
         everything = fmha_interface(**kwargs, dropout=1.0)
         assert not everything.any()
 
+    def test_compiled_where_pytorch_serves_it(self):
+        """As many queries as keys, so that SDPA's own causal mask serves; sizes stay open."""
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+
+        def call(q, k, v):
+            return fmha_interface(q, k, v, dropout=1e-12)
+
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+        for tokens in (5, 9):
+            kwargs = tensors(2, 4, 2, tokens, tokens, 16, 16)
+            torch.testing.assert_close(compiled(**kwargs), call(**kwargs))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        torch.compiler.reset()
+
     @pytest.mark.parametrize("queries", [1, 17], ids=["decoding", "prefill"])
     def test_autocast(self, queries):
         kwargs = tensors(2, 4, 2, queries, 50, 32, 32)

@@ -176,6 +176,23 @@ def test_compiles_once_for_all_lengths(op):
     torch.compiler.reset()
 
 
+# The reference of the one asks which experts were chosen, that of the other takes a step a token.
+LOOPS = {"fused_moe", "recurrent_gated_delta_rule"}
+
+
+@pytest.mark.parametrize("op", sorted(set(samples.SAMPLES) - LOOPS))
+def test_references_compile_once_for_all_lengths(op):
+    """They serve calls in compiled code, too: without a GPU, and those that the kernels do not support."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    calls = [Call(op, tokens=tokens, backend="pytorch") for tokens in (5, 9)]
+    compiled = torch.compile(calls[0].__call__, fullgraph=True, dynamic=True, backend="eager")
+    for call in calls:
+        torch.testing.assert_close(compiled(*call.tensors), call(*call.tensors))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "it was compiled again for another length"
+    torch.compiler.reset()
+
+
 @every_op
 def test_autocast_changes_nothing(op):
     """An op computes in the dtypes that it is given; the interfaces to models do what autocast asks for."""

@@ -51,7 +51,8 @@ def attention(
         return q.new_zeros((*q.shape[:3], v.shape[3]))
     plain = window_size is None and kv_len is None and attention_mask is None
     # A single query at the last key sees every key; SDPA aligns its own causal mask top-left.
-    causal_in_sdpa = is_causal and plain and queries == keys
+    # What torch.compile makes of a comparison of open sizes is no bool, which SDPA asks for; a branch settles it.
+    causal_in_sdpa = True if is_causal and plain and queries == keys else False
     mask = None
     if not (plain and (causal_in_sdpa or not is_causal or queries == 1)):
         mask = _visible_keys(queries, keys, is_causal, window_size, kv_len, q.device)
@@ -71,8 +72,9 @@ def attention(
         # Of SDPA's kernels for fp32 only the one that writes all scores down takes grouped heads.
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     if mask is None:
+        grouped = True if groups > 1 else False
         return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=causal_in_sdpa, scale=scaling, enable_gqa=groups > 1
+            q, k, v, dropout_p=dropout, is_causal=causal_in_sdpa, scale=scaling, enable_gqa=grouped
         )
     if groups > 1:
         # With a mask, grouped heads would send SDPA to its slowest path.
