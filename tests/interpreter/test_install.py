@@ -254,6 +254,25 @@ def test_a_script_that_never_imports_tilegym(tmp_path):
     assert done.stderr == ""
 
 
+def test_a_script_that_sets_a_default_device_before_it_imports_cutile(tmp_path):
+    text = SCRIPT.replace("import torch", 'import torch; torch.set_default_device("cuda")').replace(', device="cuda"', "")
+    done = run(tmp_path, "script.py", text, *at_start(AS_A_SCRIPT))
+    assert (done.returncode, done.stdout) == (0, "[0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0] []\n"), done.stderr
+
+
+def test_importing_under_another_default_device(tmp_path):
+    text = """
+        import torch
+        with torch.device("meta"):
+            import tilegym.interpreter
+        from cuda.tile import float4_e2m1fn
+        from tilegym.interpreter.values import decode
+        print(decode(torch.arange(16, dtype=torch.uint8), float4_e2m1fn)[5:12].tolist())
+    """
+    done = run(tmp_path, "script.py", text)
+    assert done.stdout == "[3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5]\n", done.stderr
+
+
 def test_a_process_that_never_imports_cutile(tmp_path):
     text = "import json, sys; print({'torch', 'tilegym', 'numpy'} & set(sys.modules), 'tilegym_startup' in sys.modules)"
     assert run(tmp_path, "script.py", text, *at_start(AS_A_SCRIPT)).stdout == "set() True\n"

@@ -14,6 +14,7 @@ import types
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _device
 
 CAPABILITY = (10, 0)  # of the imaginary GPU: what the interpreter's front end compiles for
 _NUM_MULTIPROCESSORS = 4
@@ -243,6 +244,9 @@ def redirect():
 
     So it is in this thread, and in those that are started within the block.
     """
+    # One that was set before, which torch would add to calls when the mode is through.
+    if (device := getattr(_device, "CURRENT_DEVICE", None)) is not None and device.type == "cuda":
+        _set_default_device("cpu")
     saved = []
     for owner, answers in _ANSWERS:
         for name, answer in answers.items():

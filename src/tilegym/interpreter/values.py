@@ -22,7 +22,7 @@ from .rounding import NEAREST
 from .rounding import narrow
 from .rounding import quantize
 
-_FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cpu")  # whatever the default device is
 _FLOAT4_CODES = torch.cat((_FLOAT4, -_FLOAT4))
 _NATIVE_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
