@@ -9,9 +9,12 @@ import types
 
 import pytest
 import torch
+from tiny_models import make_model
 from torch import nn
 
+import tilegym
 from tilegym.errors import PatchError
+from tilegym.transformers import monkey_patch
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.forwards import with_globals
@@ -151,6 +154,38 @@ def test_patching_twice_changes_nothing():
     first.revert()  # nothing left to do
     assert "forward" not in vars(net.first)
     assert first.replace_forward(net.first, plus_one, ENTRY)  # and it can be patched again
+
+
+def test_a_set_that_has_been_reverted_cannot_be_entered():
+    net = Net()
+    with PatchSet(net) as patches:
+        patches.replace_forward(net.first, plus_one, ENTRY)
+        patches.revert()  # and once more at the end, which does nothing
+    with pytest.raises(PatchError, match="have been reverted: patch again"), patches:
+        pass
+    patches.replace_forward(net.first, plus_one, ENTRY)
+    with patches:
+        assert "forward" in vars(net.first)
+    assert "forward" not in vars(net.first)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: monkey_patch.apply_tilegym_kernel_to_llama(model),
+        lambda model: monkey_patch.apply_tilegym_kernel_to_llama(model=model, swiglu="no"),
+        lambda model: monkey_patch.apply(model, "cutile"),
+        lambda model: monkey_patch.apply(model, rms_norm=None),
+        lambda model: tilegym.apply(model, by_hand=False, rope=0),
+    ],
+    ids=["a model in front", "a text", "a backend", "None", "0"],
+)
+def test_a_flag_that_is_neither_true_nor_false_is_an_error(call):
+    model = make_model("llama")
+    with pytest.raises(TypeError, match="apply.*: .* takes True or False, not") as error:
+        call(model)
+    assert ("give a model as model=" in str(error.value)) == ("rope takes True or False, not Llama" in str(error.value))
+    assert not PatchSet.active() and not PatchSet.active(model)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

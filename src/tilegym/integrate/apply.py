@@ -24,6 +24,7 @@ from tilegym.transformers.general import put
 from tilegym.transformers.general_graph import put_graph
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
+from tilegym.transformers.patching import require_switches
 
 
 def apply(
@@ -59,7 +60,10 @@ def apply(
         ModelError: it is no causal language model, or cannot be made small.
         PatchError: nothing in the model could be patched, or a flag is of no compute in it.
         BackendError: cuTile is asked for and not installed.
+        TypeError: a flag is neither True nor False.
     """
+    switches = {"use_cutile": use_cutile, "verify": verify, "by_hand": by_hand, "trust_remote_code": trust_remote_code}
+    require_switches("apply", **switches, **flags)
     if use_cutile:
         assert_backend_available("cutile")
     model_type = getattr(getattr(model, "config", None), "model_type", None)

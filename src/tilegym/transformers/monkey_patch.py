@@ -28,6 +28,7 @@ from tilegym.transformers.olmo2 import FAMILY as OLMO2
 from tilegym.transformers.olmo3 import FAMILY as OLMO3
 from tilegym.transformers.olmoe import FAMILY as OLMOE
 from tilegym.transformers.patching import PatchSet
+from tilegym.transformers.patching import require_switches
 from tilegym.transformers.phi3 import FAMILY as PHI3
 from tilegym.transformers.qwen2 import FAMILY as QWEN2
 from tilegym.transformers.qwen3 import FAMILY as QWEN3
@@ -84,8 +85,9 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
         ModelError: the model is of no supported family.
         PatchError: nothing in the model could be patched.
         BackendError: cuTile is asked for and not installed.
-        TypeError: no family has a compute of a flag's name.
+        TypeError: no family has a compute of a flag's name, or a flag is neither True nor False.
     """
+    require_switches("apply", use_cutile=use_cutile, use_attn=use_attn, **flags)
     model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
     written = None if model_type in FAMILIES else generated.find(model_type)
     family = FAMILIES[_model_type(model, tuple(FAMILIES))] if written is None else None
@@ -132,6 +134,7 @@ def _for_family(family: Family) -> Callable[..., PatchSet]:
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
         bound.apply_defaults()
+        require_switches(name, **{flag: value for flag, value in bound.arguments.items() if flag != "model"})
         if bound.arguments["model"] is not None:
             _model_type(bound.arguments["model"], (family.model_type,))
         return _patch(family, **bound.arguments)

@@ -39,6 +39,14 @@ class _Missing(enum.Enum):
 MISSING = _Missing.MISSING
 
 
+def require_switches(function: str, **switches: bool) -> None:
+    """Raises TypeError unless all are True or False: a model that comes by position would count as True."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            remedy = "; give a model as model=" if isinstance(value, nn.Module) else ""
+            raise TypeError(f"{function}: {name} takes True or False, not {type(value).__name__}{remedy}")
+
+
 @dataclass(frozen=True)
 class Entry:
     """One line of a report: what was patched or skipped, and why it was skipped."""
@@ -110,8 +118,8 @@ class PatchSet:
         skipped: an :class:`Entry`, with ``why``, for what was looked at and left as it was.
 
     Printing it gives a table. ``revert()`` undoes everything, in reverse order; as a context manager it does so at the
-    end of the block. ``model`` is the model that the set belongs to, None for process-wide patches; ``maker`` says who
-    made the set.
+    end of the block. A set that has been reverted cannot be entered: nothing is patched in that block. ``model`` is the
+    model that the set belongs to, None for process-wide patches; ``maker`` says who made the set.
     """
 
     process_wide: list["PatchSet"] = []
@@ -122,6 +130,7 @@ class PatchSet:
         self.maker = maker
         self._undo: list[_Replacement | _Callback] = []
         self._model = model
+        self._reverted = False
 
     @classmethod
     def active(cls, model: nn.Module | None = None) -> list["PatchSet"]:
@@ -264,6 +273,7 @@ class PatchSet:
         if not self._undo:
             (self.process_wide if self._model is None else vars(self._model).setdefault(_SETS, [])).append(self)
         self._undo.append(step)
+        self._reverted = False
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator["PatchSet"]:
@@ -280,7 +290,7 @@ class PatchSet:
         Raises:
             PatchError: something was replaced by others in the meantime and was left alone; the rest is undone.
         """
-        steps, self._undo = self._undo, []
+        steps, self._undo, self._reverted = self._undo, [], True
         foreign = [f"{describe(step.owner)}.{step.name}" for step in reversed(steps) if not step.undo()]
         if steps:
             self._forget()
@@ -304,6 +314,8 @@ class PatchSet:
             raise PatchError(f"nothing was patched in {what}: {reasons or 'no compute was asked for'}")
 
     def __enter__(self) -> "PatchSet":
+        if self._reverted:
+            raise PatchError("these patches have been reverted: patch again, and enter what that returns")
         return self
 
     def __exit__(self, *exc_info) -> None:
