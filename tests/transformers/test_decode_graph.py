@@ -356,3 +356,16 @@ def test_a_layer_that_computes_something_else_keeps_its_forward(monkeypatch):
         why = {e.why for e in report.skipped if e.compute == "decode_step"}
         assert why == {"its step is not what the layer computes"}
         assert torch.equal(generate(model, ids), expected)
+
+
+def test_weights_on_the_meta_device():
+    model, ids = make_model("llama"), tokens(2, 7)
+    expected, weights = model(ids).logits, copy.deepcopy(model.state_dict())
+    model.to("meta")
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        (skipped,) = [entry.why for entry in report.skipped if entry.compute == "graph"]
+        assert skipped == "its weights are on the meta device"
+        model.load_state_dict(weights, assign=True)
+        rotary = model.model.rotary_emb
+        model.model.rotary_emb = type(rotary)(model.config)
+        assert torch.allclose(model(ids).logits, expected, atol=1e-5)

@@ -273,6 +273,20 @@ def test_a_copy_runs_the_patch_on_its_own_weights(copied):
     assert torch.equal(other.first(x), 14 * x) and torch.equal(net.first(x), 2 * x)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled, _saved])
+def test_two_patches_of_a_copy_revert_in_any_order(copied, first):
+    net, x = Net(), torch.ones(3)
+    for n in (1, 10):
+        PatchSet(net).replace_forward(net.first, plus(n), ENTRY)
+    other = copied(net)
+    sets = PatchSet.active(other)
+    sets[first].revert()
+    assert torch.equal(other.first(x), x + (10 if first == 0 else 1)) and torch.equal(net.first(x), x + 10)
+    sets[1 - first].revert()
+    assert torch.equal(other.first(x), 2 * x) and torch.equal(net.first(x), x + 10)
+
+
 def _decorated(function):
     @functools.wraps(function)
     def wrapper(*args, **kwargs):

@@ -14,6 +14,7 @@ from tiny_models import padded
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tilegym.transformers import attention
+from tilegym.transformers import decode_layer
 from tilegym.transformers import monkey_patch
 
 
@@ -116,3 +117,15 @@ def test_dropout_is_left_to_pytorch(family, monkeypatch):
         with observed() as served:
             loss_and_gradients(model)
         assert len(calls) in (0, 2) and "fmha" in {op for op, _ in served}
+
+
+def test_a_patch_that_fails_half_way_leaves_the_model_in_training_mode(monkeypatch):
+    model = make_model("llama", mlp_bias=False).train()
+
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(decode_layer, "rope_and_cache", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        monkey_patch.apply(model)
+    assert all(module.training for module in model.modules())

@@ -266,6 +266,8 @@ def suits(model: nn.Module) -> str:
         return "its forward depends on values on the device"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "it is spread over several devices"
+    if any(parameter.is_meta for parameter in model.parameters()):  # as under accelerate's cpu_offload
+        return "its weights are on the meta device"
     return ""
 
 

@@ -144,12 +144,14 @@ def computes_the_same(layer: nn.Module, rotary: nn.Module, forward: Callable) ->
     modes = [(module, module.training) for module in layer.modules()]
     layer.eval()
     results = []
-    for step in (type(layer).forward, forward):
-        cache = DecodeCache(layer.self_attn.layer_idx + 1, 16, weight.device)
-        run(type(layer).forward, cache, slice(0, 9))
-        results.append(run(step, cache, slice(9, 10)))
-    for module, training in modes:
-        module.training = training
+    try:
+        for step in (type(layer).forward, forward):
+            cache = DecodeCache(layer.self_attn.layer_idx + 1, 16, weight.device)
+            run(type(layer).forward, cache, slice(0, 9))
+            results.append(run(step, cache, slice(9, 10)))
+    finally:
+        for module, training in modes:
+            module.training = training
     expected, got = results
     # Sums in another order: a few roundings of the dtype apart, relative to the largest element.
     return bool((got - expected).abs().max() <= 8 * torch.finfo(weight.dtype).eps * expected.abs().max())

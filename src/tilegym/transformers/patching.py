@@ -85,6 +85,10 @@ class _Replacement:
         _write(owner, name, new)
         self.active.add(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy, or unpickled: what lies on it has to be found
+        vars(self).update(state)
+        self.active.add(self)
+
     def undo(self) -> bool:
         """Puts ``former`` back; False if somebody else has replaced the value since."""
         self.active.discard(self)
