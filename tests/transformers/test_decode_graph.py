@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -369,3 +370,27 @@ def test_weights_on_the_meta_device():
         rotary = model.model.rotary_emb
         model.model.rotary_emb = type(rotary)(model.config)
         assert torch.allclose(model(ids).logits, expected, atol=1e-5)
+
+
+def test_threads_take_turns():
+    model = make_model("llama")
+    prompts = [tokens(1, 5 + i) for i in range(4)]
+    expected = [generate(model, prompt) for prompt in prompts]
+    with monkey_patch.apply(model, use_cutile=False), ThreadPoolExecutor(len(prompts)) as pool:
+        assert all(map(torch.equal, pool.map(functools.partial(generate, model), prompts), expected))
+
+
+def test_a_call_from_within_another_one():
+    model, prompt, other = make_model("llama"), tokens(1, 9), tokens(1, 5)
+    expected, expected_within = generate(model, prompt), generate(model, other)
+    within = []
+
+    class Generates(LogitsProcessor):
+        def __call__(self, ids, scores):
+            within.append(generate(model, other))
+            return scores
+
+    with monkey_patch.apply(model, use_cutile=False):
+        got = generate(model, prompt, logits_processor=LogitsProcessorList([Generates()]))
+    assert torch.equal(got, expected)
+    assert len(within) > 1 and all(torch.equal(ids, expected_within) for ids in within)

@@ -10,6 +10,7 @@ caches of the caller's) runs as transformers does it.
 
 import contextlib
 import inspect
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -213,6 +214,20 @@ class Session:
 
 _NO_GRAPH = object()
 _sessions: "weakref.WeakKeyDictionary[nn.Module, Session]" = weakref.WeakKeyDictionary()
+_turns: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, list]]" = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _turn(model: nn.Module) -> Iterator[bool]:
+    """Waits for other threads' calls on ``model``; yields whether its session is free then, which it is not for a call
+    from within another one, such as a stopping criterion's."""
+    lock, calls = _turns.setdefault(model, (threading.RLock(), []))
+    with lock:
+        calls.append(None)
+        try:
+            yield len(calls) == 1
+        finally:
+            calls.pop()
 
 
 def forget(model: nn.Module) -> None:
@@ -305,10 +320,18 @@ def _is_plain(model: nn.Module, generation_config, stopping_criteria, model_kwar
 def sample(
     model: nn.Module, input_ids: Tensor, logits_processor, stopping_criteria, generation_config, **model_kwargs
 ) -> Tensor:
-    """The decoding loop of ``generate``, by the session's steps: the same tokens."""
-    if not _is_plain(model, generation_config, stopping_criteria, model_kwargs):
+    """The decoding loop of ``generate``: the session's, where it can be, else transformers' own; the same tokens."""
+    call = model, input_ids, logits_processor, stopping_criteria, generation_config
+    with contextlib.ExitStack() as stack:
+        if _is_plain(model, generation_config, stopping_criteria, model_kwargs) and stack.enter_context(_turn(model)):
+            return _sample_by_session(*call, **model_kwargs)
         loop = getattr(type(model), GENERATION_MODES_MAPPING[generation_config.get_generation_mode()])
-        return loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        return loop(*call, **model_kwargs)
+
+
+def _sample_by_session(
+    model: nn.Module, input_ids: Tensor, logits_processor, stopping_criteria, generation_config, **model_kwargs
+) -> Tensor:
     max_length = stopping_criteria.max_length
     session = session_for(model, input_ids.shape[0], max_length)
     model_kwargs["past_key_values"] = session.cache
