@@ -177,6 +177,8 @@ def check_arguments(
         raise ValueError(f"{op}: q's {heads} heads are not a multiple of k's {kv_heads}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"{op}: q, k and v must have one dtype, they have {q.dtype}, {k.dtype} and {v.dtype}")
+    if isinstance(window_size, (tuple, list)):
+        raise TypeError(f"{op}: window_size is one number of keys, the query's own included, not {window_size}")
     if window_size is not None and window_size < 1:
         raise ValueError(f"{op}: window_size must be at least 1 (or None), it is {window_size}")
     if soft_cap is not None and soft_cap <= 0:
@@ -184,6 +186,8 @@ def check_arguments(
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"{op}: sinks must be [{heads}], one for each head of q, it is {tuple(sinks.shape)}")
     if kv_len is not None:
+        if not isinstance(kv_len, torch.Tensor):
+            raise TypeError(f"{op}: kv_len must be a tensor [{batch}], one for each batch entry, it is {kv_len}")
         if kv_len.shape != (batch,):
             raise ValueError(f"{op}: kv_len must be [{batch}], one for each batch entry, it is {tuple(kv_len.shape)}")
         if kv_len.is_floating_point():
