@@ -220,6 +220,19 @@ def test_an_exception_half_way_leaves_nothing(module):
     assert module.function is old and "forward" not in vars(net.first) and not PatchSet.active()
 
 
+def test_an_interrupt_right_behind_a_change_leaves_nothing():
+    class Interrupted(Scaled):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "forward":
+                raise KeyboardInterrupt
+
+    layer, patches = Interrupted(), PatchSet()
+    with pytest.raises(KeyboardInterrupt), patches.all_or_nothing():
+        patches.replace_forward(layer, plus_one, ENTRY)
+    assert "forward" not in vars(layer) and not PatchSet.active()
+
+
 def test_a_forward_put_there_by_others_is_skipped():
     net, patches = Net(), PatchSet()
     net.first.forward = functools.partial(plus_one, net.first)

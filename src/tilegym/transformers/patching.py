@@ -75,15 +75,17 @@ def _write(owner: Any, name: str, value: Any) -> None:
 
 
 class _Replacement:
-    """``owner.name`` (``owner[name]`` for a dict) is ``new`` now and was ``former``."""
+    """``owner.name`` (``owner[name]`` for a dict) is ``new`` once ``do`` was called, and was ``former``."""
 
     active: "weakref.WeakSet[_Replacement]" = weakref.WeakSet()
 
     def __init__(self, owner: Any, name: str, new: Any) -> None:
         self.owner, self.name, self.new = owner, name, new
         self.former = _read(owner, name)
-        _write(owner, name, new)
+
+    def do(self) -> None:
         self.active.add(self)
+        _write(self.owner, self.name, self.new)
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy, or unpickled: what lies on it has to be found
         vars(self).update(state)
@@ -230,7 +232,7 @@ class PatchSet:
         if all(table.get(name) is function for table, function in tables):
             return self.skip(entry, ALREADY_PATCHED)
         for table, function in tables:
-            self._record(_Replacement(table, name, function))
+            self._put(table, name, function)
         self.patched.append(entry)
         return True
 
@@ -265,9 +267,14 @@ class PatchSet:
     def _replace(self, owner: Any, name: str, new: Any, entry: Entry) -> bool:
         if _read(owner, name) is new:
             return self.skip(entry, ALREADY_PATCHED)
-        self._record(_Replacement(owner, name, new))
+        self._put(owner, name, new)
         self.patched.append(entry)
         return True
+
+    def _put(self, owner: Any, name: str, new: Any) -> None:
+        step = _Replacement(owner, name, new)
+        self._record(step)  # first: an interrupt behind the change has to find it
+        step.do()
 
     def on_revert(self, function: Callable[[], None]) -> None:
         """Calls ``function`` when its turn comes to undo; for what is no replacement."""
