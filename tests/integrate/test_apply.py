@@ -256,6 +256,8 @@ def test_families_by_hand_keep_their_patch():
 def test_what_is_no_language_model_is_refused():
     with pytest.raises(ModelError, match="config.model_type"):
         tilegym.apply(torch.nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="OptimizedModule is no model class of transformers: give the model in it"):
+        tilegym.apply(torch.compile(small("stablelm")), use_cutile=False)
     from transformers import BartConfig
     from transformers import BartModel
 

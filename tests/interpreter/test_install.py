@@ -255,7 +255,9 @@ def test_a_script_that_never_imports_tilegym(tmp_path):
 
 
 def test_a_script_that_sets_a_default_device_before_it_imports_cutile(tmp_path):
-    text = SCRIPT.replace("import torch", 'import torch; torch.set_default_device("cuda")').replace(', device="cuda"', "")
+    text = SCRIPT.replace("import torch", 'import torch; torch.set_default_device("cuda")').replace(
+        ', device="cuda"', ""
+    )
     done = run(tmp_path, "script.py", text, *at_start(AS_A_SCRIPT))
     assert (done.returncode, done.stdout) == (0, "[0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0] []\n"), done.stderr
 

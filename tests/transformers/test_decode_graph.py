@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from common import gpu
+from tiny_models import assert_close
 from tiny_models import make_model
 from tiny_models import observed
 from tiny_models import padded
@@ -20,6 +21,7 @@ from transformers import StoppingCriteria
 from transformers import TextStreamer
 
 from tilegym.transformers import decode_graph
+from tilegym.transformers import decode_layer
 from tilegym.transformers import monkey_patch
 
 FAMILIES = ["llama", "mistral", "qwen3"]
@@ -394,3 +396,30 @@ def test_a_call_from_within_another_one():
         got = generate(model, prompt, logits_processor=LogitsProcessorList([Generates()]))
     assert torch.equal(got, expected)
     assert len(within) > 1 and all(torch.equal(ids, expected_within) for ids in within)
+
+
+def test_a_trial_that_fails_leaves_the_model_in_training(monkeypatch):
+    def fails(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(decode_layer, "CausalMask", fails)
+    model = make_model("mistral").train()
+    with pytest.raises(torch.OutOfMemoryError):
+        monkey_patch.apply(model, use_cutile=False)
+    assert all(module.training for module in model.modules())
+
+
+def test_a_compiled_model_is_patched_but_for_the_graph():
+    """The wrapper that torch.compile makes passes ``generate`` on to the model in it."""
+    model, ids = make_model("mistral"), tokens(2, 7)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        expected = compiled(ids).logits
+        with monkey_patch.apply(compiled, use_cutile=False) as report, observed() as calls:
+            got = compiled(ids).logits
+        assert {"rms_norm", "fmha", "linear"} <= {op for op, _ in calls}
+        assert_close(got, expected)
+        assert [e.why for e in report.skipped] == ["the model that it wraps generates: patch that one"]
+        with observed() as calls:
+            assert torch.equal(compiled(ids).logits, expected)
+        assert not calls

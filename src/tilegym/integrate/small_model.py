@@ -58,8 +58,13 @@ def small_model(
         recipes: what to try instead of all of :mod:`tilegym.integrate.small_config`.
 
     Raises:
-        ModelError: the family is no causal language model, or no recipe makes it small; with what was tried.
+        ModelError: the family is no causal language model, or no recipe makes it small; with what was tried. Or the
+            class is none of transformers', such as a wrapper's.
     """
+    if model_class is not None and not hasattr(model_class, "_from_config"):
+        raise ModelError(
+            f"{model_class.__name__} is no model class of transformers: give the model in it, if it wraps one"
+        )
     config = default_config(config) if isinstance(config, str) else config
     text = config.get_text_config(decoder=True)
     failures: list[str] = []

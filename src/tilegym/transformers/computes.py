@@ -262,7 +262,11 @@ def _graph_in_model(patches: PatchSet, family: Family, backend: str | None, mode
     from tilegym.transformers import decode_graph
 
     where = entry(type(model).__name__, "graph", backend)
-    why = "it does not generate" if not hasattr(model, "generate") else decode_graph.suits(model)
+    if hasattr(type(model), "generate"):
+        why = decode_graph.suits(model)
+    else:  # torch.compile's wrapper has what the model in it has, but not as a method
+        wraps = hasattr(model, "generate")
+        why = "the model that it wraps generates: patch that one" if wraps else "it does not generate"
     if not why and model.config._attn_implementation not in decode_graph.ATTENTION.values():
         why = "its attention is not TileGym's"
     if not why and any(_rotates_by_length(module) for module in model.modules()):

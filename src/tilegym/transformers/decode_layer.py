@@ -142,9 +142,9 @@ def computes_the_same(layer: nn.Module, rotary: nn.Module, forward: Callable) ->
         )
 
     modes = [(module, module.training) for module in layer.modules()]
-    layer.eval()
     results = []
     try:
+        layer.eval()
         for step in (type(layer).forward, forward):
             cache = DecodeCache(layer.self_attn.layer_idx + 1, 16, weight.device)
             run(type(layer).forward, cache, slice(0, 9))
