@@ -28,10 +28,16 @@ def attention_choice(original: Callable, name: str) -> Callable:
     return get_correct_attn_implementation
 
 
-def restore_attention(choice: Callable, name: str) -> None:
-    """Gives transformers' default back to the models that got ``name`` by :func:`attention_choice`."""
-    while choice.made:
-        model = choice.made.pop()
+def _made_of(choice: Callable, cls: type) -> list[nn.Module]:
+    """Takes the models of class ``cls`` out of those that ``choice`` has made: families share the function."""
+    models = [model for model in choice.made if isinstance(model, cls)]
+    choice.made.difference_update(models)
+    return models
+
+
+def restore_attention(choice: Callable, name: str, cls: type) -> None:
+    """Gives transformers' default back to the models of ``cls`` that got ``name`` by :func:`attention_choice`."""
+    for model in _made_of(choice, cls):
         if model.config._attn_implementation == name:
             model.set_attn_implementation(choice.recipe[1][0](model, None))
 
@@ -52,9 +58,8 @@ def experts_choice(original: Callable, name: str) -> Callable:
     return get_correct_experts_implementation
 
 
-def restore_experts(choice: Callable, name: str) -> None:
-    """Gives transformers' default back to the models that got ``name`` by :func:`experts_choice`."""
-    while choice.made:
-        model = choice.made.pop()
+def restore_experts(choice: Callable, name: str, cls: type) -> None:
+    """Gives transformers' default back to the models of ``cls`` that got ``name`` by :func:`experts_choice`."""
+    for model in _made_of(choice, cls):
         if model.config._experts_implementation == name:
             model.set_experts_implementation(choice.recipe[1][0](model, None))

@@ -216,7 +216,7 @@ def _choose_in_class(
     original = getattr(cls, method)
     chosen = choice(_formula_of(original, 0, lambda: original), name)
     if patches.replace_method(cls, method, chosen, where):
-        patches.on_revert(functools.partial(restore, chosen, name))
+        patches.on_revert(functools.partial(restore, chosen, name, cls))
 
 
 MOE = Compute("moe", _moe_in_model, _moe_in_class)

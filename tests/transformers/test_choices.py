@@ -1,0 +1,34 @@
+"""Models that got their attention and experts from a class patch: reverting one family's leaves the others'."""
+
+import contextlib
+
+import pytest
+from tiny_models import make_model
+from tiny_models import observed
+from tiny_models import ops_of
+from tiny_models import tokens
+
+from tilegym.transformers import monkey_patch
+
+PATCHES = {
+    "llama": monkey_patch.apply_tilegym_kernel_to_llama,
+    "mixtral": monkey_patch.apply_tilegym_kernel_to_mixtral,
+    "qwen3_moe": monkey_patch.apply_tilegym_kernel_to_qwen3_moe,
+}
+
+
+def ops_called(model):
+    with observed() as calls:
+        model(tokens(2, 11))
+    return {op for op, _ in calls}
+
+
+@pytest.mark.parametrize("reverted", PATCHES)
+def test_reverting_one_family_leaves_the_models_of_others(reverted):
+    with contextlib.ExitStack() as stack:
+        patches = {family: stack.enter_context(patch()) for family, patch in PATCHES.items()}
+        models = {family: make_model(family) for family in PATCHES}
+        patches[reverted].revert()
+        for family, model in models.items():
+            assert not ops_called(model) if family == reverted else ops_called(model) >= ops_of(family), family
+    assert not any(ops_called(model) for model in models.values())
