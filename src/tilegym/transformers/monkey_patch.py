@@ -146,7 +146,8 @@ def _for_family(family: Family) -> Callable[..., PatchSet]:
     Without ``model`` transformers' own classes and functions are patched: {", ".join(in_class)}. Layers of all
     {family.prefix} models in the process change; attention and experts only in those made afterwards, unless they ask
     for another implementation than transformers' default. The others ({", ".join(in_model)}) need a model. Reverting
-    reaches them all. Each flag is a compute; arguments, result and errors otherwise as for :func:`apply`.
+    reaches them all, but for copies, which keep their attention and experts. Each flag is a compute; arguments, result
+    and errors otherwise as for :func:`apply`.
     """
     return apply_to_family
 
