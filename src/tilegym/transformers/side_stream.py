@@ -38,7 +38,7 @@ class LateFlag:
         self._posts: list[tuple[Tensor, int, Any]] = []
 
     def post(self, flag: Tensor, length: int) -> None:
-        copy = torch.empty((), dtype=torch.bool, pin_memory=self._pinned)
+        copy = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=self._pinned)
         copy.copy_(flag, non_blocking=True)
         event = None
         if self._pinned:
