@@ -23,6 +23,7 @@ from transformers import TextStreamer
 from tilegym.transformers import decode_graph
 from tilegym.transformers import decode_layer
 from tilegym.transformers import monkey_patch
+from tilegym.transformers.side_stream import LateFlag
 
 FAMILIES = ["llama", "mistral", "qwen3"]
 
@@ -253,6 +254,24 @@ def test_a_session_is_kept_until_something_changes():
         generate(model, tokens(1, 300))
         assert decode_graph._sessions[model].key == (1, 512)
     assert model not in decode_graph._sessions
+
+
+def test_a_session_serves_calls_in_inference_mode_and_others(steps):
+    model, ids = make_model("llama"), tokens(1, 7)
+    expected = generate(model, ids)
+    with monkey_patch.apply(model, use_cutile=False):
+        for mode in (True, False, True):
+            with torch.inference_mode(mode):
+                assert torch.equal(generate(model, ids.clone()), expected)
+    assert len(steps) == 3 * 8
+
+
+def test_a_default_device_of_the_caller_does_not_take_what_the_host_reads():
+    ended = LateFlag(torch.device("cpu"))
+    with torch.device("meta"):
+        ended.post(torch.tensor(False, device="cpu"), 4)
+        ended.post(torch.tensor(True, device="cpu"), 5)
+        assert ended.read() is None and ended.read(wait_for_last=True) == 5
 
 
 def test_copies_and_pickles_bring_their_own(steps):

@@ -324,7 +324,9 @@ def sample(
     call = model, input_ids, logits_processor, stopping_criteria, generation_config
     with contextlib.ExitStack() as stack:
         if _is_plain(model, generation_config, stopping_criteria, model_kwargs) and stack.enter_context(_turn(model)):
-            return _sample_by_session(*call, **model_kwargs)
+            # What is kept for the next call must not be tensors that only inference mode may write to.
+            with torch.inference_mode(False), torch.no_grad():
+                return _sample_by_session(*call, **model_kwargs)
         loop = getattr(type(model), GENERATION_MODES_MAPPING[generation_config.get_generation_mode()])
         return loop(*call, **model_kwargs)
 
