@@ -13,6 +13,7 @@ from tuning_fakes import inputs
 from tuning_fakes import make_add
 from tuning_fakes import wrong_for_small_tiles_kernel
 
+from tilegym.backend.cutile.autotuner import Config
 from tilegym.backend.cutile.autotuner import autotune
 from tilegym.backend.cutile.tuning_cache import TuningCache
 from tilegym.errors import BackendError
@@ -75,6 +76,16 @@ def test_candidates_that_fail_are_skipped(cache, caplog):
     assert bench.timed == [128]
     assert "Config(TILE=32) does not run: RuntimeError: cannot launch" in caplog.text
     assert "does not compile: TimeoutError: compiler exceeded 60 s" in caplog.text
+
+
+def test_candidates_with_hints_beyond_their_range_are_skipped(cache, caplog):
+    bench = FakeBench()
+    with caplog.at_level(logging.INFO, "tilegym.autotuner"):
+        assert make_add(cache, bench, [Config(TILE=32, occupancy=99), SPACE[2]])(*inputs()).TILE == 128
+    assert bench.timed == [128]
+    assert "occupancy=99) does not compile: occupancy should be" in caplog.text
+    with pytest.raises(BackendError, match="add_kernel: no configuration can be used.*got 99.*got 98"):
+        make_add(cache, bench, [Config(TILE=32, occupancy=99), Config(TILE=32, occupancy=98)])(*inputs(1000))
 
 
 def test_no_candidate_that_works_is_an_error_with_the_reasons(cache):

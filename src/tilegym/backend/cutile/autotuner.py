@@ -47,6 +47,7 @@ from tilegym.backend.cutile.tuning_key import space_fingerprint
 from tilegym.backend.cutile.tuning_space import Config
 from tilegym.backend.cutile.tuning_space import NamedArgs
 from tilegym.backend.cutile.tuning_space import SearchSpace
+from tilegym.errors import BackendError
 
 __all__ = ["Autotuner", "Config", "SearchSpace", "autotune"]
 
@@ -231,7 +232,7 @@ class Autotuner:
             if winner is None:
                 if not bench.ready():
                     return choice_of(suitable[0]), False
-                choices = [choice_of(config) for config in suitable]
+                choices = _choices(name, suitable, choice_of)
                 winner, time_us = self._measure(key, choices, grid_fn, args_fn, bench, outputs)
                 self._winners[key] = winner
                 if time_us is not None:
@@ -325,6 +326,20 @@ class _Choice(NamedTuple):
 
 _hinted_kernels: dict[tuple, ct.kernel] = {}
 _fingerprint = functools.cache(kernel_fingerprint)
+
+
+def _choices(name: str, configs: list[Config], choice_of: Callable[[Config], _Choice]) -> list[_Choice]:
+    """The choices whose hints the compiler takes."""
+    choices, refusals = [], []
+    for config in configs:
+        try:
+            choices.append(choice_of(config))
+        except ValueError as error:  # a hint beyond its range
+            refusals.append(f"{config} does not compile: {error}")
+            tuning.logger.info("tuning %s: %s", name, refusals[-1])
+    if not choices:
+        raise BackendError(f"kernel {name}: no configuration can be used: {'; '.join(refusals)}")
+    return choices
 
 
 def _with_hints(kernel: ct.kernel, hints: dict[str, Any]) -> ct.kernel:
