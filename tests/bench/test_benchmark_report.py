@@ -218,6 +218,53 @@ def test_models_stay_until_they_are_measured_again(run, tmp_path):
     assert docs.EARLIER not in docs.write([tmp_path], page).read_text().partition("### llama-3.1-8b")[2]
 
 
+def test_cases_stay_until_they_are_measured_again(run, tmp_path):
+    """A page written from one op's results keeps the others', and is what it would be from all of them at once."""
+    early = dataclasses.replace(run, machine=run.machine | {"date": "2026-01-01"})
+    late = dataclasses.replace(
+        run,
+        machine=run.machine | {"date": "2026-02-01"},
+        results=[row(OURS, 5e-6, op="relu", shape="x"), row("torch", 6e-6, op="relu", shape="x")],
+        host=[],
+    )
+    early.write(tmp_path / "early")
+    late.write(tmp_path / "late")
+    both = docs.write([tmp_path / "early", tmp_path / "late"], tmp_path / "both.md").read_text()
+    page = tmp_path / "page.md"
+    docs.write([tmp_path / "early"], page)
+    assert docs.write([tmp_path / "late"], page).read_text() == both
+    assert "| 8192x4096 | 40.0" in both and "### relu, forward" in both and "| Run A | Run B |" in both
+    # Measured again, nothing of the former run is left, nor its machine.
+    renewed = dataclasses.replace(run, machine=run.machine | {"date": "2026-03-01"})
+    renewed.write(tmp_path / "renewed")
+    text = docs.write([tmp_path / "renewed"], page).read_text()
+    assert "2026-01-01" not in text and "2026-02-01" in text and "2026-03-01" in text
+    # Of another GPU nothing is kept: rows of two are on no page.
+    other = dataclasses.replace(renewed, machine=renewed.machine | {"gpu": "NVIDIA B200"})
+    other.write(tmp_path / "other")
+    text = docs.write([tmp_path / "other"], page).read_text()
+    assert "NVIDIA H200" not in text and "### relu" not in text
+    nothing = dataclasses.replace(other, results=[], host=[])
+    nothing.write(tmp_path / "nothing")
+    page.with_name("page.json.xz").unlink()
+    with pytest.raises(BenchmarkError, match="measured nothing"):
+        docs.write([tmp_path / "nothing"], page)
+    assert page.read_text() == text
+
+
+def test_a_broken_file_of_former_results_is_one_clear_error(run, tmp_path):
+    run.write(tmp_path)
+    (tmp_path / "page.json.xz").write_bytes(b"no xz")
+    with pytest.raises(BenchmarkError, match="page.json.xz cannot be read .*: restore it, or remove it"):
+        docs.write([tmp_path], tmp_path / "page.md")
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_more_runs_than_letters(run):
+    merged = merge([run])
+    assert [merged.run_of(i) for i in (0, 25, 26, 27, 52)] == ["A", "Z", "AA", "AB", "BA"]
+
+
 def test_page_of_an_interrupted_run_without_a_gpu(run, tmp_path):
     run.complete = False
     run.machine["gpu"] = None

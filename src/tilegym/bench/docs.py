@@ -8,6 +8,7 @@ from typing import Any
 from tilegym.backend import slower
 from tilegym.bench import docs_training
 from tilegym.bench import slower_table
+from tilegym.bench import store
 from tilegym.bench.merge import Merged
 from tilegym.bench.merge import merge
 from tilegym.bench.report import HostResult
@@ -47,8 +48,8 @@ python tests/benchmark/write_docs.py out/bench
 
 `tilegym bench rms_norm fmha` measures some ops only, `--quick` the headline shapes only, `--minutes 9` what fits into
 nine minutes, the most important first; `--skip out/bench`, with another `--output`, goes on where a run ended.
-`write_docs.py` takes the folders of several runs. Without a GPU only the `pytorch` backend is measured, and this page
-is not written.
+`write_docs.py` takes the folders of several runs. What none of them has measured stays: `benchmarks.json.xz` holds what
+this page was written from. Without a GPU only the `pytorch` backend is measured, and this page is not written.
 """
 
 METHOD = """\
@@ -119,12 +120,13 @@ def default_target() -> Path:
 def write(results: list[Path], target: Path | None = None, note: str = "") -> Path:
     """Writes ``target``, by default the checkout's page, from the ``results.json`` and ``infer*.json`` in ``results``.
 
-    Of a case that several runs have measured, the latest run counts that compared TileGym with anything. Models that
-    the page has and the folders do not stay on it. ``note`` stands below the machines: what the figures do not tell.
+    Of a case that several runs have measured, the latest run counts that compared TileGym with anything. Cases and
+    models that the page has and the folders do not stay on it: the former in the file ``.json.xz`` beside it, as long
+    as they are of the same GPU and dtype. ``note`` stands below the machines: what the figures do not tell.
 
     Raises:
-        BenchmarkError: a file is missing or cannot be read; the runs are of different GPUs or dtypes; or they had no
-            GPU and would take the place of the checkout's page.
+        BenchmarkError: a file is missing or cannot be read; the runs are of different GPUs or dtypes, or have
+            measured nothing; or they had no GPU and would take the place of the checkout's page.
     """
     runs = {folder: Run.read(folder).steady() for folder in results}
     if target is None:
@@ -137,8 +139,18 @@ def write(results: list[Path], target: Path | None = None, note: str = "") -> Pa
     models = _models_of(target.read_text(encoding="utf-8") if target.is_file() else "")
     for summary in inferences.values():
         models[_name_of(summary)] = _inference(summary)
-    target.write_text(page(merge(list(runs.values())), models, note), encoding="utf-8")
+    latest, kept = merge(list(runs.values())), store.store_of(target)
+    former = [run for run in store.read(kept) if _kind(run) == _kind(latest.runs[0])]
+    counted = store.shown(merge([*latest.runs, *former]))
+    if not counted:
+        raise BenchmarkError("these runs have measured nothing")
+    target.write_text(page(merge(counted), models, note), encoding="utf-8")
+    store.write(kept, counted)
     return target
+
+
+def _kind(run: Run) -> tuple[Any, Any]:
+    return run.machine.get("gpu"), run.settings["dtype"]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

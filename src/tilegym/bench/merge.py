@@ -31,8 +31,9 @@ class Merged:
     host: dict[str, tuple[int, dict[str, HostResult]]]
 
     def run_of(self, number: int) -> str:
-        """What the page calls a run: "A" for the latest."""
-        return chr(ord("A") + number)
+        """What the page calls a run: "A" for the latest, "AA" behind "Z"."""
+        more, letter = divmod(number, 26)
+        return (self.run_of(more - 1) if more else "") + chr(ord("A") + letter)
 
 
 def _worth(row: dict) -> int:

@@ -106,11 +106,19 @@ class Run:
             stored = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise BenchmarkError(f"{path} cannot be read ({error}): give the folder that --output named") from error
+        return cls.of(stored, path)
+
+    @classmethod
+    def of(cls, stored: dict[str, Any], path: Path) -> "Run":
+        """The run that ``path`` holds as these dictionaries.
+
+        Raises:
+            BenchmarkError: it was written by another version of TileGym.
+        """
         if stored.get("schema") != SCHEMA:
             raise BenchmarkError(f"{path} has schema {stored.get('schema')}, not {SCHEMA}: measure again")
-        stored["results"] = [Result(**row) for row in stored["results"]]
-        stored["host"] = [HostResult(**row) for row in stored["host"]]
-        return cls(**stored)
+        results = [Result(**row) for row in stored["results"]]
+        return cls(**stored | {"results": results, "host": [HostResult(**row) for row in stored["host"]]})
 
     def steady(self) -> "Run":
         """This run, without the figures of what was not timed steadily: its status is "unsteady" then."""
