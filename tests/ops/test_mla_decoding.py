@@ -14,6 +14,7 @@ from common import of_plain_sdpa
 from common import randn
 from common import recorded_launches
 from common import sanitized
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym.backend import dispatcher
 from tilegym.backend import use_backend
@@ -84,6 +85,19 @@ def in_its_dtype(**kwargs):
     return out, lse
 
 
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor has that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for t in result if isinstance(result, tuple) else (result,):
+            if isinstance(t, torch.Tensor):
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.element_size())
+        return result
+
+
 class Test_MLA_Decoding(PyTestCase):
     @backends("mla_decoding")
     @dtypes()
@@ -119,6 +133,14 @@ class Test_MLA_Decoding(PyTestCase):
             out, lse = mla_decoding(**kwargs, backend=backend)
         torch.testing.assert_close(out, (scores.softmax(-1) @ kv).float())
         torch.testing.assert_close(lse, scores.logsumexp(-1).float())
+
+    @pytest.mark.parametrize("options", [{}, OPTIONS["mask of heads"]], ids=["plain", "mask"])
+    def test_no_head_has_keys_of_its_own(self, options):
+        """PyTorch's own attention with a head of keys for each of queries would write them out."""
+        kwargs = tensors(*SHAPES[0]) | options
+        with Largest() as largest:
+            mla_decoding(**kwargs, backend="pytorch")
+        assert largest.elements == kwargs["kv"].numel() + kwargs["kpe"].numel()
 
     @backends("mla_decoding")
     def test_is_attention_with_one_kv_head(self, backend):

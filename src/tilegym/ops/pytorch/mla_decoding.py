@@ -39,9 +39,11 @@ def mla_decoding_split_kv(
 
 
 def _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> torch.Tensor:
-    query, key = torch.cat((q, qpe), -1)[:, :, None], torch.cat((kv, kpe), -1)[:, None]
-    out = attention(query, key, kv[:, None], sm_scale, False, None, None, None, attention_mask, kv_len)
-    return out[:, :, 0]
+    # Heads as the queries of one head: as heads, each would get keys and values of its own.
+    query, key = torch.cat((q, qpe), -1)[:, None], torch.cat((kv, kpe), -1)[:, None]
+    if attention_mask is not None:
+        attention_mask = attention_mask.expand(*q.shape[:2], 1, kv.shape[1]).transpose(1, 2)
+    return attention(query, key, kv[:, None], sm_scale, False, None, None, None, attention_mask, kv_len)[:, 0]
 
 
 def _lse(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> torch.Tensor:
