@@ -217,11 +217,16 @@ _sessions: "weakref.WeakKeyDictionary[nn.Module, Session]" = weakref.WeakKeyDict
 _turns: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, list]]" = weakref.WeakKeyDictionary()
 
 
+def _turns_of(model: nn.Module) -> tuple[Any, list]:
+    """The lock that calls on ``model`` take turns by, and those that use or want its session within it."""
+    return _turns.setdefault(model, (threading.RLock(), []))
+
+
 @contextlib.contextmanager
 def _turn(model: nn.Module) -> Iterator[bool]:
     """Waits for other threads' calls on ``model``; yields whether its session is free then, which it is not for a call
     from within another one, such as a stopping criterion's."""
-    lock, calls = _turns.setdefault(model, (threading.RLock(), []))
+    lock, calls = _turns_of(model)
     with lock:
         calls.append(None)
         try:
@@ -294,9 +299,11 @@ def generate(model: nn.Module, *args, **kwargs) -> Any:
         values = kwargs.get(name), *(getattr(config, name, None) for config in configs)
         if any(value not in (None, 1) for value in values):
             special.add(name)
-    if len(args) < 2 and not special:
-        kwargs["custom_generate"] = sample
-    return type(model).generate(model, *args, **kwargs)
+    if len(args) >= 2 or special:
+        return type(model).generate(model, *args, **kwargs)
+    # What precedes the loop takes its turn too: it works on the device, while another thread may be capturing.
+    with _turns_of(model)[0]:
+        return type(model).generate(model, *args, **(kwargs | {"custom_generate": sample}))
 
 
 def _is_plain(model: nn.Module, generation_config, stopping_criteria, model_kwargs: dict[str, Any]) -> bool:

@@ -59,7 +59,8 @@ def capture(run: Callable[[], Any], state: list[Tensor], device: torch.device) -
                 run()
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph), _NumbersAreFilledIn():
+        # What other threads do meanwhile (loaders that pin memory, say) is none of the graph's business, nor forbidden.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"), _NumbersAreFilledIn():
             result = run()
     except Exception:
         torch.cuda.synchronize()
