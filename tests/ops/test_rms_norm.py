@@ -126,11 +126,12 @@ class Test_RMSNorm(PyTestCase):
         assert plan[2][0] == 2 - odd
         self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    @pytest.mark.parametrize("n", [2048, 2568])
     @pytest.mark.parametrize("more", range(3))
-    def test_gradients_of_rows_read_two_ahead(self, more):
-        """Many rows of 2048: blocks that take an even number of them, an odd one, and one more than the others."""
-        kwargs = arguments(33 * sm_count(0 if HAS_GPU else -1) + more, 2048, dtype=torch.bfloat16)
-        plan = backward_plan(len(kwargs["input"]), 2048, 0 if HAS_GPU else -1, False, False)
+    def test_gradients_of_rows_read_two_ahead(self, more, n):
+        """Many rows: blocks that take an even number of them, an odd one, and one more than the others."""
+        kwargs = arguments(33 * sm_count(0 if HAS_GPU else -1) + more, n, dtype=torch.bfloat16)
+        plan = backward_plan(len(kwargs["input"]), n, 0 if HAS_GPU else -1, False, False)
         assert plan[2][3] == 2
         self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 

@@ -111,7 +111,7 @@ def _step(
 @ct.kernel
 def backward_kernel(
     dy, x, through, weight, means, rstds, dx, dweight, dbias, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int,
-    PIECES: Int, AHEAD: Int, LATENCY: Int, BULK: Bool, CHECK: Bool, IN_TURN: Bool, WARPS: Int, FUSED: Int,
+    PIECES: Int, AHEAD: Int, LATENCY: Int, BULK: Bool, CHECK: Bool, WARPS: Int, FUSED: Int,
     CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool, OVERLAP: Bool, INPLACE: Bool,
 ):  # fmt: skip
     """Whole rows in registers, as PIECES tiles; blocks stride over them, and row ``bid`` of dweight and dbias is that
@@ -120,11 +120,12 @@ def backward_kernel(
     ``through`` is a gradient that is added to dx. AHEAD: how many tiles are read into registers before one is worked
     on, 1 or 2, or with 0 LATENCY: what the compiler's own pipeline of loads is told, through shared memory, by the
     tensor memory accelerator (BULK) or by each thread. CHECK: whether some of a tile may lie outside of the rows.
-    IN_TURN: a block's rows follow one another. FUSED: how much is written so that one instruction multiplies and adds,
-    1: xhat, 2: dx too, which is less work and takes more registers. OVERLAP: the launch that adds the sums may begin,
-    and waits. INPLACE: dx is written over x, and stands for nothing itself.
+    FUSED: how much is written so that one instruction multiplies and adds, 1: xhat, 2: dx too, which is less work and
+    takes more registers. OVERLAP: the launch that adds the sums may begin, and waits; two tiles ahead, behind the loop,
+    since that takes a barrier, for which the first loads would wait (pipelines take twice as long so). INPLACE: dx is
+    written over x, and stands for nothing itself.
     """
-    if OVERLAP:
+    if OVERLAP and AHEAD < 2:
         ct.grid_dependency_control_launch_dependents()
     ws = ()
     for piece in ct.static_iter(range(PIECES)):
@@ -133,9 +134,6 @@ def backward_kernel(
     out = x if INPLACE else dx
     first, step, tiles = ct.bid(0), ct.num_blocks(0), (TILE_M, TILE_N, PIECES)
     end = ct.cdiv(x.shape[0], TILE_M)
-    if IN_TURN:
-        each = ct.cdiv(end, step)
-        first, step, end = first * each, 1, min((first + 1) * each, end)
     # In the end the block's last rows are read once more: others' are far away, and may be overwritten.
     last = end - 1 - (end - 1 - first) % step
     loads, constants = (*tiles, CENTER, CHECK), (OFFSET, N, *tiles, WARPS, FUSED, CENTER, DWEIGHT, DBIAS)
@@ -161,6 +159,8 @@ def backward_kernel(
         if (last - first) % (2 * step) == 0:
             added = _load_pieces(through, last, *tiles, 0, False, CHECK) if THROUGH else None
             sums = _step(even, added, last, ws, sums, out, *constants)
+        if OVERLAP:
+            ct.grid_dependency_control_launch_dependents()
     else:
         if not BULK:  # such a pipeline reads single numbers no row ahead
             following = _load_statistics(means, rstds, first, TILE_M, CENTER, CHECK)
@@ -183,8 +183,8 @@ def backward_kernel(
 @functools.lru_cache(maxsize=1024)
 def backward_plan(
     rows: int, n: int, device: int, center: bool, add: bool, in_place: bool = False, itemsize: int = 2
-) -> tuple[ct.kernel, int, tuple[int, int, int, int, int, bool, bool, bool, int, int]]:
-    """(kernel, blocks, (TILE_M, TILE_N, PIECES, AHEAD, LATENCY, BULK, CHECK, IN_TURN, WARPS, FUSED)) of the backward
+) -> tuple[ct.kernel, int, tuple[int, int, int, int, int, bool, bool, int, int]]:
+    """(kernel, blocks, (TILE_M, TILE_N, PIECES, AHEAD, LATENCY, BULK, CHECK, WARPS, FUSED)) of the backward
     pass in registers, for rows of up to MAX_CACHED_BACKWARD. ``center``: with a mean; ``add``: something is added;
     ``in_place``: dx over x; ``itemsize``: bytes of an element of x.
 
@@ -192,10 +192,11 @@ def backward_plan(
     36.8 us instead of 38.1, of 2560 in five pieces 41.5 instead of 44.9; rows with a mean are slower without them, but
     those of 2560 in five pieces, 46.3 us instead of 47.7. What is added is read before the reduction in rows of two
     pieces of 1024, not in one tile: 44.5 us, not 50.1. Plain rows of 4096, two at a time, through a pipeline of the
-    threads' own loads take 60.2 us, one ahead in registers 62.5; rows of 2048 with a mean through one, in turn, 36.7 us
-    instead of 37.8, not in turn 38.9. Others are slower through pipelines: with a mean they take too many registers.
-    Plain rows of 2048 take 34.3 us read two ahead in four pieces, by three blocks a multiprocessor, 35.1 one ahead by
-    four, 36.0 through a pipeline; rows of 4096 with a mean 62.6 us in four pieces, 64.1 in two.
+    threads' own loads take 60.2 us, one ahead in registers 62.5. Others are slower through pipelines: with a mean they
+    take too many registers. Rows of 2048 take 33.8 us read two ahead in four pieces, by three blocks a multiprocessor
+    (34.3 if the next launch may begin at once), 35.1 one ahead by four, 36.0 through a pipeline; with a mean 35.9, and
+    36.7 through one. Two ahead, rows of 2880 take 45.4 us with 8 warps, with a mean 48.5, one ahead 46.8 and 48.9; rows
+    of 3072 as long as one ahead, of 2560 longer. Rows of 4096 with a mean 62.6 us in four pieces, 64.1 in two.
 
     In place the compiler's pipeline loads no row before the one before it is stored, and what it makes of plain rows in
     one tile of 2048 neither: they are read into registers, in pieces.
@@ -206,13 +207,10 @@ def backward_plan(
     # Many plain rows of 4096, two a block: half as many reductions to wait for, and half as many sums to add up.
     two = many and n == 4096 and plain and rows % 2 == 0
     four = many and n == 4096 and center
-    deep = many and n == 2048 and plain
-    in_turn = many and n == 2048 and center
+    deep, three = many and n == 2048, many and 2560 < n < 3072
     five = n == 2560 and center and not (add or in_place)
     if two:
         warps, occupancy, tile_n, latency = 8, 1, 2048, 8
-    elif in_turn:
-        warps, occupancy, tile_n, latency, exact = 4, 3, 1024, 5, True
     elif n > 4096:
         warps, occupancy, tile_n, latency = (8, 1, 4096, 6) if n > 6144 else (8, 1, 2048, 4)
         if n % 8 or in_place:  # the pipeline copies rows that begin at 16 bytes
@@ -220,7 +218,9 @@ def backward_plan(
     elif four:
         warps, occupancy, tile_n, exact = 8, 2, 1024, True
     elif deep:
-        warps, occupancy, tile_n = 4, 3, 512
+        warps, occupancy, tile_n, exact = 4, 3, 512, True
+    elif three:
+        warps, occupancy, tile_n = 8, 2, 1024
     elif n == 2560 and plain:
         warps, occupancy, tile_n = 4, 4, 512
     elif five:
@@ -247,9 +247,9 @@ def backward_plan(
         # Each with as many tiles: of 528 blocks 512 are left, whose sums are one tile. 8192x2048 with a mean takes
         # 39.1 us instead of 42.0.
         blocks = ct.cdiv(tiles, ct.cdiv(tiles, blocks))
-    bulk = latency > 0 and not (two or in_turn)
+    bulk = latency > 0 and not two
     check = not two and (not exact or bulk or tile_m > 1 or n != tile_n * pieces)
     # Several rows a tile leave registers for it: 8192x1024 20.5 us instead of 22.9, 65536x512 62.7 instead of 67.1.
     short = itemsize == 2 and tile_m > 1 and not (two or add or in_place)
-    how = bulk, check, in_turn, warps if one else 0, 2 if four or short else int(one)
-    return kernel, blocks, (tile_m, tile_n, pieces, 0 if latency else 2 if deep else 1, latency, *how)
+    how = bulk, check, warps if one else 0, 2 if four or three or short else int(one)
+    return kernel, blocks, (tile_m, tile_n, pieces, 0 if latency else 2 if deep or three else 1, latency, *how)
