@@ -137,7 +137,7 @@ def norm_backward(norm: str, m: int, n: int) -> Group:
         for hint, latency in itertools.product(hints(occupancies=(1, 2, 3, 4, 8)), (0, 4, 6)):
             blocks = min(ct.cdiv(m, tile[0]), SMS * hint["occupancy"])
             parts = [rstd.new_empty(blocks, n) for _ in range(2)]
-            reads = (int(latency == 0), latency, latency > 0, True, 0, 0)
+            reads = (int(latency == 0), latency, latency > 0, True, latency == 0, 0, 0)
             flags = (center, through, True, True, center, False, False)
             args = (dy, x, added, w, mean, rstd, dx, *parts, 0.0, n, *tile, *reads, *flags)
             name = f"whole rows {tile} latency {latency}"

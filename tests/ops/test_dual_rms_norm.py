@@ -14,8 +14,10 @@ from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import dual_rms_norm
 from tilegym.ops import rms_norm
+from tilegym.ops.cutile.dual_rms_norm import backward_plan
 from tilegym.ops.cutile.dual_rms_norm import dual_rms_norm_backward
 from tilegym.ops.cutile.dual_rms_norm import dual_rms_norm_forward
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.dual_rms_norm import dual_rms_norm as reference
 
 # Dimensions before the heads, heads of q and of k, dimensions of a head.
@@ -79,10 +81,14 @@ class Test_DualRMSNorm(PyTestCase):
         kwargs = arguments(offset=0.5) | dict.fromkeys(missing)
         self.assertCorrectness(dual_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
-    def test_many_rows_share_blocks(self):
-        self.assertCorrectness(
-            dual_rms_norm, reference, arguments((300,), 3, 1, 24), {"backend": "cutile"}, gradient=True
-        )
+    @pytest.mark.parametrize(("more", "dim", "check"), [(0, 24, True), (1, 64, True), (0, 64, False)])
+    def test_many_rows_share_blocks(self, more, dim, check):
+        """Of which those that fill tiles are read without checks."""
+        device = 0 if HAS_GPU else -1
+        tokens = 72 * sm_count(device) + more
+        kwargs = arguments((tokens,), 6, 2, dim, dtype=torch.bfloat16)
+        assert backward_plan(6 * tokens, 2 * tokens, dim, device)[3][2] == check
+        self.assertCorrectness(dual_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("lead", [(0,), (2, 0)], ids=str)
     def test_empty(self, lead):

@@ -111,7 +111,7 @@ def _step(
 @ct.kernel
 def backward_kernel(
     dy, x, through, weight, means, rstds, dx, dweight, dbias, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int,
-    PIECES: Int, AHEAD: Int, LATENCY: Int, BULK: Bool, CHECK: Bool, WARPS: Int, FUSED: Int,
+    PIECES: Int, AHEAD: Int, LATENCY: Int, BULK: Bool, CHECK: Bool, LATE: Bool, WARPS: Int, FUSED: Int,
     CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool, OVERLAP: Bool, INPLACE: Bool,
 ):  # fmt: skip
     """Whole rows in registers, as PIECES tiles; blocks stride over them, and row ``bid`` of dweight and dbias is that
@@ -121,11 +121,10 @@ def backward_kernel(
     on, 1 or 2, or with 0 LATENCY: what the compiler's own pipeline of loads is told, through shared memory, by the
     tensor memory accelerator (BULK) or by each thread. CHECK: whether some of a tile may lie outside of the rows.
     FUSED: how much is written so that one instruction multiplies and adds, 1: xhat, 2: dx too, which is less work and
-    takes more registers. OVERLAP: the launch that adds the sums may begin, and waits; two tiles ahead, behind the loop,
-    since that takes a barrier, for which the first loads would wait (pipelines take twice as long so). INPLACE: dx is
-    written over x, and stands for nothing itself.
+    takes more registers. OVERLAP: the launch that adds the sums may begin, and waits; LATE: behind the loop, since that
+    takes a barrier, for which the first loads would wait. INPLACE: dx is written over x, and stands for nothing itself.
     """
-    if OVERLAP and AHEAD < 2:
+    if OVERLAP and not LATE:
         ct.grid_dependency_control_launch_dependents()
     ws = ()
     for piece in ct.static_iter(range(PIECES)):
@@ -159,8 +158,6 @@ def backward_kernel(
         if (last - first) % (2 * step) == 0:
             added = _load_pieces(through, last, *tiles, 0, False, CHECK) if THROUGH else None
             sums = _step(even, added, last, ws, sums, out, *constants)
-        if OVERLAP:
-            ct.grid_dependency_control_launch_dependents()
     else:
         if not BULK:  # such a pipeline reads single numbers no row ahead
             following = _load_statistics(means, rstds, first, TILE_M, CENTER, CHECK)
@@ -174,6 +171,8 @@ def backward_kernel(
             xs = _load_pieces(x, tile, *tiles, LATENCY, BULK, CHECK)
             added = _load_pieces(through, tile, *tiles, LATENCY, BULK, CHECK) if THROUGH else None
             sums = _step((ups, xs, statistics), added, tile, ws, sums, out, *constants)
+    if OVERLAP and LATE:
+        ct.grid_dependency_control_launch_dependents()
     if DWEIGHT:
         _store_sums(sums[0], dweight, PIECES)
     if DBIAS:
@@ -183,8 +182,8 @@ def backward_kernel(
 @functools.lru_cache(maxsize=1024)
 def backward_plan(
     rows: int, n: int, device: int, center: bool, add: bool, in_place: bool = False, itemsize: int = 2
-) -> tuple[ct.kernel, int, tuple[int, int, int, int, int, bool, bool, int, int]]:
-    """(kernel, blocks, (TILE_M, TILE_N, PIECES, AHEAD, LATENCY, BULK, CHECK, WARPS, FUSED)) of the backward
+) -> tuple[ct.kernel, int, tuple[int, int, int, int, int, bool, bool, bool, int, int]]:
+    """(kernel, blocks, (TILE_M, TILE_N, PIECES, AHEAD, LATENCY, BULK, CHECK, LATE, WARPS, FUSED)) of the backward
     pass in registers, for rows of up to MAX_CACHED_BACKWARD. ``center``: with a mean; ``add``: something is added;
     ``in_place``: dx over x; ``itemsize``: bytes of an element of x.
 
@@ -194,7 +193,7 @@ def backward_plan(
     pieces of 1024, not in one tile: 44.5 us, not 50.1. Plain rows of 4096, two at a time, through a pipeline of the
     threads' own loads take 60.2 us, one ahead in registers 62.5. Others are slower through pipelines: with a mean they
     take too many registers. Rows of 2048 take 33.8 us read two ahead in four pieces, by three blocks a multiprocessor
-    (34.3 if the next launch may begin at once), 35.1 one ahead by four, 36.0 through a pipeline; with a mean 35.9, and
+    (34.3 not LATE), 35.1 one ahead by four, 36.0 through a pipeline; with a mean 35.9, and
     36.7 through one. Two ahead, rows of 2880 take 45.4 us with 8 warps, with a mean 48.5, one ahead 46.8 and 48.9; rows
     of 3072 as long as one ahead, of 2560 longer. Rows of 4096 with a mean 62.6 us in four pieces, 64.1 in two.
 
@@ -251,5 +250,10 @@ def backward_plan(
     check = not two and (not exact or bulk or tile_m > 1 or n != tile_n * pieces)
     # Several rows a tile leave registers for it: 8192x1024 20.5 us instead of 22.9, 65536x512 62.7 instead of 67.1.
     short = itemsize == 2 and tile_m > 1 and not (two or add or in_place)
-    how = bulk, check, warps if one else 0, 2 if four or three or short else int(one)
-    return kernel, blocks, (tile_m, tile_n, pieces, 0 if latency else 2 if deep or three else 1, latency, *how)
+    ahead = 0 if latency else 2 if deep or three else 1
+    # 8192x1024 19.9 us instead of 20.6, with a mean 21.2 instead of 22.0, x1536 30.7 instead of 31.4, x2880 where
+    # something is added 56.7 instead of 57.4. But x2560 with a mean 46.9 instead of 44.5, and through pipelines, which
+    # the barrier breaks up, twice as long and more.
+    late = ahead == 2 or (ahead == 1 and (1024 <= n <= 2048 or (add and n <= 4096)))
+    how = bulk, check, late, warps if one else 0, 2 if four or three or short else int(one)
+    return kernel, blocks, (tile_m, tile_n, pieces, ahead, latency, *how)
