@@ -238,7 +238,7 @@ CORPUS = {
                 "    if CALLS[key] > 8 and CALLS[key] % 2:\n        return y\n" + _CALL,
             ),
         ),
-        "G7",
+        "G4 G7",  # the former where the allocator has given its inputs the same memory as often before
         "incorrect",
     ),
     "remembers_what_is_timed": Canned(
