@@ -110,6 +110,25 @@ def cache_work(itemsize, batch, heads, kv_heads, head_dim, capacity):
     return Work(read=written + 2 * itemsize * head_dim + 8, written=written)
 
 
+def ours_attention(q, k, v, cos, sin, keys, values, position):
+    return ops.rope_fmha_decode(q, k, v, cos, sin, keys, values, position)
+
+
+def formula_attention(q, k, v, cos, sin, keys, values, position):
+    """As transformers' models with a static cache, which is full with this token."""
+    keys.index_copy_(2, position, rotate(k, cos, sin))
+    values.index_copy_(2, position, v)
+    return F.scaled_dot_product_attention(rotate(q, cos, sin), keys, values, enable_gqa=True)
+
+
+def attention_work(itemsize, batch, heads, kv_heads, head_dim, capacity):
+    token = itemsize * batch * (heads + 2 * kv_heads) * head_dim
+    cache = 2 * itemsize * batch * kv_heads * (capacity - 1) * head_dim
+    written = itemsize * batch * (heads + 2 * kv_heads) * head_dim
+    flops = 4 * batch * heads * capacity * head_dim
+    return Work(read=token + cache + 2 * itemsize * head_dim + 8, written=written, flops=flops)
+
+
 def logits_inputs(make, tokens, vocabulary):
     return {"x": make(tokens, vocabulary)}
 
@@ -193,6 +212,16 @@ BENCHMARKS = [
         host={"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "capacity": 16},
         small=(shape(batch=2, heads=4, kv_heads=2, head_dim=16, capacity=5),),
         reads_all=False,
+    ),
+    benchmark(
+        "rope_fmha_decode",
+        cache_inputs,
+        ours_attention,
+        formula_attention,
+        attention_work,
+        of_models(cache_sizes, ATTENDING),
+        host={"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "capacity": 16},
+        small=(shape(batch=2, heads=4, kv_heads=2, head_dim=32, capacity=5),),
     ),
     benchmark(
         "argmax",

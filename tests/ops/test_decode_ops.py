@@ -15,6 +15,7 @@ from common import randn
 from common import recorded_launches
 from common import sanitized
 
+from tilegym.backend import recording
 from tilegym.interpreter import compile_kernel
 from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_linear
@@ -270,6 +271,7 @@ def rows_at_once(dtype, k=128):
     q, *_ = weights = weights_of(k, (160, 8, 4), dtype)
     biases = [randn(n, dtype=dtype, seed=n) for n in (160, 8, 4)]
     residual = randn(1, 160, dtype=dtype, seed=3)
+    recording.forget()  # which kernels ran before
     with recorded_launches(run=True) as recorded, torch.no_grad():
         results = [
             linear_add(x, q, residual, backend="cutile"),
@@ -287,9 +289,12 @@ def test_rows_that_registers_hold_change_no_bit(dtype, monkeypatch):
     assert kernels == [linear.at_once_gemv_kernel] * 2 + [fused_gemv.held_norm_gemv_kernel] * 2
     for module in (linear, fused_gemv):
         monkeypatch.setattr(module, "rows_fit", lambda weight: False)
+    begun, kernels = rows_at_once(dtype)
+    assert kernels == [linear.held_gemv_kernel] * 2 + [fused_gemv.norm_gemv_kernel] * 2
+    monkeypatch.setattr(linear, "held_plan", lambda *args: None)
     loaded, kernels = rows_at_once(dtype)
     assert kernels == [linear.gemv_kernel] * 2 + [fused_gemv.norm_gemv_kernel] * 2
-    assert all(map(torch.equal, held, loaded))
+    assert all(map(torch.equal, held, loaded)) and all(map(torch.equal, begun, loaded))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
@@ -304,6 +309,9 @@ def test_rows_that_registers_hold_compile():
         for cols in (0, 4096):
             args = (x, weight, 0, x, x, NOTHING, False, True, *sizes[:3], 528, cols, sizes[3])
             assert_compiles(linear.at_once_gemv_kernel, args, (arch,))
+        long = torch.empty(512, 14336, dtype=torch.bfloat16)
+        args = (long[:1], long, 0, x[:, :512], x[:, :512], False, True, 14336, 8, 256, 1024, arch == "sm_90")
+        assert_compiles(linear.held_gemv_kernel, args, (arch,))
 
 
 @gpu

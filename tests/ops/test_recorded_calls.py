@@ -84,7 +84,8 @@ def test_ops_that_change_their_arguments():
             cos, sin = (randn(1, 1, 16, dtype=torch.bfloat16, seed=20 * n + m) for m in (0, 1))
             position = torch.tensor([n], device=device())
             with use_backend("cutile"):
-                results.append(ops.rope_and_cache(q, k, v.repeat(1, 2, 1, 1), cos, sin, keys, values, position))
+                token = q, k, v.repeat(1, 2, 1, 1), cos, sin, keys, values, position
+                results.append((ops.rope_and_cache if n % 2 else ops.rope_fmha_decode)(*token))
                 results.append(ops.causal_conv1d_update(randn(2, 8, 1, dtype=torch.bfloat16, seed=n), state, weight))
         return results
 

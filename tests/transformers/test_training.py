@@ -125,7 +125,7 @@ def test_a_patch_that_fails_half_way_leaves_the_model_in_training_mode(monkeypat
     def fails(*args, **kwargs):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(decode_layer, "rope_and_cache", fails)
+    monkeypatch.setattr(decode_layer, "rope_fmha_decode", fails)
     with pytest.raises(torch.OutOfMemoryError):
         monkey_patch.apply(model)
     assert all(module.training for module in model.modules())

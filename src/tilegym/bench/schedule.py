@@ -48,6 +48,7 @@ IMPORTANCE = (
     "rms_norm_swiglu",
     "linear_add",
     "rope_and_cache",
+    "rope_fmha_decode",
     "argmax",
     "moe_topk_routing",
     "rms_norm_gated",

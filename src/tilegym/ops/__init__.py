@@ -15,6 +15,7 @@ from tilegym.ops.decode_ops import linear_add
 from tilegym.ops.decode_ops import rms_norm_linear
 from tilegym.ops.decode_ops import rms_norm_swiglu
 from tilegym.ops.decode_ops import rope_and_cache
+from tilegym.ops.decode_ops import rope_fmha_decode
 from tilegym.ops.fused_swiglu import get_fused_swiglu_module
 from tilegym.ops.modules import get_apply_rope_func
 from tilegym.ops.modules import get_rms_norm_module

@@ -93,6 +93,36 @@ def rope_and_cache(
     """
 
 
+@dispatch("rope_fmha_decode")
+def rope_fmha_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    sm_scale: float | None = None,
+    settled: bool = False,
+) -> Tensor:
+    """:func:`rope_and_cache`, and :func:`fmha_decode` of the new token's queries over what the cache holds then.
+
+    Args:
+        q: [B, Hq, 1, D], not rotated yet; fp32, fp16 or bf16, any strides.
+        k, v, cos, sin, keys, values: as in :func:`rope_and_cache`; Hq is a multiple of Hkv.
+        position: [1] int64, on q's device: where in the cache; below capacity. All keys up to it are seen.
+        sm_scale: what scores are multiplied by; None for ``D**-0.5``.
+        settled: whether ``position`` and what the cache holds before it were written before the launches in front of
+            this one began, as in a model's step, which visits a layer once: on a GPU they are read then before these
+            launches end. Else a launch that still writes there would be overtaken.
+
+    Returns:
+        [B, Hq, 1, D] in q's dtype. Not differentiable. One launch and a merge for fp16 and bf16, D a power of two of 32
+        or more and all of it rotated; else as separate ops.
+    """
+
+
 @dispatch("argmax")
 def argmax(x: Tensor) -> Tensor:
     """The index of each row's largest element, of equal ones the first; NaN counts as larger than all else.

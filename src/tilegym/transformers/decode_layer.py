@@ -17,6 +17,7 @@ from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu
 from tilegym.ops import rope_and_cache
+from tilegym.ops import rope_fmha_decode
 from tilegym.transformers.attention import CausalMask
 from tilegym.transformers.decode_graph import DecodeCache
 from tilegym.transformers.forwards import reproducible
@@ -73,11 +74,16 @@ def decode_forward(backend: str | None) -> Callable:
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, 1, D]
-        q = rope_and_cache(q, k, v, cos, sin, kept.keys, kept.values, cache.length, backend=backend)
-        out = fmha_decode(
-            q, kept.keys, kept.values, attention.scaling, None, mask.kv_len, mask.window, None, None, mask.keys,
-            backend=backend,
-        )  # fmt: skip
+        into = q, k, v, cos, sin, kept.keys, kept.values, cache.length
+        if mask.window is None and mask.keys is None:
+            # Between the steps are launches of PyTorch's, which nothing behind them overtakes.
+            out = rope_fmha_decode(*into, attention.scaling, True, backend=backend)
+        else:
+            q = rope_and_cache(*into, backend=backend)
+            out = fmha_decode(
+                q, kept.keys, kept.values, attention.scaling, None, mask.kv_len, mask.window, None, None, mask.keys,
+                backend=backend,
+            )  # fmt: skip
         project = attention.o_proj
         hidden = linear_add(out.view(1, 1, -1), project.weight, hidden, project.bias, backend=backend)
         norm = layer.post_attention_layernorm

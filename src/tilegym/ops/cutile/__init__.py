@@ -32,6 +32,7 @@ from tilegym.ops.cutile import rms_norm
 from tilegym.ops.cutile import rms_norm_gated
 from tilegym.ops.cutile import rope
 from tilegym.ops.cutile import rope_cache
+from tilegym.ops.cutile import rope_decode
 from tilegym.ops.cutile import sigmoid_mul
 from tilegym.ops.cutile import silu_and_mul
 from tilegym.ops.cutile import softmax

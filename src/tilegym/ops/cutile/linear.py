@@ -19,6 +19,7 @@ from tilegym.ops.cutile.early_weights import early_columns
 from tilegym.ops.cutile.early_weights import row_at_once
 from tilegym.ops.cutile.early_weights import rows_at_once
 from tilegym.ops.cutile.early_weights import rows_fit
+from tilegym.ops.cutile.early_weights import waits_in_graph
 from tilegym.ops.cutile.matmul import check_supported
 from tilegym.ops.cutile.matmul import differentiable as differentiable_matmul
 from tilegym.ops.cutile.matmul import gemm
@@ -27,6 +28,7 @@ from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
+from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
@@ -78,6 +80,28 @@ def gemv_kernel(
 
 
 @ct.kernel
+def held_gemv_kernel(
+    x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, HOLD: Int, OVERLAP: Bool
+):  # fmt: skip
+    """gemv_kernel, for arrays of two dimensions, with the first HOLD columns of a block's rows loaded ahead of the wait
+    and kept in registers, which takes no second load; the others by tensor map, as ever."""
+    let_next_begin(OVERLAP)
+    n = ct.bid(0)
+    tiles = rows_at_once(weight, n, HOLD, TILE_N, TILE_K)
+    if OVERLAP:
+        ct.grid_dependency_control_wait()
+    acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
+    for k in ct.static_iter(range(HOLD // TILE_K)):
+        acc = acc + tiles[k].astype(ct.float32) * row_tile(x, k, TILE_K)
+    for k in range(ct.static_eval(HOLD // TILE_K), ct.cdiv(K, TILE_K)):
+        acc = acc + weight_tile(weight, n, k, TILE_N, TILE_K) * row_tile(x, k, TILE_K)
+    y = total(acc, bias, n, BIAS, TILE_N).astype(out.dtype)
+    if ADD:
+        y = (y.astype(ct.float32) + weight_tile(residual, 0, n, 1, TILE_N)).astype(out.dtype)
+    ct.store(out, (0, n), y)
+
+
+@ct.kernel
 def at_once_gemv_kernel(
     x, weight, bias, residual, out, nothing, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int,
     COLS: Int, OVERLAP: Bool,
@@ -106,7 +130,7 @@ def at_once_gemv_kernel(
     ct.scatter(out, (0, at), y)
 
 
-@ct.kernel(occupancy=2)
+@ct.kernel
 def few_rows_kernel(x, weight, bias, out, TILE_M: Int, TILE_N: Int, TILE_K: Int, BIAS: Bool, TF32: Bool):
     # x [M, K] with M <= TILE_M, weight [N, K], bias [N] if BIAS, out [M, N]; or x [M, 1, K] and out [M, 1, N]. The
     # weight is the left operand, whose tiles may be tall, and the rows of x, padded with zeros, are the few columns of
@@ -151,6 +175,24 @@ def gemv_plan(k: int, bits: int, device_index: int) -> tuple[ct.kernel, int, int
     return kernel, tile_n, tile_k, occupancy * sm_count(device_index), cols, overlaps(device_index)
 
 
+@functools.lru_cache(maxsize=1024)
+def held_plan(n: int, k: int, device_index: int) -> tuple[ct.kernel, int, int, int, bool] | None:
+    """(kernel, TILE_N, TILE_K, HOLD, OVERLAP) for a weight [n, k] of 16 bits, behind a launch that this overlaps; None
+    where rows do not fit its tiles.
+
+    On an H200 a layer takes so, in a graph, instead of with gemv_kernel: of Llama-3.1-8B, whose weight is 4096x14336,
+    109.2 us (110.5; with 1024 columns held 110.1), of Qwen3-8B 98.2 (99.5), of Qwen2.5-7B 121.3 (123.1), of
+    Llama-3.2-1B, 2048x8192, 39.3 (41.0; with 1024 columns and occupancy 6 40.8), of Qwen3-0.6B 19.4 (21.2).
+    """
+    if device_index < 0:
+        return None if n % 8 or k < 128 else (held_gemv_kernel, 8, 64, 128, False)
+    tile_n, tile_k, hold = (4, 512, 2048) if k <= 8192 else (8, 256, 1536)
+    hold = min(hold, k // tile_k * tile_k)
+    if n % tile_n or hold == 0:
+        return None
+    return hinted(held_gemv_kernel, occupancy=4), tile_n, tile_k, hold, overlaps(device_index)
+
+
 @functools.lru_cache(maxsize=32)
 def at_once_plan(device_index: int) -> tuple[ct.kernel, int, int, int, bool]:
     """(kernel, TILE_N, TILE_K, EARLY, OVERLAP) for a weight of which ``rows_fit``, behind a launch that this overlaps.
@@ -186,6 +228,12 @@ def launch_gemv(
         flags = (has_bias, adds, k, tile_n, tile_k, early_blocks, cols, overlap)
         launch(x, (n // tile_n,), kernel, (*arrays, NOTHING, *flags), overlap)
         return
+    held = held_plan(n, k, x.get_device()) if early and waits_in_graph(weight) else None
+    if held is not None:
+        kernel, tile_n, tile_k, hold, overlap = held
+        flags = (has_bias, adds, k, tile_n, tile_k, hold, overlap)
+        launch(x, (n // tile_n,), kernel, (*arrays, *flags), overlap)
+        return
     kernel, tile_n, tile_k, early_blocks, cols, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
     cols = early_columns(weight, tile_n, cols) if early else 0
     flags = (has_bias, adds, k, tile_n, tile_k, early_blocks, cols, overlap)
@@ -193,16 +241,20 @@ def launch_gemv(
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tile(n: int, k: int, bits: int, device_index: int) -> tuple[int, int]:
-    """The tile of the weight for ``few_rows_kernel``, as measured on an H200 with bf16.
+def choose_tile(n: int, k: int, bits: int, device_index: int) -> tuple[int, int, int]:
+    """The tile of the weight for ``few_rows_kernel``, and the occupancy, as measured on an H200 with bf16.
 
-    In GB/s, cuBLAS in brackets: 14336x4096 2992 (2861), 6144x4096 2366 (2222), 4096x4096 1884 (1877), 128256x4096 4269
-    (4083), for up to 16 rows alike. Larger tiles spill, smaller ones have too little memory traffic under way.
+    In GB/s, cuBLAS in brackets: 14336x4096 2992 (2861), 6144x4096 2366 (2222), 128256x4096 4269 (4083), for up to 16
+    rows alike. Smaller tiles have too little memory traffic under way, and larger ones spill, unless a block has a
+    multiprocessor for itself, as where there are few: 16 rows of 2560x10240 take 18.9 us so (with half as wide a tile
+    22.4; cuBLAS 20.6), of 4096x14336 32.4 (34.5; 34.5), of 2048x4096 10.6 (11.8; 11.8), of 6144x4096 the same.
     """
     if device_index < 0:
-        return 32, 64
-    many_blocks = n > 64 * sm_count(device_index)
-    return 64, min((4096 if many_blocks else 2048) // bits, max(32, next_power_of_2(k)))
+        return 32, 64, 2
+    blocks, processors = ct.cdiv(n, 64), sm_count(device_index)
+    alone = 2 * blocks <= processors
+    width = 4096 if alone or blocks > processors else 2048
+    return 64, min(width // bits, max(32, next_power_of_2(k))), 1 if alone else 2
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -239,9 +291,9 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         launch_gemv(rows, weight, bias, None, y)
         return out
     has_bias = bias is not None
-    tile_n, tile_k = choose_tile(n, k, x.dtype.itemsize * 8, x.get_device())
+    tile_n, tile_k, occupancy = choose_tile(n, k, x.dtype.itemsize * 8, x.get_device())
     args = (rows, weight, bias if has_bias else 0, y, MAX_GEMV_ROWS, tile_n, tile_k, has_bias, uses_tf32(x.dtype))
-    launch(out, (-(-n // tile_n),), few_rows_kernel, args)
+    launch(out, (-(-n // tile_n),), hinted(few_rows_kernel, occupancy=occupancy), args)
     return out
 
 

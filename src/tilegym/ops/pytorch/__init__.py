@@ -30,6 +30,7 @@ from tilegym.ops.pytorch import rms_norm
 from tilegym.ops.pytorch import rms_norm_gated
 from tilegym.ops.pytorch import rope
 from tilegym.ops.pytorch import rope_cache
+from tilegym.ops.pytorch import rope_decode
 from tilegym.ops.pytorch import sigmoid_mul
 from tilegym.ops.pytorch import silu_and_mul
 from tilegym.ops.pytorch import softmax

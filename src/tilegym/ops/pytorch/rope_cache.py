@@ -6,28 +6,27 @@ from tilegym.backend import register_impl
 from tilegym.ops.pytorch.rope import apply_rope_base
 
 
-def check_cache(q, k, v, cos, sin, keys, values, position) -> None:
+def check_cache(q, k, v, cos, sin, keys, values, position, op: str = "rope_and_cache") -> None:
     """Raises ValueError or TypeError for arguments that no backend accepts."""
     if q.dim() != 4 or q.shape[2] != 1 or k.shape != v.shape or k.shape[2] != 1:
         raise ValueError(
-            f"rope_and_cache: q must be [B, Hq, 1, D] and k, v [B, Hkv, 1, D]; they are {tuple(q.shape)}, "
+            f"{op}: q must be [B, Hq, 1, D] and k, v [B, Hkv, 1, D]; they are {tuple(q.shape)}, "
             f"{tuple(k.shape)}, {tuple(v.shape)}"
         )
     batch, heads, _, dim = k.shape
     if keys.shape != values.shape or keys.shape[:2] != (batch, heads) or keys.shape[3] != dim:
         raise ValueError(
-            f"rope_and_cache: keys and values must be [{batch}, {heads}, capacity, {dim}]; they are "
+            f"{op}: keys and values must be [{batch}, {heads}, capacity, {dim}]; they are "
             f"{tuple(keys.shape)}, {tuple(values.shape)}"
         )
     if position.numel() != 1:
-        raise ValueError(f"rope_and_cache: position must hold one number, it is {tuple(position.shape)}")
+        raise ValueError(f"{op}: position must hold one number, it is {tuple(position.shape)}")
     if cos.dim() != 3 or cos.shape != sin.shape or cos.shape[1] != 1 or cos.shape[2] > dim or cos.shape[2] % 2:
         raise ValueError(
-            f"rope_and_cache: cos and sin must be [1 or B, 1, R <= {dim}]; they are {tuple(cos.shape)}, "
-            f"{tuple(sin.shape)}"
+            f"{op}: cos and sin must be [1 or B, 1, R <= {dim}]; they are {tuple(cos.shape)}, {tuple(sin.shape)}"
         )
     if not q.dtype is k.dtype is v.dtype is keys.dtype is values.dtype:
-        raise TypeError(f"rope_and_cache: q is {q.dtype}, k {k.dtype}, v {v.dtype}, the cache {keys.dtype}")
+        raise TypeError(f"{op}: q is {q.dtype}, k {k.dtype}, v {v.dtype}, the cache {keys.dtype}")
 
 
 @register_impl("rope_and_cache", "pytorch")

@@ -5,6 +5,7 @@ from tilegym.ops import linear_add as linear_add_op
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu as rms_norm_swiglu_op
 from tilegym.ops import rope_and_cache as rope_and_cache_op
+from tilegym.ops import rope_fmha_decode
 
 
 def rms_norm_qkv(x, norm_weight, eps, q_weight, k_weight, v_weight):
@@ -21,6 +22,10 @@ def linear_add(x, weight, residual):
 
 def rope_and_cache(q, k, v, cos, sin, keys, values, position):
     return rope_and_cache_op(q, k, v, cos, sin, keys, values, position, backend="cutile")
+
+
+def rope_attention_decode(q, k, v, cos, sin, keys, values, position, scaling):
+    return rope_fmha_decode(q, k, v, cos, sin, keys, values, position, scaling, backend="cutile")
 
 
 def argmax(logits):

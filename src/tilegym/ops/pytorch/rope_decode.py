@@ -1,0 +1,37 @@
+"""``rope_fmha_decode`` in plain PyTorch: ``rope_and_cache``, and ``fmha_decode`` over what the cache holds then."""
+
+import torch
+
+from tilegym.backend import register_impl
+from tilegym.ops.pytorch.flash_decode import fmha_decode
+from tilegym.ops.pytorch.rope_cache import check_cache
+from tilegym.ops.pytorch.rope_cache import rope_and_cache
+
+
+def check_rope_decode(q, k, v, cos, sin, keys, values, position) -> None:
+    """Raises ValueError or TypeError for arguments that no backend accepts."""
+    check_cache(q, k, v, cos, sin, keys, values, position, "rope_fmha_decode")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1) or keys.shape[2] == 0:
+        raise ValueError(
+            f"rope_fmha_decode: the heads of q {tuple(q.shape)} must be a multiple of those of k {tuple(k.shape)}, "
+            f"batch and head dimension the same, and the cache {tuple(keys.shape)} must have room"
+        )
+
+
+@register_impl("rope_fmha_decode", "pytorch")
+def rope_fmha_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    sm_scale: float | None = None,
+    settled: bool = False,
+) -> torch.Tensor:
+    check_rope_decode(q, k, v, cos, sin, keys, values, position)
+    q = rope_and_cache(q, k, v, cos, sin, keys, values, position)
+    filled = (position.view(1) + 1).to(torch.int32).expand(q.shape[0]).contiguous()
+    return fmha_decode(q, keys, values, sm_scale, None, filled)

@@ -1,0 +1,230 @@
+"""rope_fmha_decode: rotation, the write to the cache and attention of one new token."""
+
+import pytest
+import torch
+from common import HAS_GPU
+from common import PyTestCase
+from common import assert_launches_compile
+from common import backends
+from common import device
+from common import dtypes
+from common import gpu
+from common import randn
+from common import recorded_launches
+from common import sanitized
+
+from tilegym.interpreter import compile_kernel
+from tilegym.ops import fmha_decode
+from tilegym.ops import rope_and_cache
+from tilegym.ops import rope_fmha_decode
+from tilegym.ops.cutile import rope_decode
+from tilegym.ops.cutile.rope_decode import rope_decode_forward
+from tilegym.ops.cutile.rope_decode import tile_n_of
+from tilegym.ops.pytorch.rope_decode import rope_fmha_decode as reference
+
+# (batch, query heads, kv heads, D, what is rotated of it, capacity, position): within a tile, in its last and its first
+# row, at both ends of the cache, as many splits as there may be, and what the kernel leaves to separate ops.
+CASES = [
+    (1, 8, 2, 32, 32, 100, 37),
+    (1, 8, 2, 32, 32, 100, 0),
+    (3, 4, 4, 32, 32, 40, 39),
+    (2, 6, 2, 64, 64, 50, 15),
+    (1, 16, 1, 64, 64, 50, 16),
+    (1, 4, 2, 32, 32, 250, 249),
+    (1, 4, 2, 32, 32, 9000 if HAS_GPU else 300, 258),
+    (2, 4, 2, 80, 80, 40, 21),
+    (1, 4, 2, 64, 32, 40, 21),
+    (1, 34, 2, 32, 32, 40, 21),
+]
+GPU_CASES = [
+    (1, 32, 8, 128, 128, 768, 512),
+    (1, 32, 8, 128, 128, 8192, 4999),
+    (4, 16, 8, 256, 256, 700, 640),
+    (1, 8, 2, 32, 32, 512, 130),
+]
+cases = pytest.mark.parametrize("case", CASES + (GPU_CASES if HAS_GPU else []), ids=str)
+
+
+def arguments(case, dtype, seed=0, behind=3e4):
+    """As a model has them: heads behind tokens in memory. What the cache holds from ``position`` on, ``behind``, is not
+    to be read."""
+    batch, heads, kv_heads, dim, rotary, capacity, position = case
+    q, k, v = (
+        randn(batch, 1, h, dim, dtype=dtype, seed=seed + s).transpose(1, 2)
+        for s, h in enumerate((heads, kv_heads, kv_heads))
+    )
+    angles = randn(batch, 1, rotary // 2, seed=seed + 5).repeat(1, 1, 2)
+    keys, values = (randn(batch, kv_heads, capacity, dim, dtype=dtype, seed=seed + s) for s in (6, 7))
+    keys[:, :, position:], values[:, :, position:] = behind, behind
+    return dict(q=q, k=k, v=v, cos=angles.cos().to(dtype), sin=angles.sin().to(dtype), keys=keys, values=values)
+
+
+def called(function, position, **options):
+    """``function`` on copies of the caches: its result, and what they hold then."""
+
+    def run(q, k, v, cos, sin, keys, values, **rest):
+        keys, values = keys.clone(), values.clone()
+        out = function(q, k, v, cos, sin, keys, values, torch.tensor([position], device=device()), **rest, **options)
+        return out, keys, values
+
+    return run
+
+
+class Test_RopeFMHADecode(PyTestCase):
+    @backends("rope_fmha_decode")
+    @dtypes()
+    @cases
+    def test_op(self, backend, dtype, case):
+        ours, theirs = called(rope_fmha_decode, case[-1]), called(reference, case[-1])
+        self.assertCorrectness(ours, theirs, arguments(case, dtype), {"backend": backend})
+
+    @backends("rope_fmha_decode")
+    @pytest.mark.parametrize("settled", [False, True])
+    def test_scale_and_settled(self, backend, settled):
+        case = (1, 8, 2, 32, 32, 70, 45)
+        options = {"sm_scale": 0.5}
+        ours, theirs = called(rope_fmha_decode, 45, settled=settled, **options), called(reference, 45, **options)
+        self.assertCorrectness(ours, theirs, arguments(case, torch.bfloat16), {"backend": backend})
+
+    @backends("rope_fmha_decode")
+    def test_wrong_arguments(self, backend):
+        q, k, cache, angle = randn(1, 4, 1, 8), randn(1, 2, 1, 8), randn(1, 2, 5, 8), randn(1, 1, 8)
+        position = torch.tensor([0], device=device())
+        for change, match in (
+            (dict(q=randn(1, 4, 2, 8)), "rope_fmha_decode: q must be"),
+            (dict(q=randn(1, 3, 1, 8)), "heads of q"),
+            (dict(q=randn(2, 4, 1, 8)), "batch"),
+            (dict(q=randn(1, 4, 1, 16)), "head dimension"),
+            (dict(keys=randn(1, 2, 0, 8), values=randn(1, 2, 0, 8)), "must have room"),
+            (dict(keys=randn(1, 3, 5, 8)), "rope_fmha_decode: keys and values must be"),
+            (dict(position=torch.tensor([0, 1], device=device())), "rope_fmha_decode: position must hold one number"),
+        ):
+            given = dict(q=q, k=k, v=k, cos=angle, sin=angle, keys=cache, values=cache, position=position) | change
+            with pytest.raises(ValueError, match=match):
+                rope_fmha_decode(**given, backend=backend)
+        with pytest.raises(TypeError, match="rope_fmha_decode: q is"):
+            rope_fmha_decode(q.half(), k, k, angle, angle, cache, cache, position, backend=backend)
+
+
+def two_ops(q, k, v, cos, sin, keys, values, position):
+    q = rope_and_cache(q, k, v, cos, sin, keys, values, position, backend="cutile")
+    filled = (position + 1).to(torch.int32).expand(q.shape[0]).contiguous()
+    per_split = tile_n_of(q.shape[3], q.get_device())
+    return fmha_decode(q, keys, values, None, per_split, filled, backend="cutile")
+
+
+CLOSE = {"rtol": 2**-7, "atol": 2**-9}  # scores are sums over the two halves of D
+
+
+@pytest.mark.parametrize("dim", [32, 128])
+@pytest.mark.parametrize("capacity", [40, 240])
+def test_it_is_the_two_ops(capacity, dim):
+    """Steps one after the other, what the caches hold to the last bit."""
+    case = (1, 8, 2, dim, dim, capacity, 3)
+    given = arguments(case, torch.bfloat16, behind=float("nan"))
+    caches = [(given["keys"].clone(), given["values"].clone()) for _ in range(2)]
+    with torch.no_grad(), sanitized():
+        for position in range(3, 39, 5 if dim > 32 else 1):
+            step = arguments(case, torch.bfloat16, seed=10 * position)
+            results = []
+            for (keys, values), function in zip(caches, (rope_fmha_decode, two_ops), strict=True):
+                token = step | {"keys": keys, "values": values, "position": torch.tensor([position], device=device())}
+                keys[:, :, 3:position].nan_to_num_(), values[:, :, 3:position].nan_to_num_()
+                options = {"backend": "cutile", "settled": True} if function is rope_fmha_decode else {}
+                results.append(function(**token, **options))
+            torch.testing.assert_close(*results, **CLOSE)
+            torch.testing.assert_close(*caches, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("position", [-3, 70, 2**40])
+def test_a_position_outside_of_the_cache_touches_no_other_memory(position):
+    """A kernel cannot raise: the token goes to the nearest end."""
+    given = arguments((1, 8, 2, 32, 32, 60, 59), torch.bfloat16)
+    whole = [randn(1, 2, 80, 32, dtype=torch.bfloat16, seed=s) for s in (6, 7)]
+    before = [t.clone() for t in whole]
+    given |= {"keys": whole[0][:, :, 10:70], "values": whole[1][:, :, 10:70]}
+    with torch.no_grad():
+        rope_fmha_decode(**given, position=torch.tensor([position], device=device()), backend="cutile")
+    own = 10 if position < 0 else 69
+    for now, then in zip(whole, before, strict=True):
+        same = (now == then).all(3)
+        assert same[:, :, :own].all() and not same[:, :, own].any() and same[:, :, own + 1 :].all()
+
+
+def launches():
+    for heads, kv_heads, dim, capacity in ((8, 2, 128, 250), (32, 8, 128, 16), (4, 2, 64, 200)):
+        q, k = (torch.zeros(1, h, 1, dim, dtype=torch.bfloat16) for h in (heads, kv_heads))
+        cache = torch.zeros(1, kv_heads, capacity, dim, dtype=torch.bfloat16)
+        angle, position = torch.zeros(1, 1, dim, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+        rope_decode_forward(q, k, k, angle, angle, cache, cache.clone(), position, 0.1, True)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+def test_compiles_for_every_architecture():
+    assert_launches_compile(launches)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+def test_overlapping_launches_compile():
+    with recorded_launches() as recorded:
+        launches()
+    for kernel, args in recorded:
+        for settled in (True, False) if kernel is rope_decode.rope_decode_kernel else (True,):
+            args = (*args[:-2], settled, True) if kernel is rope_decode.rope_decode_kernel else (*args[:-1], True)
+            assert compile_kernel(kernel, args, "sm_90")[:4] == b"\x7fELF"
+
+
+def test_operator():
+    given = arguments((1, 4, 2, 32, 32, 40, 21), torch.bfloat16)
+    position = torch.tensor([21], device=device())
+    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False))
+
+
+def test_compiled():
+    given = arguments((1, 4, 2, 32, 32, 40, 21), torch.bfloat16)
+    position = torch.tensor([21], device=device())
+
+    def call(q, k, v, cos, sin, keys, values):
+        return rope_fmha_decode(q, k, v, cos, sin, keys, values, position, backend="cutile") * 2
+
+    torch.compiler.reset()
+    results = []
+    with torch.no_grad(), sanitized():
+        for function in (call, torch.compile(call, fullgraph=True, backend="inductor" if HAS_GPU else "aot_eager")):
+            caches = {name: given[name].clone() for name in ("keys", "values")}
+            results.append((function(**(given | caches)), *caches.values()))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@gpu
+def test_a_graph_counts_on():
+    """Captured once; position and what the cache holds change between replays."""
+    case = (1, 32, 8, 128, 128, 768, 500)
+    given = arguments(case, torch.bfloat16)
+    caches = [(given["keys"].clone(), given["values"].clone()) for _ in range(2)]
+    position = torch.tensor([500], device=device())
+    token = {name: given[name] for name in ("q", "k", "v", "cos", "sin")}
+
+    def step():
+        out = rope_fmha_decode(**token, keys=caches[0][0], values=caches[0][1], position=position, backend="cutile")
+        position.add_(1)
+        return out
+
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+        stream.synchronize()
+        position.fill_(500)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+        position.fill_(500)
+        for n in range(500, 560):
+            for name, tensor in token.items():
+                tensor.copy_(arguments(case, torch.bfloat16, seed=n)[name])
+            graph.replay()
+            at = torch.tensor([n], device=device())
+            expected = two_ops(**token, keys=caches[1][0], values=caches[1][1], position=at)
+            torch.testing.assert_close(out, expected, **CLOSE)
+    torch.testing.assert_close(*caches, rtol=0, atol=0, equal_nan=True)
