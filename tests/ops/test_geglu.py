@@ -130,8 +130,9 @@ class Test_GEGLU(PyTestCase):
         torch.library.opcheck(geglu_backward.operator, (randn(3, 2, 48, seed=3), a, b, False))
 
     @pytest.mark.parametrize(("dtype", "tanh"), [(torch.float32, False), (torch.bfloat16, True)])
-    def test_compiles_for_every_architecture(self, dtype, tanh):
-        a, b, dy = (torch.empty(64, 4096, dtype=dtype) for _ in range(3))
+    @pytest.mark.parametrize("shape", [(64, 4096), (2048, 16384)], ids=str)
+    def test_compiles_for_every_architecture(self, dtype, tanh, shape):
+        a, b, dy = (torch.empty(shape, dtype=dtype) for _ in range(3))
         assert_launches_compile(lambda: (geglu_forward(a, b, tanh), geglu_backward(dy, a, b, tanh)))
 
     @gpu

@@ -245,7 +245,8 @@ class Test_RMSNorm(PyTestCase):
         torch.library.opcheck(norm_backward.operator, (dy, x, None, w, None, rstd, 0.0, 1, True, False, torch.float32))
 
     @pytest.mark.parametrize(
-        ("mode", "shape"), [*((mode, (64, 4096)) for mode in MODES), (None, (2, 3, 4096)), (None, (410, 2560))]
+        ("mode", "shape"),
+        [*((mode, (64, 4096)) for mode in MODES), (None, (2, 3, 4096)), (None, (410, 2560)), (None, (9, 8192))],
     )
     def test_compiles_for_every_architecture(self, mode, shape):
         x, w = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[-1], dtype=torch.bfloat16)

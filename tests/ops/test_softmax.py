@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import HAS_GPU
 from common import PyTestCase
+from common import assert_compiles
 from common import assert_launches_compile
 from common import backends
 from common import dtypes
@@ -21,12 +22,14 @@ from tilegym.ops.cutile import softmax as kernels
 from tilegym.ops.cutile import workspace
 from tilegym.ops.cutile.softmax import softmax_backward
 from tilegym.ops.cutile.softmax import softmax_forward
+from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.pytorch.softmax import softmax as reference
 
 SHAPES = [(1, 1), (3, 5), (37, 128), (2, 7, 96), (5, 4099)]
 # Fewer rows would leave the largest error of a gradient in fp16 to how the one largest probability was rounded.
 GPU_SHAPES = [(16, 4096), (8192, 4096), (100000, 64), (64, 128256)]
 INF = float("inf")
+HINTS = {"num_worker_warps": 4, "occupancy": 4}  # of softmax_joint_kernel on a CPU
 
 
 class Test_Softmax(PyTestCase):
@@ -36,6 +39,27 @@ class Test_Softmax(PyTestCase):
     def test_op(self, backend, dtype, shape):
         kwargs = {"x": randn(*shape, dtype=dtype) * 3}
         self.assertCorrectness(softmax, reference, kwargs, {"backend": backend}, gradient=True)
+
+    @dtypes(torch.bfloat16, torch.float16)
+    @pytest.mark.parametrize("shape", [(40, 512), (2, 9, 512)], ids=str)
+    def test_rows_whose_warps_exchange_once(self, shape, dtype):
+        """Warps with maxima far apart, or of nothing; and rows that are NaN as a whole."""
+        if HAS_GPU:
+            shape = (600, 4096) if len(shape) == 2 else (2, 300, 4096)
+        x = randn(*shape, dtype=dtype) * 3
+        rows = x.view(-1, shape[-1])
+        half = shape[-1] // 2
+        rows[1, :half], rows[2, half:], rows[3, 5:], rows[4] = -INF, -INF, -INF, -INF
+        rows[5, 7], rows[6, -3], rows[7, half:] = INF, float("nan"), torch.finfo(dtype).max
+        rows[8], rows[9, :half], rows[10] = torch.finfo(dtype).min, torch.finfo(dtype).min, 0.0
+        recording.forget()
+        with recorded_launches(run=True) as recorded:
+            y = softmax(x, backend="cutile")
+        assert HAS_GPU or [kernel for kernel, _ in recorded] == [hinted(kernels.softmax_joint_kernel, **HINTS)]
+        expected = torch.softmax(x, -1)
+        assert torch.equal(y.isnan(), expected.isnan())
+        kwargs = {"x": x[~expected.isnan().any(-1)]}
+        self.assertCorrectness(softmax, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     def test_large_inputs_become_rows(self, monkeypatch):
         monkeypatch.setattr("tilegym.ops.cutile.tiling.SMALL", 0)
@@ -221,6 +245,11 @@ class Test_Softmax(PyTestCase):
     def test_compiles_for_every_architecture(self, n):
         x, dy = (torch.empty(4, n, dtype=torch.bfloat16) for _ in range(2))
         assert_launches_compile(lambda: (softmax_forward(x, -1), softmax_backward(dy, x, -1)))
+
+    @dtypes(torch.bfloat16, torch.float16)
+    def test_rows_whose_warps_exchange_once_compile(self, dtype):
+        x = torch.empty(1024, 4096, dtype=dtype)
+        assert_compiles(hinted(kernels.softmax_joint_kernel, num_worker_warps=8, occupancy=4), (x, x, 4096, 8))
 
     @dtypes()
     def test_wide_rows_in_one_launch_compile(self, dtype, multiprocessors):

@@ -1,4 +1,4 @@
-"""A decoder layer's decoding step in six launches, for layers in the layout of Llama's.
+"""A decoder layer's decoding step in six or seven launches, for layers in the layout of Llama's.
 
 The parts of a layer are patched one by one elsewhere; with a token at a time what is left is launches, each over one
 vector. Here norms run in the launch that reads the weights behind them, activation and residual in the one before.

@@ -110,8 +110,12 @@ def rms_norm_reload_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.kernel, tuple[int, ...], tuple]:
+def forward_plan(
+    mode: str | None, rows: int, n: int, device: int, slim: bool
+) -> tuple[ct.kernel, tuple[int, ...], tuple]:
     """(kernel, grid, tiles) for an input of [rows, n] on CUDA device ``device`` (-1: CPU).
+
+    ``slim``: input and weight have 16 bits, and there is no bias.
 
     The tiles are TILE_M and TILE_N, and where rows are held PIECES, AT_ONCE, AXIS and WARPS.
 
@@ -137,6 +141,10 @@ def forward_plan(mode: str | None, rows: int, n: int, device: int) -> tuple[ct.k
         return kernel, (min(tiles, occupancy * sm_count(device)),), (tile_m, tile_n)
     early = at_once(rows, elements, device)
     warps, occupancy = forward_warps(tiles, elements, device), early or min(8, 32768 // elements)
+    if slim and not early and n == elements in (4096, 8192):
+        # The weight is read along with the row, not a piece of it behind each store, which more would spill: on an H200
+        # 8192x4096 takes 37.8 us instead of 38.4, 32768x4096 133.7 instead of 135.1, 8192x8192 70.0 instead of 70.9.
+        warps, occupancy, early = 8, 4, 4
     kernel = hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy)
     grid, axis = grid_of(tiles)
     return kernel, grid, (tile_m, tile_n, 1, early > 0, axis, warps if tile_m == 1 else 0)
@@ -147,7 +155,8 @@ def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):
     m, n = size_of(rows)
     y = _like_rows(x)  # no view: what is a view of memory that autograd does not know cannot be written over
     rstd = torch.empty(m, dtype=torch.float32, device=x.device) if with_rstd else 0
-    kernel, grid, tiles = forward_plan(mode, m, n, x.get_device())
+    slim = bias is None and x.element_size() == 2 and (weight is None or weight.element_size() == 2)
+    kernel, grid, tiles = forward_plan(mode, m, n, x.get_device(), slim)
     w = 0 if weight is None else weight
     b = 0 if bias is None else bias
     flags = (weight is not None, bias is not None, rounded, with_rstd)
