@@ -138,11 +138,12 @@ class Test_RopeAndCache(PyTestCase):
     @dtypes()
     @pytest.mark.parametrize(("dim", "rotary"), [(16, 16), (24, 16), (80, 80), (12, 6)])
     @pytest.mark.parametrize("batch", [1, 3])
-    def test_op(self, backend, dtype, dim, rotary, batch):
+    @pytest.mark.parametrize("one_half", [False, True], ids=["", "one_half"])
+    def test_op(self, backend, dtype, dim, rotary, batch, one_half):
         """q and the whole of both caches are those of the reference; neighbours are not touched."""
         # As a model has them: heads behind tokens in memory.
         q, k, v = (randn(batch, 1, h, dim, dtype=dtype, seed=s).transpose(1, 2) for s, h in enumerate((6, 2, 2)))
-        angles = randn(batch, 1, rotary // 2, seed=5).repeat(1, 1, 2)
+        angles = randn(batch, 1, rotary // 2, seed=5).repeat(1, 1, 1 if one_half else 2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         caches = [randn(batch, 2, 7, dim, dtype=dtype, seed=s) for s in (6, 7)]
 
@@ -150,7 +151,7 @@ class Test_RopeAndCache(PyTestCase):
             def run(q, k, v, cos, sin, keys, values, **rest):
                 keys, values = keys.clone(), values.clone()
                 position = torch.tensor([5], device=device())
-                out = function(q, k, v, cos, sin, keys, values, position, **rest)
+                out = function(q, k, v, cos, sin, keys, values, position, one_half, **rest)
                 return out, keys, values
 
             return run
@@ -167,6 +168,8 @@ class Test_RopeAndCache(PyTestCase):
             (dict(keys=randn(1, 3, 5, 8)), "keys and values must be"),
             (dict(position=torch.tensor([0, 1], device=device())), "position must hold one number"),
             (dict(cos=randn(1, 1, 10), sin=randn(1, 1, 10)), "cos and sin must be"),
+            (dict(cos=randn(1, 1, 5), sin=randn(1, 1, 5)), "must be two halves"),
+            (dict(one_half=True), "R <= 4"),
         ):
             arguments = dict(q=q, k=k, v=k, cos=angle, sin=angle, keys=cache, values=cache, position=position) | change
             with pytest.raises(ValueError, match=match):
@@ -189,7 +192,7 @@ def launches():
     gemv_add(x, weight, x[..., :1024].contiguous(), None)
     q, k = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16)
     cache, angle = torch.zeros(1, 2, 300, 128, dtype=torch.bfloat16), torch.zeros(1, 1, 128, dtype=torch.bfloat16)
-    rope_cache_forward(q, k, k, angle, angle, cache, cache, torch.zeros(1, dtype=torch.int64))
+    rope_cache_forward(q, k, k, angle, angle, cache, cache, torch.zeros(1, dtype=torch.int64), False)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
@@ -215,7 +218,7 @@ def test_operators(dtype):
     torch.library.opcheck(gemv_add.operator, (x, weight, randn(1, 9, dtype=dtype), None))
     q, k, cache, angle = (randn(1, *s, dtype=dtype) for s in ((4, 1, 8), (2, 1, 8), (2, 5, 8), (1, 8)))
     position = torch.tensor([3], device=device())
-    torch.library.opcheck(rope_cache_forward.operator, (q, k, k, angle, angle, cache, cache.clone(), position))
+    torch.library.opcheck(rope_cache_forward.operator, (q, k, k, angle, angle, cache, cache.clone(), position, False))
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -21,7 +21,6 @@ from transformers import StoppingCriteria
 from transformers import TextStreamer
 
 from tilegym.transformers import decode_graph
-from tilegym.transformers import decode_layer
 from tilegym.transformers import monkey_patch
 from tilegym.transformers.side_stream import LateFlag
 
@@ -347,40 +346,6 @@ def test_what_cannot_be_captured_decodes_without_a_graph():
         assert torch.equal(generate(model, ids), expected)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_one_sequence_decodes_by_fused_steps(family, steps):
-    """As the layers do, padded or not; and what the fused step does not serve, the layers do."""
-    model = make_model(family)
-    ids, mask = padded([5, 11, 8], "left")
-    expected = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
-    with monkey_patch.apply(model, use_cutile=False) as report:
-        assert len([e for e in report.patched if e.compute == "decode_step"]) == 2
-        with observed() as calls:
-            got = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
-        assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
-        attention = {"rope_and_cache", "fmha_decode"} if family == "mistral" else {"rope_fmha_decode"}  # a window
-        assert {"rms_norm_linear", *attention, "linear_add", "rms_norm_swiglu"} <= {op for op, _ in calls}
-        with observed() as calls:
-            generate(model, ids, mask)
-        assert "rms_norm_swiglu" not in {op for op, _ in calls}
-        model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, out: 0 * out)
-        changed = generate(model, ids[1:2], max_new_tokens=14)
-    assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
-
-
-def test_a_layer_that_computes_something_else_keeps_its_forward(monkeypatch):
-    from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-
-    former = MistralDecoderLayer.forward
-    monkeypatch.setattr(MistralDecoderLayer, "forward", lambda self, *args, **kwargs: 2 * former(self, *args, **kwargs))
-    model, ids = make_model("mistral"), tokens(1, 7)
-    expected = generate(model, ids)
-    with monkey_patch.apply(model, use_cutile=False) as report:
-        why = {e.why for e in report.skipped if e.compute == "decode_step"}
-        assert why == {"its step is not what the layer computes"}
-        assert torch.equal(generate(model, ids), expected)
-
-
 def test_weights_on_the_meta_device():
     model, ids = make_model("llama"), tokens(2, 7)
     expected, weights = model(ids).logits, copy.deepcopy(model.state_dict())
@@ -417,17 +382,6 @@ def test_a_call_from_within_another_one():
         got = generate(model, prompt, logits_processor=LogitsProcessorList([Generates()]))
     assert torch.equal(got, expected)
     assert len(within) > 1 and all(torch.equal(ids, expected_within) for ids in within)
-
-
-def test_a_trial_that_fails_leaves_the_model_in_training(monkeypatch):
-    def fails(*args):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(decode_layer, "CausalMask", fails)
-    model = make_model("mistral").train()
-    with pytest.raises(torch.OutOfMemoryError):
-        monkey_patch.apply(model, use_cutile=False)
-    assert all(module.training for module in model.modules())
 
 
 def test_a_compiled_model_is_patched_but_for_the_graph():

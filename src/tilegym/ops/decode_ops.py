@@ -77,7 +77,15 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None 
 
 @dispatch("rope_and_cache")
 def rope_and_cache(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    one_half: bool = False,
 ) -> Tensor:
     """Rotates q and k of one token, as :func:`apply_rope_base`, and writes k and v into a cache, in place.
 
@@ -87,6 +95,7 @@ def rope_and_cache(
         cos, sin: [1 or B, 1, R], the two halves of R alike; the first R of D dimensions are rotated.
         keys, values: [B, Hkv, capacity, D], the cache, q's dtype.
         position: [1] int64, on q's device: where in the cache; below capacity.
+        one_half: cos and sin are one of the two halves, [1 or B, 1, R / 2], as gpt-oss's.
 
     Returns:
         The rotated q, [B, Hq, 1, D]. Not differentiable.

@@ -292,14 +292,15 @@ def _decode_steps_in_model(patches: PatchSet, family: Family, backend: str | Non
 
     forward, cls = decode_layer.decode_forward(backend), family.class_of("DecoderLayer")
     rotary = getattr(model.base_model, "rotary_emb", None)
-    tried: dict[type, str] = {}
+    tried: dict[tuple[type, type], str] = {}
 
     def choose(layer: nn.Module) -> Callable | str:
         why = decode_layer.misfit(layer)
-        if not why and type(layer) not in tried:
+        kind = type(layer), type(getattr(layer, "mlp", None))  # some layers of a model may have experts
+        if not why and kind not in tried:
             same = decode_layer.computes_the_same(layer, rotary, forward)
-            tried[type(layer)] = "" if same else "its step is not what the layer computes"
-        return why or tried[type(layer)] or forward
+            tried[kind] = "" if same else "its step is not what the layer computes"
+        return why or tried[kind] or forward
 
     replace_forwards(patches, model, cls, (), "decode_step", backend, choose)
 

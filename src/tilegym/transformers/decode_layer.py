@@ -1,4 +1,5 @@
-"""A decoder layer's decoding step in six or seven launches, for layers in the layout of Llama's.
+"""A decoder layer's decoding step in few launches, for layers in the layout of Llama's: six or seven; where its MLP are
+experts, four or five and theirs.
 
 The parts of a layer are patched one by one elsewhere; with a token at a time what is left is launches, each over one
 vector. Here norms run in the launch that reads the weights behind them, activation and residual in the one before.
@@ -22,29 +23,32 @@ from tilegym.transformers.attention import CausalMask
 from tilegym.transformers.decode_graph import DecodeCache
 from tilegym.transformers.forwards import reproducible
 
-# The parts; those after the first two own the parameters.
+# The parts that the step takes over; those after the first one, or the first two, own the parameters.
 _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-_NORMS = ("input_layernorm", "post_attention_layernorm")
+_ATTENTION = ("self_attn", "input_layernorm", *_LINEARS)
+_MLP = ("mlp", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+TRIES = 4
 
 
-def _parts(layer: nn.Module) -> list[nn.Module]:
-    return [layer.get_submodule(name) for name in ("self_attn", "mlp", *_NORMS, *_LINEARS, *_MLP)]
+def _is_gated(layer: nn.Module) -> bool:
+    """Whether behind the attention stands Llama's MLP; experts, or whatever else there is, are called as they are."""
+    return hasattr(layer.mlp, "gate_proj")
 
 
 def misfit(layer: nn.Module) -> str:
     """Why the layer's parts are not those that the fused step takes over; empty if they are."""
     try:
-        parts = _parts(layer)
+        names = (*_ATTENTION, *(_MLP if _is_gated(layer) else ()))
+        parts = [layer.get_submodule(name) for name in names]
     except AttributeError as error:
         return str(error)
-    for name, part in zip(("self_attn", "mlp", *_NORMS, *_LINEARS, *_MLP), parts, strict=True):
+    for name, part in zip(names, parts, strict=True):
         if "forward" not in vars(part) or part._forward_hooks or part._forward_pre_hooks:
             return f"its {name} is not patched" if "forward" not in vars(part) else f"its {name} has hooks"
     attention, mlp = layer.self_attn, layer.mlp
-    if len({p.dtype for part in parts[2:] for p in part.parameters(recurse=False)}) > 1:
+    if len({p.dtype for part in parts for p in part.parameters(recurse=False)}) > 1:
         return "its parameters are of several dtypes"
-    if mlp.gate_proj.bias is not None or mlp.up_proj.bias is not None:
+    if _is_gated(layer) and (mlp.gate_proj.bias is not None or mlp.up_proj.bias is not None):
         return "its MLP has biases"
     if len({p.bias is None for p in (attention.q_proj, attention.k_proj, attention.v_proj)}) > 1:
         return "some of q, k and v have biases"
@@ -63,7 +67,7 @@ def decode_forward(backend: str | None) -> Callable:
         cos: Tensor,
         sin: Tensor,
     ) -> Tensor:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp, sinks = layer.self_attn, layer.mlp, getattr(layer.self_attn, "sinks", None)
         norm, kept = layer.input_layernorm, cache.layers[attention.layer_idx]
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         biases = None if attention.q_proj.bias is None else [p.bias for p in projections]
@@ -75,18 +79,22 @@ def decode_forward(backend: str | None) -> Callable:
             q, k = attention.q_norm(q), attention.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, 1, D]
         into = q, k, v, cos, sin, kept.keys, kept.values, cache.length
-        if mask.window is None and mask.keys is None:
+        if mask.window is None and mask.keys is None and sinks is None:
             # Between the steps are launches of PyTorch's, which nothing behind them overtakes.
             out = rope_fmha_decode(*into, attention.scaling, True, backend=backend)
         else:
-            q = rope_and_cache(*into, backend=backend)
+            one_half = sinks is not None and 2 * cos.shape[-1] == attention.head_dim  # as gpt-oss's
+            q = rope_and_cache(*into, one_half, backend=backend)
             out = fmha_decode(
-                q, kept.keys, kept.values, attention.scaling, None, mask.kv_len, mask.window, None, None, mask.keys,
+                q, kept.keys, kept.values, attention.scaling, None, mask.kv_len, mask.window, None, sinks, mask.keys,
                 backend=backend,
             )  # fmt: skip
         project = attention.o_proj
         hidden = linear_add(out.view(1, 1, -1), project.weight, hidden, project.bias, backend=backend)
         norm = layer.post_attention_layernorm
+        if not _is_gated(layer):
+            out = mlp(norm(hidden))
+            return hidden + (out[0] if isinstance(out, tuple) else out)  # some return what the router found, too
         inner = rms_norm_swiglu(
             hidden, norm.weight, norm.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight, backend=backend
         )
@@ -127,9 +135,22 @@ def decode_forward(backend: str | None) -> Callable:
 
 @torch.no_grad()
 def computes_the_same(layer: nn.Module, rotary: nn.Module, forward: Callable) -> bool:
-    """Whether a step by ``forward`` is what the layer computes: tried on its weights, behind a prompt of 9 tokens."""
+    """Whether a step by ``forward`` is what the layer computes: tried on its weights, behind a prompt of 9 tokens.
+
+    For a rounding a router may choose another expert, so that some tokens are tried; another formula would show in all.
+    """
+    modes = [(module, module.training) for module in layer.modules()]
+    try:
+        layer.eval()
+        return any(_same_behind(seed, layer, rotary, forward) for seed in range(1 if _is_gated(layer) else TRIES))
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _same_behind(seed: int, layer: nn.Module, rotary: nn.Module, forward: Callable) -> bool:
     weight = layer.input_layernorm.weight
-    numbers = torch.randn(1, 10, weight.shape[0], generator=torch.Generator().manual_seed(0))
+    numbers = torch.randn(1, 10, weight.shape[0], generator=torch.Generator().manual_seed(seed))
     hidden = numbers.to(weight.device, weight.dtype)
     cos, sin = rotary(hidden, torch.arange(10, device=weight.device)[None])
 
@@ -147,17 +168,11 @@ def computes_the_same(layer: nn.Module, rotary: nn.Module, forward: Callable) ->
             position_embeddings=(cos[:, tokens], sin[:, tokens]),
         )
 
-    modes = [(module, module.training) for module in layer.modules()]
     results = []
-    try:
-        layer.eval()
-        for step in (type(layer).forward, forward):
-            cache = DecodeCache(layer.self_attn.layer_idx + 1, 16, weight.device)
-            run(type(layer).forward, cache, slice(0, 9))
-            results.append(run(step, cache, slice(9, 10)))
-    finally:
-        for module, training in modes:
-            module.training = training
+    for step in (type(layer).forward, forward):
+        cache = DecodeCache(layer.self_attn.layer_idx + 1, 16, weight.device)
+        run(type(layer).forward, cache, slice(0, 9))
+        results.append(run(step, cache, slice(9, 10)))
     expected, got = results
     # Sums in another order: a few roundings of the dtype apart, relative to the largest element.
     return bool((got - expected).abs().max() <= 8 * torch.finfo(weight.dtype).eps * expected.abs().max())

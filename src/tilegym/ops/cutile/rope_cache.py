@@ -62,9 +62,10 @@ def rope_cache_forward(
     keys: torch.Tensor,
     values: torch.Tensor,
     position: torch.Tensor,
+    one_half: bool,
 ) -> torch.Tensor:
     out = torch.empty_like(q)
-    half, dim, overlap = cos.shape[2] // 2, q.shape[3], overlaps(q.get_device())
+    half, dim, overlap = cos.shape[2] // (1 if one_half else 2), q.shape[3], overlaps(q.get_device())
     grid = (q.shape[1] + 2 * k.shape[1], q.shape[0])
     args = (q, k, v, cos, sin, out, keys, values, position, half, dim - 2 * half, cos.shape[0] > 1, overlap)
     launch(q, grid, rope_cache_kernel, args, overlap)
@@ -81,8 +82,9 @@ def rope_and_cache(
     keys: torch.Tensor,
     values: torch.Tensor,
     position: torch.Tensor,
+    one_half: bool = False,
 ) -> torch.Tensor:
-    check_cache(q, k, v, cos, sin, keys, values, position)
+    check_cache(q, k, v, cos, sin, keys, values, position, one_half)
     if q.dtype not in FLOATS:
         raise UnsupportedError("q is not fp32, fp16 or bf16")
-    return rope_cache_forward(q, k, v, cos, sin, keys, values, position.view(1))
+    return rope_cache_forward(q, k, v, cos, sin, keys, values, position.view(1), one_half)

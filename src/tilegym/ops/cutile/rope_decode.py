@@ -22,7 +22,8 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.flash_decode import fmha_decode
-from tilegym.ops.cutile.flash_decode_plan import choose_tiles
+from tilegym.ops.cutile.flash_decode_plan import MAX_TILE_N
+from tilegym.ops.cutile.flash_decode_plan import TILE_BYTES
 from tilegym.ops.cutile.rope_cache import rope_and_cache
 from tilegym.ops.cutile.splitk_reduce import IN_ORDER
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
@@ -34,14 +35,13 @@ from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
-from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.checks import wants_gradient
 from tilegym.ops.pytorch.rope_decode import check_rope_decode
 
 MAX_GROUP = 16  # query heads that share a kv head: the columns of one tile
 DIMS = (32, 64, 128)
 MAX_SPLITS = 16
-BLOCKS = 2  # at most, a multiprocessor, which run at once
+MAX_BLOCKS = 264  # which run at once on an H200
 
 
 @ct.kernel
@@ -124,7 +124,7 @@ def rotated(x, at, half, c, s, HALF: Int, mask):
 
 def tile_n_of(dim: int, device_index: int) -> int:
     """How many keys a tile holds, as in ``fmha_decode``."""
-    return choose_tiles(1, dim, dim, 2, device_index)[1]
+    return 16 if device_index < 0 else min(MAX_TILE_N, TILE_BYTES // (2 * dim))
 
 
 def fits(q: torch.Tensor, cos: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> bool:
@@ -136,7 +136,7 @@ def fits(q: torch.Tensor, cos: torch.Tensor, keys: torch.Tensor, values: torch.T
         and dim in DIMS
         and cos.shape[2] == dim
         and splits <= MAX_SPLITS
-        and (device < 0 or batch * kv_heads * splits <= BLOCKS * sm_count(device))
+        and batch * kv_heads * splits <= MAX_BLOCKS
         and q.shape[1] <= MAX_GROUP * kv_heads
         and scaling > 0  # as for fmha_decode: else the largest score would become the smallest
         and keys.stride(3) == values.stride(3) == 1

@@ -6,7 +6,7 @@ from tilegym.backend import register_impl
 from tilegym.ops.pytorch.rope import apply_rope_base
 
 
-def check_cache(q, k, v, cos, sin, keys, values, position, op: str = "rope_and_cache") -> None:
+def check_cache(q, k, v, cos, sin, keys, values, position, one_half=False, op: str = "rope_and_cache") -> None:
     """Raises ValueError or TypeError for arguments that no backend accepts."""
     if q.dim() != 4 or q.shape[2] != 1 or k.shape != v.shape or k.shape[2] != 1:
         raise ValueError(
@@ -21,10 +21,14 @@ def check_cache(q, k, v, cos, sin, keys, values, position, op: str = "rope_and_c
         )
     if position.numel() != 1:
         raise ValueError(f"{op}: position must hold one number, it is {tuple(position.shape)}")
-    if cos.dim() != 3 or cos.shape != sin.shape or cos.shape[1] != 1 or cos.shape[2] > dim or cos.shape[2] % 2:
+    parts = 2 if one_half else 1
+    if cos.dim() != 3 or cos.shape != sin.shape or cos.shape[1] != 1 or parts * cos.shape[2] > dim:
+        most = dim // parts
         raise ValueError(
-            f"{op}: cos and sin must be [1 or B, 1, R <= {dim}]; they are {tuple(cos.shape)}, {tuple(sin.shape)}"
+            f"{op}: cos and sin must be [1 or B, 1, R <= {most}]; they are {tuple(cos.shape)}, {tuple(sin.shape)}"
         )
+    if cos.shape[2] * parts % 2:
+        raise ValueError(f"{op}: cos and sin must be two halves, they are {tuple(cos.shape)}")
     if not q.dtype is k.dtype is v.dtype is keys.dtype is values.dtype:
         raise TypeError(f"{op}: q is {q.dtype}, k {k.dtype}, v {v.dtype}, the cache {keys.dtype}")
 
@@ -39,8 +43,11 @@ def rope_and_cache(
     keys: torch.Tensor,
     values: torch.Tensor,
     position: torch.Tensor,
+    one_half: bool = False,
 ) -> torch.Tensor:
-    check_cache(q, k, v, cos, sin, keys, values, position)
+    check_cache(q, k, v, cos, sin, keys, values, position, one_half)
+    if one_half:
+        cos, sin = (torch.cat((t, t), dim=-1) for t in (cos, sin))
     q, k = apply_rope_base(q, k, cos, sin, None, 1, cos.shape[-1] / q.shape[-1])
     keys.index_copy_(2, position.view(1), k)
     values.index_copy_(2, position.view(1), v)

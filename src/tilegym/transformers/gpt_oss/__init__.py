@@ -3,4 +3,4 @@
 from tilegym.transformers.computes import WITH_EXPERTS
 from tilegym.transformers.family import Family
 
-FAMILY = Family("gpt_oss", "GptOss", WITH_EXPERTS)
+FAMILY = Family("gpt_oss", "GptOss", WITH_EXPERTS, decode_step=True)

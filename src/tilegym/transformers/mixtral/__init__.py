@@ -3,4 +3,4 @@
 from tilegym.transformers.computes import WITH_EXPERTS
 from tilegym.transformers.family import Family
 
-FAMILY = Family("mixtral", "Mixtral", WITH_EXPERTS)
+FAMILY = Family("mixtral", "Mixtral", WITH_EXPERTS, decode_step=True)

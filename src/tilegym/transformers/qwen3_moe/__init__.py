@@ -15,4 +15,5 @@ FAMILY = Family(
     (ROPE, RMS_NORM, SWIGLU, MOE, LINEAR, ATTN, GRAPH),
     norms=("input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm"),
     mlp=None,
+    decode_step=True,
 )

@@ -1,0 +1,97 @@
+"""A layer's fused decoding step, within generate; on a CPU each step is run anew."""
+
+import pytest
+import torch
+from test_decode_graph import generate
+from tiny_models import make_model
+from tiny_models import observed
+from tiny_models import padded
+from tiny_models import tokens
+
+from tilegym.transformers import decode_graph
+from tilegym.transformers import decode_layer
+from tilegym.transformers import monkey_patch
+
+
+@pytest.fixture(autouse=True)
+def on_every_device():
+    with decode_graph.eager_steps("cpu"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"sliding_window": None}),
+        ("mixtral", {"sliding_window": None}),
+        ("gpt_oss", {}),
+    ],
+    ids=str,
+)
+def test_one_sequence_decodes_by_fused_steps(family, options):
+    """As the layers do, padded or not; and what the fused step does not serve, the layers do."""
+    model = make_model(family, **options)
+    experts = not hasattr(model.model.layers[0].mlp, "gate_proj")
+    ids, mask = padded([5, 11, 8], "left")
+    expected = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        assert len([e for e in report.patched if e.compute == "decode_step"]) == 2
+        with observed() as calls:
+            got = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
+        assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+        # Of windows and sinks the one launch knows nothing.
+        attends = {"rope_and_cache", "fmha_decode"} if model.config.sliding_window else {"rope_fmha_decode"}
+        rest = {"fused_moe"} if experts else {"rms_norm_swiglu"}
+        assert {"rms_norm_linear", *attends, "linear_add", *rest} <= {op for op, _ in calls}
+        with observed() as calls:
+            generate(model, ids, mask)
+        assert not {"rms_norm_linear", "rms_norm_swiglu"} & {op for op, _ in calls}
+        first = model.model.layers[0]
+        hooked = first.self_attn.o_proj if experts else first.mlp.down_proj
+        hooked.register_forward_hook(lambda module, args, out: 0 * out)
+        changed = generate(model, ids[1:2], max_new_tokens=14)
+    assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
+
+
+def test_a_layer_that_computes_something_else_keeps_its_forward(monkeypatch):
+    from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+
+    former = MistralDecoderLayer.forward
+    monkeypatch.setattr(MistralDecoderLayer, "forward", lambda self, *args, **kwargs: 2 * former(self, *args, **kwargs))
+    model, ids = make_model("mistral"), tokens(1, 7)
+    expected = generate(model, ids)
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        why = {e.why for e in report.skipped if e.compute == "decode_step"}
+        assert why == {"its step is not what the layer computes"}
+        assert torch.equal(generate(model, ids), expected)
+
+
+def test_a_trial_that_fails_leaves_the_model_in_training(monkeypatch):
+    def fails(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(decode_layer, "CausalMask", fails)
+    model = make_model("mistral").train()
+    with pytest.raises(torch.OutOfMemoryError):
+        monkey_patch.apply(model, use_cutile=False)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_step(family, monkeypatch):
+    """The first of the tokens that are tried is off; a formula that is another one is off for all."""
+    same, tried = decode_layer._same_behind, []
+    monkeypatch.setattr(
+        decode_layer, "_same_behind", lambda seed, *layer: (tried.append(seed), seed > 0 and same(seed, *layer))[1]
+    )
+    with monkey_patch.apply(make_model(family), use_cutile=False) as report:
+        assert len([e for e in report.patched if e.compute == "decode_step"]) == 2
+    assert tried == [0, 1]
+    monkeypatch.setattr(decode_layer, "_same_behind", lambda *_: False)
+    with monkey_patch.apply(make_model(family), use_cutile=False) as report:
+        why = {e.why for e in report.skipped if e.compute == "decode_step"}
+        assert why == {"its step is not what the layer computes"}
