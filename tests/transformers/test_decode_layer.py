@@ -1,8 +1,11 @@
 """A layer's fused decoding step, within generate; on a CPU each step is run anew."""
 
+import copy
+
 import pytest
 import torch
 from test_decode_graph import generate
+from tiny_models import backends
 from tiny_models import make_model
 from tiny_models import observed
 from tiny_models import padded
@@ -32,13 +35,14 @@ def on_every_device():
     ],
     ids=str,
 )
-def test_one_sequence_decodes_by_fused_steps(family, options):
+@backends
+def test_one_sequence_decodes_by_fused_steps(family, options, backend):
     """As the layers do, padded or not; and what the fused step does not serve, the layers do."""
     model = make_model(family, **options)
     experts = not hasattr(model.model.layers[0].mlp, "gate_proj")
     ids, mask = padded([5, 11, 8], "left")
     expected = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
-    with monkey_patch.apply(model, use_cutile=False) as report:
+    with monkey_patch.apply(model, use_cutile=backend == "cutile") as report:
         assert len([e for e in report.patched if e.compute == "decode_step"]) == 2
         with observed() as calls:
             got = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
@@ -95,3 +99,29 @@ def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_
     with monkey_patch.apply(make_model(family), use_cutile=False) as report:
         why = {e.why for e in report.skipped if e.compute == "decode_step"}
         assert why == {"its step is not what the layer computes"}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen2", {}), ("mistral", {}), ("qwen3_moe", {"sliding_window": None}), ("gpt_oss", {})],
+    ids=str,
+)
+@torch.no_grad()
+def test_steps_by_the_kernels(family, options, monkeypatch):
+    """In bf16, of which the kernels hold keys and weights in registers: three tokens, one after the other."""
+    monkeypatch.setenv("DISABLE_FALLBACK", "1")
+    model = make_model(family, torch.bfloat16, head_dim=32, **options)
+    ids = tokens(1, 14)
+    exact, expected = copy.deepcopy(model).float()(ids).logits[:, 11:], model(ids).logits[:, 11:]
+    with monkey_patch.apply(model, use_cutile=True), observed() as calls:
+        cache = decode_graph.DecodeCache(model.config.num_hidden_layers, 32, ids.device)
+        model(ids[:, :11], past_key_values=cache, use_cache=True)
+        got = []
+        for n in range(11, 14):
+            cache.set_length(n)
+            position = torch.tensor([[n]], device=ids.device)
+            step = model(ids[:, n : n + 1], position_ids=position, past_key_values=cache, use_cache=True)
+            got.append(step.logits)
+    assert ("rms_norm_linear", "cutile") in calls
+    error = (torch.cat(got, 1) - exact).norm()
+    assert error <= 2 * (expected - exact).norm()
