@@ -111,14 +111,16 @@ def cache_work(itemsize, batch, heads, kv_heads, head_dim, capacity):
 
 
 def ours_attention(q, k, v, cos, sin, keys, values, position):
-    return ops.rope_fmha_decode(q, k, v, cos, sin, keys, values, position)
+    out = ops.rope_fmha_decode(q, k, v, cos, sin, keys, values, position)
+    return out, keys[:, :, -1], values[:, :, -1]
 
 
 def formula_attention(q, k, v, cos, sin, keys, values, position):
     """As transformers' models with a static cache, which is full with this token."""
     keys.index_copy_(2, position, rotate(k, cos, sin))
     values.index_copy_(2, position, v)
-    return F.scaled_dot_product_attention(rotate(q, cos, sin), keys, values, enable_gqa=True)
+    out = F.scaled_dot_product_attention(rotate(q, cos, sin), keys, values, enable_gqa=True)
+    return out, keys[:, :, -1], values[:, :, -1]
 
 
 def attention_work(itemsize, batch, heads, kv_heads, head_dim, capacity):
@@ -222,6 +224,7 @@ BENCHMARKS = [
         of_models(cache_sizes, ATTENDING),
         host={"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "capacity": 16},
         small=(shape(batch=2, heads=4, kv_heads=2, head_dim=32, capacity=5),),
+        reads_all=False,
     ),
     benchmark(
         "argmax",

@@ -87,6 +87,17 @@ class Test_RopeFMHADecode(PyTestCase):
         self.assertCorrectness(ours, theirs, arguments(case, torch.bfloat16), {"backend": backend})
 
     @backends("rope_fmha_decode")
+    @pytest.mark.parametrize("batch", [1, 3])
+    def test_number_of_keys_at_hand(self, backend, batch):
+        """By separate ops, which need it."""
+        case = (batch, 4, 2, 24, 24, 40, 21)
+        given = arguments(case, torch.bfloat16)
+        kv_len = torch.full((batch,), 22, dtype=torch.int32, device=device())
+        with torch.no_grad():
+            results = [called(rope_fmha_decode, 21, kv_len=n, backend=backend)(**given) for n in (None, kv_len)]
+        torch.testing.assert_close(*results, rtol=0, atol=0)
+
+    @backends("rope_fmha_decode")
     def test_wrong_arguments(self, backend):
         q, k, cache, angle = randn(1, 4, 1, 8), randn(1, 2, 1, 8), randn(1, 2, 5, 8), randn(1, 1, 8)
         position = torch.tensor([0], device=device())
@@ -98,6 +109,7 @@ class Test_RopeFMHADecode(PyTestCase):
             (dict(keys=randn(1, 2, 0, 8), values=randn(1, 2, 0, 8)), "must have room"),
             (dict(keys=randn(1, 3, 5, 8)), "rope_fmha_decode: keys and values must be"),
             (dict(position=torch.tensor([0, 1], device=device())), "rope_fmha_decode: position must hold one number"),
+            (dict(kv_len=position), "rope_fmha_decode: kv_len must be"),
         ):
             given = dict(q=q, k=k, v=k, cos=angle, sin=angle, keys=cache, values=cache, position=position) | change
             with pytest.raises(ValueError, match=match):
@@ -157,6 +169,7 @@ def launches():
         cache = torch.zeros(1, kv_heads, capacity, dim, dtype=torch.bfloat16)
         angle, position = torch.zeros(1, 1, dim, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
         rope_decode_forward(q, k, k, angle, angle, cache, cache.clone(), position, 0.1, True)
+    rope_decode.filled_to(position, torch.zeros(3))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
@@ -169,6 +182,8 @@ def test_overlapping_launches_compile():
     with recorded_launches() as recorded:
         launches()
     for kernel, args in recorded:
+        if kernel is rope_decode.filled_kernel:
+            continue
         for settled in (True, False) if kernel is rope_decode.rope_decode_kernel else (True,):
             args = (*args[:-2], settled, True) if kernel is rope_decode.rope_decode_kernel else (*args[:-1], True)
             assert compile_kernel(kernel, args, "sm_90")[:4] == b"\x7fELF"
@@ -178,6 +193,7 @@ def test_operator():
     given = arguments((1, 4, 2, 32, 32, 40, 21), torch.bfloat16)
     position = torch.tensor([21], device=device())
     torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False))
+    torch.library.opcheck(rope_decode.filled_to.operator, (position, given["q"]))
 
 
 def test_compiled():

@@ -114,6 +114,7 @@ def rope_fmha_decode(
     position: Tensor,
     sm_scale: float | None = None,
     settled: bool = False,
+    kv_len: Tensor | None = None,
 ) -> Tensor:
     """:func:`rope_and_cache`, and :func:`fmha_decode` of the new token's queries over what the cache holds then.
 

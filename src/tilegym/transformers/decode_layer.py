@@ -81,7 +81,7 @@ def decode_forward(backend: str | None) -> Callable:
         into = q, k, v, cos, sin, kept.keys, kept.values, cache.length
         if mask.window is None and mask.keys is None and sinks is None:
             # Between the steps are launches of PyTorch's, which nothing behind them overtakes.
-            out = rope_fmha_decode(*into, attention.scaling, True, backend=backend)
+            out = rope_fmha_decode(*into, attention.scaling, True, mask.kv_len, backend=backend)
         else:
             one_half = sinks is not None and 2 * cos.shape[-1] == attention.head_dim  # as gpt-oss's
             q = rope_and_cache(*into, one_half, backend=backend)

@@ -172,6 +172,19 @@ def rope_decode_forward(
     return out
 
 
+@ct.kernel
+def filled_kernel(position, filled, TILE: Int):
+    """filled: [B] int32, how many keys there are with the one at ``position`` [1]."""
+    ct.scatter(filled, ct.arange(TILE, dtype=ct.int32), (ct.gather(position, 0) + 1).astype(ct.int32))
+
+
+@compilable(fake=lambda position, like: position.new_empty(like.shape[0], dtype=torch.int32))
+def filled_to(position: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    filled = position.new_empty(like.shape[0], dtype=torch.int32)
+    launch(filled, (1,), filled_kernel, (position, filled, next_power_of_2(like.shape[0])))
+    return filled
+
+
 @register_impl("rope_fmha_decode", "cutile")
 def rope_fmha_decode(
     q: torch.Tensor,
@@ -184,10 +197,11 @@ def rope_fmha_decode(
     position: torch.Tensor,
     sm_scale: float | None = None,
     settled: bool = False,
+    kv_len: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if wants_gradient(q, k, v, cos, sin, keys, values):
         raise UnsupportedError("it has no backward kernel")
-    check_rope_decode(q, k, v, cos, sin, keys, values, position)
+    check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len)
     if q.dtype not in FLOATS:
         raise UnsupportedError("q is not fp32, fp16 or bf16")
     scaling = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
@@ -195,5 +209,4 @@ def rope_fmha_decode(
     if fits(q, cos, keys, values, scaling):
         return rope_decode_forward(q, k, v, cos, sin, keys, values, position, float(scaling), settled)
     q = rope_and_cache(q, k, v, cos, sin, keys, values, position)
-    filled = (position + 1).to(torch.int32).expand(q.shape[0]).contiguous()
-    return fmha_decode(q, keys, values, scaling, None, filled)
+    return fmha_decode(q, keys, values, scaling, None, filled_to(position, q) if kv_len is None else kv_len)

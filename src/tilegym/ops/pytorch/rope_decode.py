@@ -8,13 +8,17 @@ from tilegym.ops.pytorch.rope_cache import check_cache
 from tilegym.ops.pytorch.rope_cache import rope_and_cache
 
 
-def check_rope_decode(q, k, v, cos, sin, keys, values, position) -> None:
+def check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len) -> None:
     """Raises ValueError or TypeError for arguments that no backend accepts."""
     check_cache(q, k, v, cos, sin, keys, values, position, op="rope_fmha_decode")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1) or keys.shape[2] == 0:
         raise ValueError(
             f"rope_fmha_decode: the heads of q {tuple(q.shape)} must be a multiple of those of k {tuple(k.shape)}, "
             f"batch and head dimension the same, and the cache {tuple(keys.shape)} must have room"
+        )
+    if kv_len is not None and (kv_len.shape != q.shape[:1] or kv_len.dtype != torch.int32):
+        raise ValueError(
+            f"rope_fmha_decode: kv_len must be [{q.shape[0]}] int32, it is {tuple(kv_len.shape)} {kv_len.dtype}"
         )
 
 
@@ -30,8 +34,10 @@ def rope_fmha_decode(
     position: torch.Tensor,
     sm_scale: float | None = None,
     settled: bool = False,
+    kv_len: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_rope_decode(q, k, v, cos, sin, keys, values, position)
+    check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len)
     q = rope_and_cache(q, k, v, cos, sin, keys, values, position)
-    filled = (position.view(1) + 1).to(torch.int32).expand(q.shape[0]).contiguous()
-    return fmha_decode(q, keys, values, sm_scale, None, filled)
+    if kv_len is None:
+        kv_len = (position.view(1) + 1).to(torch.int32).expand(q.shape[0]).contiguous()
+    return fmha_decode(q, keys, values, sm_scale, None, kv_len)
