@@ -123,13 +123,19 @@ def rope_fmha_decode(
         k, v, cos, sin, keys, values: as in :func:`rope_and_cache`; Hq is a multiple of Hkv.
         position: [1] int64, on q's device: where in the cache; below capacity. All keys up to it are seen.
         sm_scale: what scores are multiplied by; None for ``D**-0.5``.
-        settled: whether ``position`` and what the cache holds before it were written before the launches in front of
-            this one began, as in a model's step, which visits a layer once: on a GPU they are read then before these
-            launches end. Else a launch that still writes there would be overtaken.
+        settled: whether what the cache holds before ``position`` was written before the launches in front of this one
+            began, as in a model's step, which visits a layer once: on a GPU it is read then before these launches end.
+            Else a launch that still writes there would be overtaken.
+        kv_len: [B] int32, ``position + 1``, where it is at hand: separate ops need it.
 
     Returns:
-        [B, Hq, 1, D] in q's dtype. Not differentiable. One launch and a merge for fp16 and bf16, D a power of two of 32
-        or more and all of it rotated; else as separate ops.
+        [B, Hq, 1, D] in q's dtype. Not differentiable. One launch and a merge for fp16 and bf16, if D is 32, 64 or 128
+        and all of it is rotated, the cache has room for 2048 tokens at most, and B * Hkv times its capacity in tiles of
+        128 tokens is at most 264; else as separate ops.
+
+    Raises:
+        ValueError: shapes do not fit together, or kv_len is no [B] int32.
+        TypeError: dtypes differ.
     """
 
 
