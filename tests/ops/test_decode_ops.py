@@ -23,6 +23,7 @@ from tilegym.ops import rms_norm_swiglu
 from tilegym.ops import rope_and_cache
 from tilegym.ops.cutile import fused_gemv
 from tilegym.ops.cutile import linear
+from tilegym.ops.cutile import stream_gemv
 from tilegym.ops.cutile.early_weights import NOTHING
 from tilegym.ops.cutile.early_weights import columns_of
 from tilegym.ops.cutile.early_weights import early_columns
@@ -31,6 +32,7 @@ from tilegym.ops.cutile.fused_gemv import gemv_add
 from tilegym.ops.cutile.fused_gemv import norm_gemv
 from tilegym.ops.cutile.fused_gemv import norm_swiglu
 from tilegym.ops.cutile.rope_cache import rope_cache_forward
+from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.pytorch import fused_gemv as reference
 from tilegym.ops.pytorch.rope_cache import rope_and_cache as rope_reference
 
@@ -236,7 +238,7 @@ def test_compiled(rows):
         torch.testing.assert_close(compiled, call(x), **({} if HAS_GPU else {"rtol": 0, "atol": 0}))
 
 
-@pytest.mark.parametrize("k", [64, 192])
+@pytest.mark.parametrize("k", [64, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_whatever_bits_weights_hold_results_stay(dtype, k):
     """What is read ahead of the wait is all there is to that; the last block would write to the first result."""
@@ -301,6 +303,42 @@ def test_rows_that_registers_hold_change_no_bit(dtype, monkeypatch):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+@pytest.mark.parametrize("k", [64, 128, 192])
+@pytest.mark.parametrize("n", [4, 12, 20, 24, 28, 32])
+@pytest.mark.parametrize("form", [(0.0, "llama"), (1.0, "gemma")])
+def test_rows_in_turn_change_no_bit(n, k, form, monkeypatch):
+    """All of them at once, one turn ahead, two; with turns that fill the blocks and turns that do not."""
+    x, norm, gate, up = (randn(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate(((1, k), (k,), (n, k), (n, k))))
+
+    def call():
+        recording.forget()
+        with recorded_launches(run=True) as recorded, torch.no_grad(), sanitized():
+            y = rms_norm_swiglu(x, norm, 1e-5, gate, up, *form, backend="cutile")
+        return y, [kernel for kernel, _ in recorded]
+
+    streamed, kernels = call()
+    assert kernels == [stream_gemv.stream_swiglu_kernel]
+    monkeypatch.setattr(stream_gemv, "plan", lambda gate: None)
+    expected, kernels = call()
+    assert kernels == [fused_gemv.norm_swiglu_kernel]
+    assert torch.equal(streamed, expected)
+
+
+@gpu
+def test_rows_in_turn_by_their_sizes():
+    """Of models whose layers were measured; the others stay with norm_swiglu_kernel."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    found = {}
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        for n, k in ((14336, 4096), (8192, 3072), (3072, 1024), (9728, 2560), (18944, 3584), (8192, 2048), (64, 4096)):
+            found[n, k] = stream_gemv.plan(torch.empty(n, k, dtype=torch.bfloat16, device="cuda"))
+        assert stream_gemv.plan(torch.empty(8192, 3072, device="cuda")) is None
+    assert [plan and (plan[1], plan[2][:3]) for plan in found.values()] == [
+        (3 * sms, (1, 1024, 2)), (3 * sms, (1, 1024, 1)), (384, (8, 256, 0)), None, None, None, None
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
 def test_rows_that_registers_hold_compile():
     """With the sizes of a GPU's."""
     x, norm, weight = one_row(k=4096, n=4096)
@@ -315,6 +353,10 @@ def test_rows_that_registers_hold_compile():
         long = torch.empty(512, 14336, dtype=torch.bfloat16)
         args = (long[:1], long, 0, x[:, :512], x[:, :512], False, True, 14336, 8, 256, 1024, arch == "sm_90")
         assert_compiles(linear.held_gemv_kernel, args, (arch,))
+        for k, *tiles in ((4096, 1, 1024, 2), (8192, 1, 1024, 1), (1024, 8, 256, 0)):
+            gate = torch.empty(512, k, dtype=torch.bfloat16)
+            args = (gate[:1], gate[0], gate, gate, x[:, :512], 1e-5, 0.0, True, k, *tiles, arch == "sm_90")
+            assert_compiles(hinted(stream_gemv.stream_swiglu_kernel, occupancy=stream_gemv.BLOCKS), args, (arch,))
 
 
 @gpu

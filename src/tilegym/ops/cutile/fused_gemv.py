@@ -14,6 +14,7 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.ops import ops
+from tilegym.ops.cutile import stream_gemv
 from tilegym.ops.cutile.early_weights import NOTHING
 from tilegym.ops.cutile.early_weights import begin_early
 from tilegym.ops.cutile.early_weights import early_columns
@@ -220,6 +221,12 @@ def norm_swiglu(
     """x [..., K] with one row; [..., N]."""
     out = _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded)
     n, k = gate.shape
+    streamed = stream_gemv.plan(gate)
+    if streamed is not None:
+        kernel, blocks, tiles = streamed
+        args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, offset, rounded, k, *tiles)
+        launch(x, (blocks,), kernel, args, tiles[-1])
+        return out
     kernel, tile_n, tile_k, early, cols, overlap = plan(norm_swiglu_kernel, k, x.dtype.itemsize * 8, x.get_device())
     tiles = (k, tile_n, tile_k, early, early_columns(gate, tile_n, cols), overlap)
     args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, NOTHING, offset, rounded, *tiles)

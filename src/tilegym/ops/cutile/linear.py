@@ -182,11 +182,15 @@ def held_plan(n: int, k: int, device_index: int) -> tuple[ct.kernel, int, int, i
 
     On an H200 a layer takes so, in a graph, instead of with gemv_kernel: of Llama-3.1-8B, whose weight is 4096x14336,
     109.2 us (110.5; with 1024 columns held 110.1), of Qwen3-8B 98.2 (99.5), of Qwen2.5-7B 121.3 (123.1), of
-    Llama-3.2-1B, 2048x8192, 39.3 (41.0; with 1024 columns and occupancy 6 40.8), of Qwen3-0.6B 19.4 (21.2).
+    Llama-3.2-1B, 2048x8192, 38.9 (41.0; with 2048 columns held 39.4), of Qwen3-0.6B 19.4 (21.2). Fewer rows a block are
+    faster where its blocks all run at once, as of Qwen2.5-3B, 2048x11008, 47.2 (with eight 51.4), and slower where they
+    do not and those of eight do, as of Llama-3.2-3B, 3072x8192, 73.6 (69.1).
     """
     if device_index < 0:
         return None if n % 8 or k < 128 else (held_gemv_kernel, 8, 64, 128, False)
-    tile_n, tile_k, hold = (4, 512, 2048) if k <= 8192 else (8, 256, 1536)
+    at_once = 4 * sm_count(device_index)
+    fours = n <= 4 * at_once or (k <= 8192 and n > 8 * at_once)
+    tile_n, tile_k, hold = (4, 512, 3072 if 3072 < k <= 8192 else 2048) if fours else (8, 256, 1536)
     hold = min(hold, k // tile_k * tile_k)
     if n % tile_n or hold == 0:
         return None
