@@ -123,8 +123,9 @@ class Test_Activations(PyTestCase):
         torch.library.opcheck(relu_backward.operator, (dy, relu_forward_bits(x)[1]))
 
     @dtypes(torch.float32, torch.bfloat16)
-    def test_compiles_for_every_architecture(self, dtype):
-        x, dy = (torch.empty(64, 4096, dtype=dtype) for _ in range(2))
+    @pytest.mark.parametrize("shape", [(64, 4096), (2048, 16384)], ids=str)
+    def test_compiles_for_every_architecture(self, dtype, shape):
+        x, dy = (torch.empty(shape, dtype=dtype) for _ in range(2))
         tanh = dtype == torch.bfloat16
         assert_launches_compile(lambda: (gelu_forward(x, tanh, True), gelu_backward(dy, x, tanh)))
         assert_launches_compile(lambda: (relu_forward(x), relu_backward(dy, relu_forward_bits(x)[1])))

@@ -19,6 +19,7 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import softmax
 from tilegym.ops.cutile import parts
 from tilegym.ops.cutile import softmax as kernels
+from tilegym.ops.cutile import softmax_joint as joint
 from tilegym.ops.cutile import workspace
 from tilegym.ops.cutile.softmax import softmax_backward
 from tilegym.ops.cutile.softmax import softmax_forward
@@ -41,11 +42,13 @@ class Test_Softmax(PyTestCase):
         self.assertCorrectness(softmax, reference, kwargs, {"backend": backend}, gradient=True)
 
     @dtypes(torch.bfloat16, torch.float16)
-    @pytest.mark.parametrize("shape", [(40, 512), (2, 9, 512)], ids=str)
-    def test_rows_whose_warps_exchange_once(self, shape, dtype):
-        """Warps with maxima far apart, or of nothing; and rows that are NaN as a whole."""
+    @pytest.mark.parametrize("idle", [0, 8, 232])  # columns of the tile; 232: most of one warp
+    @pytest.mark.parametrize("shape", [(40,), (2, 9)], ids=str)
+    def test_rows_whose_warps_exchange_once(self, shape, idle, dtype):
+        """Warps with maxima far apart, or of nothing; rows that fill their tile or not, or that are NaN as a whole."""
         if HAS_GPU:
-            shape = (600, 4096) if len(shape) == 2 else (2, 300, 4096)
+            shape = (600,) if len(shape) == 1 else (2, 300)
+        shape = *shape, (4096 if HAS_GPU else 512) - idle
         x = randn(*shape, dtype=dtype) * 3
         rows = x.view(-1, shape[-1])
         half = shape[-1] // 2
@@ -55,11 +58,29 @@ class Test_Softmax(PyTestCase):
         recording.forget()
         with recorded_launches(run=True) as recorded:
             y = softmax(x, backend="cutile")
-        assert HAS_GPU or [kernel for kernel, _ in recorded] == [hinted(kernels.softmax_joint_kernel, **HINTS)]
+        assert HAS_GPU or [kernel for kernel, _ in recorded] == [hinted(joint.softmax_joint_kernel, **HINTS)]
         expected = torch.softmax(x, -1)
         assert torch.equal(y.isnan(), expected.isnan())
         kwargs = {"x": x[~expected.isnan().any(-1)]}
         self.assertCorrectness(softmax, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+    def test_which_rows_are_read_by_eights(self):
+        """Of both passes; those that sixteen divides, or eight does not, are held as they come."""
+        for n, forward, backward in (
+            (504, joint.softmax_joint_kernel, joint.softmax_backward_eights_kernel),
+            (496, kernels.softmax_kernel, kernels.softmax_backward_kernel),
+            (500, kernels.softmax_kernel, kernels.softmax_backward_kernel),
+            (512, joint.softmax_joint_kernel, kernels.softmax_backward_kernel),
+        ):
+            x = randn(40, n, dtype=torch.bfloat16)
+            recording.forget()
+            with recorded_launches() as recorded:
+                softmax_forward(x, -1), softmax_backward(x, x, -1)
+            expected = [hinted(kernel, **HINTS) for kernel in (forward, backward)]
+            found = [kernel for kernel, _ in recorded]
+            for kernel, other in zip(found, expected, strict=True):
+                assert kernel._pyfunc is other._pyfunc
 
     def test_large_inputs_become_rows(self, monkeypatch):
         monkeypatch.setattr("tilegym.ops.cutile.tiling.SMALL", 0)
@@ -247,9 +268,14 @@ class Test_Softmax(PyTestCase):
         assert_launches_compile(lambda: (softmax_forward(x, -1), softmax_backward(dy, x, -1)))
 
     @dtypes(torch.bfloat16, torch.float16)
-    def test_rows_whose_warps_exchange_once_compile(self, dtype):
-        x = torch.empty(1024, 4096, dtype=dtype)
-        assert_compiles(hinted(kernels.softmax_joint_kernel, num_worker_warps=8, occupancy=4), (x, x, 4096, 8))
+    @pytest.mark.parametrize("n", [4096, 3000])
+    def test_rows_whose_warps_exchange_once_compile(self, n, dtype):
+        x = torch.empty(1024, n, dtype=dtype)
+        for kernel, args in (
+            (joint.softmax_joint_kernel, (x, x, 4096, 8, n == 4096)),
+            (joint.softmax_backward_eights_kernel, (x, x, x, 4096, 8)),
+        ):
+            assert_compiles(hinted(kernel, num_worker_warps=8, occupancy=4), args)
 
     @dtypes()
     def test_wide_rows_in_one_launch_compile(self, dtype, multiprocessors):

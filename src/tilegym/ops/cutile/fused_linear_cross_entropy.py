@@ -26,7 +26,7 @@ from tilegym.ops.cutile import linear_cross_entropy_plan as plan
 from tilegym.ops.cutile import pointwise
 from tilegym.ops.cutile.cross_entropy import add_losses
 from tilegym.ops.cutile.pointwise import indices
-from tilegym.ops.cutile.softmax import _exp
+from tilegym.ops.cutile.softmax_joint import exp_of
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import Bool
@@ -73,13 +73,13 @@ def partial_sums_kernel(x, bias, partials, tiles, TILE_V: Int, TILE_T: Int, BIAS
             value = ct.where(rows < classes, _logits(x, bias, rows, tokens, rows, BIASED), -math.inf)
             values, new_top = (*values, value), ct.maximum(new_top, value)
         base = _base(new_top)
-        sums = sums * _exp(top - base, x.dtype)
+        sums = sums * exp_of(top - base, x.dtype)
         for strip in ct.static_iter(range(STRIPS)):
-            sums = sums + _exp(values[strip] - base, x.dtype)
+            sums = sums + exp_of(values[strip] - base, x.dtype)
         top = new_top
     largest = ct.max(top, axis=0, keepdims=True)
     ct.scatter(partials, (0, part, tokens), largest)
-    total = ct.sum(sums * _exp(top - _base(largest), x.dtype), axis=0, keepdims=True)
+    total = ct.sum(sums * exp_of(top - _base(largest), x.dtype), axis=0, keepdims=True)
     ct.scatter(partials, (1, part, tokens), total)
 
 
@@ -94,7 +94,7 @@ def token_losses_kernel(
         classes = classes + rest.shape[0]
     tops = ct.where(parts < partials.shape[1], ct.gather(partials, (0, parts, tokens)), -math.inf)
     top = ct.max(tops, axis=0, keepdims=True)
-    total = ct.sum(ct.gather(partials, (1, parts, tokens)) * _exp(tops - top, x.dtype), axis=0, keepdims=True)
+    total = ct.sum(ct.gather(partials, (1, parts, tokens)) * exp_of(tops - top, x.dtype), axis=0, keepdims=True)
     label = ct.gather(target, tokens)
     is_class = (label == ignore_index) | ((label >= 0) & (label < classes))
     log_sum = ct.where(is_class, ct.log(total), math.nan)
@@ -122,7 +122,7 @@ def logits_gradient_kernel(x, bias, target, lses, scale, first, ignore_index, TI
     top, log_sum = ct.gather(lses, (0, tokens)), ct.gather(lses, (1, tokens))
     for strip in ct.static_iter(range(GRADIENT_STRIPS)):
         rows = span(start + strip, TILE_V)[:, None]
-        power = _exp((values[strip] - top) - log_sum, x.dtype)
+        power = exp_of((values[strip] - top) - log_sum, x.dtype)
         grad = ct.where(rows + first == label, power - 1.0, power) * upstream
         ct.scatter(x, (rows, tokens), ct.where(label == ignore_index, 0.0, grad).astype(x.dtype))
 

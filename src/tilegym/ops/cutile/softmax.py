@@ -27,6 +27,10 @@ from tilegym.ops.cutile.parts import look
 from tilegym.ops.cutile.parts import low
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
+from tilegym.ops.cutile.softmax_joint import MAX_ROWS
+from tilegym.ops.cutile.softmax_joint import base_of
+from tilegym.ops.cutile.softmax_joint import exp_of
+from tilegym.ops.cutile.softmax_joint import joint_plan
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -50,13 +54,6 @@ def _store(y, rows, cols, out):
     ct.scatter(y, at(y, rows[:, None], cols[None, :]), out.astype(y.dtype))
 
 
-def _exp(difference, dtype):
-    """exp, to fp32's precision for fp32 inputs, else to well beyond that of their dtype."""
-    if dtype == ct.float32:
-        return ct.exp(difference)
-    return ct.exp2(difference * 1.4426950408889634, flush_to_zero=True)
-
-
 def _again(row, TWICE: Bool):
     """``row`` in fp32. TWICE: converted anew, in another way than by astype, of which the compiler would keep the first
     result: so what is held until then are 16 bits a value."""
@@ -75,31 +72,8 @@ def softmax_kernel(x, y, TILE_M: Int, TILE_N: Int, TWICE: Bool):
     row = _load(x, rows, cols, -math.inf)
     # In the dtype of x: were values converted as they arrive, registers would be reused while others are on their way.
     top = ct.max(row, axis=1, keepdims=True).astype(ct.float32)
-    total = ct.sum(_exp(row.astype(ct.float32) - top, x.dtype), axis=1, keepdims=True)
-    _store(y, rows, cols, _exp(_again(row, TWICE) - top, x.dtype) * (1.0 / total))
-
-
-@ct.kernel
-def softmax_joint_kernel(x, y, N: Int, WARPS: Int):
-    """Each block takes a row of N columns of 16 bits, a multiple of 256 * WARPS. Each warp takes powers relative to its
-    own maximum, so that warps exchange maxima and sums at the same time, behind one barrier."""
-    row, cols = ct.bid(1), ct.arange(N, dtype=ct.int32)
-    values = ct.gather(x, at(x, row, cols), check_bounds=False)
-    values = values.reshape((N // (256 * WARPS), WARPS, 256))  # 16 bytes a thread, and one warp beside the other
-    tops = ct.max(ct.max(values, axis=0, keepdims=True), axis=2, keepdims=True).astype(ct.float32)
-    powers = _exp(values.astype(ct.float32) - _base(tops), x.dtype)
-    sums = ct.sum(ct.sum(powers, axis=0, keepdims=True), axis=2, keepdims=True)
-    top = ct.extract(tops, (0, 0, 0), (1, 1, 1))
-    for warp in ct.static_iter(range(1, WARPS)):
-        top = ct.maximum(top, ct.extract(tops, (0, warp, 0), (1, 1, 1)))
-    total = ct.zeros((1, 1, 1), ct.float32)
-    for warp in ct.static_iter(range(WARPS)):
-        shrink = _exp(ct.extract(tops, (0, warp, 0), (1, 1, 1)) - top, x.dtype)
-        total = total + ct.extract(sums, (0, warp, 0), (1, 1, 1)) * shrink
-    # An exact quotient would take a branch.
-    share = ct.truediv(1.0, total, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
-    out = powers * (_exp(tops - top, x.dtype) * share)
-    ct.scatter(y, at(y, row, cols), out.reshape((N,)).astype(y.dtype), check_bounds=False)
+    total = ct.sum(exp_of(row.astype(ct.float32) - top, x.dtype), axis=1, keepdims=True)
+    _store(y, rows, cols, exp_of(_again(row, TWICE) - top, x.dtype) * (1.0 / total))
 
 
 @ct.kernel
@@ -108,11 +82,6 @@ def softmax_backward_kernel(dy, y, dx, TILE_M: Int, TILE_N: Int, TWICE: Bool):
     out, up = _load(y, rows, cols, 0), _load(dy, rows, cols, 0)
     total = ct.sum(out.astype(ct.float32) * up.astype(ct.float32), axis=1, keepdims=True)
     _store(dx, rows, cols, _again(out, TWICE) * (_again(up, TWICE) - total))
-
-
-def _base(top):
-    # While all seen so far is -inf, differences to it would be NaN.
-    return ct.where(top == -math.inf, 0.0, top)
 
 
 def _written(states, first, parts, PARTS: Int):
@@ -137,7 +106,7 @@ def _exps(part, base, dtype):
 def _state(part):
     """The maximum and the sum of a part's row, 32 bits each, which together are never 0."""
     top = ct.max(part).astype(ct.float32)
-    total = ct.sum(_exps(part.astype(ct.float32), _base(top), part.dtype))
+    total = ct.sum(_exps(part.astype(ct.float32), base_of(top), part.dtype))
     return (bits(top) << 32) | bits(total)
 
 
@@ -184,8 +153,8 @@ def softmax_wide_kernel(
             found = _written(states, first, parts, PARTS)
         there = ct.arange(PARTS, dtype=ct.int32) < parts
         tops = ct.where(there, high(found), -math.inf)
-        base = _base(ct.max(tops))
-        total = ct.sum(ct.where(there, low(found) * _exp(tops - base, x.dtype), 0.0))
+        base = base_of(ct.max(tops))
+        total = ct.sum(ct.where(there, low(found) * exp_of(tops - base, x.dtype), 0.0))
         out = _exps(_again(part, TWICE), base, x.dtype) * (1.0 / total)
         ct.scatter(y, at(y, row, span(number, TILE_N)), out.astype(y.dtype))
         clear_others(states, turn, row * parts + number, count, TURNS)
@@ -238,15 +207,11 @@ TWICE = ({16384: 3, 32768: 2}, {8192: 3, 16384: 2})
 # Columns of a part of longer rows, warps, blocks a multiprocessor: the fastest for 512 rows of 128256 and more.
 WIDE = ({2: (16384, 8, 4), 4: (8192, 8, 4)}, {2: (8192, 4, 4), 4: (4096, 4, 4)})
 FEW = (4096, 4, None)
-# The columns of rows that softmax_joint_kernel takes, and its warps, if there are more rows than run at once: on an
-# H200 8192x4096 36.7 us instead of 37.4, 32768x4096 130.9 instead of 134.3; to copy as many bytes takes 36.4 and 130.1.
-JOINT, JOINT_ON_CPU = (4096, 8), (512, 2)
 # Forward, where more than a tenth of the columns of WIDE's parts would be idle: on an H200 512x102400 58.7 us instead
 # of 61.0, 4096x102400 415 instead of 417, 512x50304 33.5 instead of 36.3. With 8 % idle it is slower: 4096x151936 639,
 # not 630.
 NARROWER = (8192, 4, 8)
 MAX_COLUMNS = 2**25  # of more parts no block could hold the states
-MAX_ROWS = 65535  # of one launch: blocks along axis 1 or 2
 
 
 @functools.lru_cache(maxsize=1024)
@@ -271,15 +236,6 @@ def plan(m: int, n: int, device: int, backward: bool, size: int) -> tuple[ct.ker
 
 
 @functools.lru_cache(maxsize=1024)
-def joint_plan(m: int, n: int, device: int, size: int) -> tuple[ct.kernel, tuple[int, int], tuple[int, int]] | None:
-    """(kernel, grid, tile constants) for rows [m, n] that softmax_joint_kernel takes; None for others."""
-    columns, warps = JOINT if device >= 0 else JOINT_ON_CPU
-    if size != 2 or n != columns or not 4 * sm_count(device) < m <= MAX_ROWS:
-        return None
-    return hinted(softmax_joint_kernel, num_worker_warps=warps if device >= 0 else 4, occupancy=4), (1, m), (n, warps)
-
-
-@functools.lru_cache(maxsize=1024)
 def wide_plan(
     m: int, n: int, device: int, backward: bool, size: int
 ) -> tuple[ct.kernel, int, bool, tuple[int, int], bool]:
@@ -301,10 +257,10 @@ def wide_plan(
 def _launch(like, arrays, rows, backward):
     """Launches what computes the last of ``arrays`` from the others, all shaped as ``rows``."""
     (m, n), device, size = size_of(rows), like.get_device(), rows.element_size()
-    joint = None if backward else joint_plan(m, n, device, size)
+    joint = joint_plan(m, n, device, backward, size)
     if joint is not None:
-        kernel, grid, tiles = joint
-        launch(like, grid, kernel, (*arrays, *tiles))
+        kernel, tiles = joint
+        launch(like, (1, m), kernel, (*arrays, *tiles))
         return
     # Half of the multiprocessors or fewer would hold rows of more than 16384 columns alone.
     if next_power_of_2(n) <= (MAX_HELD[backward][size] if 2 * m >= sm_count(device) else 16384):
