@@ -52,6 +52,27 @@ class Test_Argmax(PyTestCase):
             assert torch.equal(got.cpu(), x.cpu().argmax(-1))
 
     @backends("argmax")
+    @pytest.mark.parametrize("shape", [(2, 1030), (3, 1, 40), (5,), (0, 8)], ids=str)
+    def test_into_a_tensor(self, backend, shape):
+        """Call behind call, into the tensor that is given each time."""
+        for seed in range(3):
+            x, out = randn(*shape, dtype=torch.bfloat16, seed=seed), torch.full(shape[:-1], -1, device=device())
+            with sanitized():
+                assert argmax(x, out, backend=backend) is out
+            assert torch.equal(out, x.argmax(-1))
+
+    @backends("argmax")
+    def test_wrong_tensors_to_write_to(self, backend):
+        x = randn(2, 3, 40)
+        whole = torch.zeros(2, 6, dtype=torch.int64, device=device())
+        for wrong in (whole, whole[0], whole[:, ::2], whole[:, :3].expand(1, 2, 3)):
+            with pytest.raises(ValueError, match="argmax: out must be contiguous"):
+                argmax(x, wrong, backend=backend)
+        with pytest.raises(TypeError, match="argmax: out is torch.int32, it must be torch.int64"):
+            argmax(x, whole[:, :3].int(), backend=backend)
+        assert not whole.any()
+
+    @backends("argmax")
     def test_strides(self, backend):
         x = randn(40, 6, 2, dtype=torch.bfloat16)
         for view in (x.permute(2, 1, 0), x[:, :, 1], x[::3, -1].T, x[:1].expand(3, 6, 2)):
@@ -80,6 +101,8 @@ class Test_Argmax(PyTestCase):
 
     def test_operator(self):
         torch.library.opcheck(kernels.argmax_forward.operator, (randn(3, 40),))
+        out = torch.zeros(3, dtype=torch.int64, device=device())
+        torch.library.opcheck(kernels.argmax_into.operator, (randn(3, 40), out))
 
     @gpu
     def test_capture(self):

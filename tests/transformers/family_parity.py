@@ -261,7 +261,7 @@ class Parity:
             session = decode_graph.session_for(model, 2, 20)
             model(ids, attention_mask=mask, past_key_values=session.cache)
             session.start(mask, None, ids.shape[1])
-            state = [*session.cache.state(), session.positions]
+            state = session.cache.state()
             values = [t.clone() for t in state]
             session.tokens.fill_(3)
             first = session._run(model, True).clone()

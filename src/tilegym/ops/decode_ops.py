@@ -140,18 +140,19 @@ def rope_fmha_decode(
 
 
 @dispatch("argmax")
-def argmax(x: Tensor) -> Tensor:
+def argmax(x: Tensor, out: Tensor | None = None) -> Tensor:
     """The index of each row's largest element, of equal ones the first; NaN counts as larger than all else.
 
     As ``torch.argmax(x, dim=-1)``; for few long rows, as the logits of a decoding step.
 
     Args:
         x: [..., V], fp32, fp16 or bf16, any strides; 0 < V < 2**31.
+        out: [...] int64, contiguous, which gets the indices, as those of the tokens that the next step reads.
 
     Returns:
-        [...] int64. Not differentiable.
+        [...] int64, ``out`` if it is given. Not differentiable.
 
     Raises:
-        ValueError: x has no dimension, or V is 0.
-        TypeError: x is not floating point.
+        ValueError: x has no dimension, or V is 0; out has another shape, device or order of elements.
+        TypeError: x is not floating point, or out is not int64.
     """

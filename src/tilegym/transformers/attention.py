@@ -125,10 +125,11 @@ def causal_mask(
     compact = mask_function is causal_mask_function or window is not None
     if isinstance(q_offset, Tensor) and q_offset.device.type == "cpu" and not compiling:
         q_offset = int(q_offset)
-    # How many keys there are up to the last query; a tensor where a static cache keeps count on the device.
-    filled = q_offset + (q_length - kv_offset)
-    static = isinstance(filled, Tensor)
+    # How many keys there are up to the last query; where a static cache keeps count on the device, that many more.
+    filled = q_length - kv_offset
+    static = isinstance(q_offset, Tensor)
     if not static:
+        filled += q_offset
         # A caller that wants no shortcut is going to index the mask, unless a cache with spare room made it say so.
         compact = compact and (filled < kv_length or (filled == kv_length and allow_is_causal_skip))
     if not compact or use_vmap or (attention_mask is not None and attention_mask.ndim != 2):
@@ -159,7 +160,9 @@ def causal_mask(
         keys = keys.to(torch.bool)[:, None, None, :]
     kv_len = None
     if static:
-        kv_len = filled.to(device, torch.int32).reshape(1).expand(batch_size).contiguous()
+        # In one launch: it is a part of every decoding step.
+        kv_len = torch.add(q_offset, filled, out=q_offset.new_empty(q_offset.shape, dtype=torch.int32))
+        kv_len = kv_len.to(device).reshape(1).expand(batch_size).contiguous()
     elif filled < kv_length:
         kv_len = torch.full((batch_size,), filled, dtype=torch.int32, device=device)
     # Without a mask, a prefill with more keys than queries would mean to transformers that it starts at the first key.

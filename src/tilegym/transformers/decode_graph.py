@@ -85,12 +85,16 @@ class DecodeCache(Cache):
     Attributes:
         capacity: how many tokens it has room for.
         length: [1] int64, how many it holds; of all layers alike, and on the device, where graphs can count.
+        positions: [B, 1] int64, of the sequences' next tokens, which :meth:`advance` counts up with it.
         started: whether it holds any.
     """
 
-    def __init__(self, num_layers: int, capacity: int, device: torch.device, kinds: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, num_layers: int, capacity: int, device: torch.device, kinds: tuple[str, ...] = (), batch_size: int = 1
+    ) -> None:
         self.capacity = capacity
-        self.length = torch.zeros(1, dtype=torch.int64, device=device)
+        self._counters = torch.zeros(1 + batch_size, dtype=torch.int64, device=device)  # one launch counts all
+        self.length, self.positions = self._counters[:1], self._counters[1:, None]
         self.started = False
         self._positions: Tensor | None = None
         recurrent = [i < len(kinds) and kinds[i] == _RECURRENT for i in range(num_layers)]
@@ -114,12 +118,12 @@ class DecodeCache(Cache):
 
     def advance(self) -> None:
         """Counts the token that every layer has put in."""
-        self.length.add_(1)
+        self._counters.add_(1)
         self._positions = None
 
     def state(self) -> list[Tensor]:
         """What a step changes besides the keys and values that it appends."""
-        states = [self.length]
+        states = [self._counters]
         for layer in self._recurrent:
             for held in (layer.conv_states, layer.recurrent_states):  # a dict; in older transformers a tensor
                 states += [t for t in (held.values() if isinstance(held, dict) else (held,)) if t is not None]
@@ -135,9 +139,9 @@ class Session:
         self.backend = next((b for b, name in ATTENTION.items() if name == model.config._attn_implementation), None)
         self.fingerprint = fingerprint(model)
         kinds = tuple(getattr(config, "layer_types", None) or ())
-        self.cache = DecodeCache(config.num_hidden_layers, capacity, device, kinds)
+        self.cache = DecodeCache(config.num_hidden_layers, capacity, device, kinds, batch_size)
         self.tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        self.positions = self.cache.positions
         self.mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=device)
         # generate gives positions to models that ask for them by name; others may hand them on and mean something else.
         self.positioned = "position_ids" in inspect.signature(type(model).forward).parameters
@@ -190,18 +194,17 @@ class Session:
             )
         logits = outputs.logits[:, -1]
         self.cache.advance()
-        self.positions.add_(1)
         if choose:
             self.choose(logits)
         return logits
 
     def choose(self, logits: Tensor) -> None:
         """Takes the tokens of the largest ``logits`` [B, V] for the next step, and into the next column."""
-        self.tokens.copy_(argmax(logits, backend=self.backend).view(-1, 1))
+        argmax(logits, self.tokens.view(-1), backend=self.backend)
         self.sequences.index_copy_(1, self.cache.length, self.tokens)
 
     def _capture(self, model: nn.Module, how: tuple[bool, bool]) -> None:
-        state = [*self.cache.state(), self.positions, self.tokens]
+        state = [*self.cache.state(), self.tokens]
         try:
             graph, self.logits[how] = capture(lambda: self._run(model, *how), state, self.tokens.device)
         except Exception as error:  # whatever a model does that a graph cannot hold

@@ -60,23 +60,35 @@ def _fake(x):
 
 @compilable(_fake)
 def argmax_forward(x: torch.Tensor) -> torch.Tensor:
-    out, width, overlap = _fake(x), x.shape[-1], overlaps(x.get_device())
-    count = out.numel()
+    out = _fake(x)
+    _launch(x, out)
+    return out
+
+
+@compilable(fake=lambda x, out: None, mutates=("out",))
+def argmax_into(x: torch.Tensor, out: torch.Tensor) -> None:
+    _launch(x, out)
+
+
+def _launch(x: torch.Tensor, out: torch.Tensor) -> None:
+    width, overlap, count = x.shape[-1], overlaps(x.get_device()), out.numel()
     if count == 0:
-        return out
+        return
     tile = max(TILE, next_power_of_2(-(-width // MAX_BLOCKS)))
     blocks = -(-width // tile)
     tops = x.new_empty(count, blocks, dtype=torch.int64)
     launch(x, (blocks, count), top_kernel, (rows_of(x), tops, tile, overlap), overlap)
     launch(x, (count,), pick_kernel, (tops, out.view(-1), next_power_of_2(blocks), overlap), overlap)
-    return out
 
 
 @register_impl("argmax", "cutile")
-def argmax(x: torch.Tensor) -> torch.Tensor:
-    check_argmax(x)
+def argmax(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    check_argmax(x, out)
     if x.dtype not in FLOATS:
         raise UnsupportedError("x is not fp32, fp16 or bf16")
     if x.shape[:-1].numel() > MAX_ROWS:
         raise UnsupportedError(f"x has more than {MAX_ROWS} rows")
-    return argmax_forward(x.detach())
+    if out is None:
+        return argmax_forward(x.detach())
+    argmax_into(x.detach(), out)
+    return out
