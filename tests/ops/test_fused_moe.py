@@ -1,10 +1,12 @@
 import contextlib
+import math
 from unittest import mock
 
 import cuda.tile as ct
 import pytest
 import torch
 from common import ARCHITECTURES
+from common import HAS_GPU
 from common import PyTestCase
 from common import assert_compiles
 from common import assert_launches_compile
@@ -17,10 +19,12 @@ from common import recorded_launches
 from common import sanitized
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilegym.backend import recording
 from tilegym.ops import fused_moe
 from tilegym.ops import moe_align_block_size
 from tilegym.ops.cutile import moe_backward
 from tilegym.ops.cutile import moe_experts
+from tilegym.ops.cutile import moe_one_token
 from tilegym.ops.cutile.moe_gemm import product
 from tilegym.ops.cutile.moe_gemm import store_rows
 from tilegym.ops.pytorch import moe_experts as pytorch_experts
@@ -80,7 +84,7 @@ def arguments(size, dtype, gated=True, separate=False, biased=False, transposed=
 @contextlib.contextmanager
 def gpu_plans(hopper: bool):
     """Tensors on the CPU get the tiles that a GPU's would."""
-    real = moe_experts.choose.__wrapped__
+    real, of_one = moe_experts.choose.__wrapped__, moe_one_token.plan.__wrapped__
 
     def chosen(*args, **kwargs):
         return real(*args[:5], 0, **kwargs)
@@ -88,6 +92,7 @@ def gpu_plans(hopper: bool):
     with (
         mock.patch.object(moe_experts, "choose", chosen),
         mock.patch.object(moe_backward, "choose", chosen),
+        mock.patch.object(moe_one_token, "plan", lambda *args: of_one(*args[:-1], 0)),
         mock.patch.object(moe_experts, "is_hopper", lambda device: hopper),
     ):
         yield
@@ -216,6 +221,37 @@ class Test_FusedMoE(PyTestCase):
         kwargs["hidden_states"][-1, 2] = float("inf")
         self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
 
+    @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+    @dtypes(torch.bfloat16, torch.float16)
+    @pytest.mark.parametrize("layout", ["concatenated", "separate", "interleaved"])
+    @pytest.mark.parametrize(
+        "size", [(1, k, 5, h, i) for k, h, i in ((2, 64, 16), (3, 32, 48), (5, 96, 32), (1, 32, 16))]
+    )
+    def test_one_token(self, size, layout, dtype):
+        """One turn or several, one or two ahead, an even number of them or not; some held ahead of the wait."""
+        _, _, experts, width, _ = size
+        kwargs = arguments(size, dtype, **({} if layout == "interleaved" else LAYOUTS[layout]))
+        kwargs["interleaved"] = layout == "interleaved"
+        kwargs["limit"] = 0.5 if layout == "interleaved" else None
+        recording.forget()
+        with recorded_launches(run=True) as recorded, sanitized():
+            fused_moe(**kwargs, backend="cutile")
+        found = [kernel._pyfunc for kernel, _ in recorded]
+        assert found == [
+            kernel._pyfunc for kernel in (moe_one_token.moe_stream_up_kernel, moe_one_token.moe_held_down_kernel)
+        ]
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
+        kwargs["shared_output"] = randn(1, width, dtype=dtype, seed=9)
+        kwargs["topk_weights"] = kwargs["topk_weights"].float()
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
+        # Of a pair that is left out nothing shows, whatever the expert holds whose weights are read in its place.
+        kwargs["topk_ids"][0, -1] = experts
+        for first in (kwargs["w1"], kwargs["w2"]):
+            first[[e for e in range(experts) if e not in kwargs["topk_ids"][0]]] = math.nan
+        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
+        kwargs["topk_ids"][:] = -1
+        assert torch.equal(fused_moe(**kwargs, backend="cutile"), kwargs["shared_output"])
+
     def test_many_experts_of_few_tokens(self):
         """Their pairs are more than a block of the alignment takes."""
         kwargs = arguments((16, 10, 12, 24, 16), torch.bfloat16)
@@ -309,7 +345,7 @@ class Test_FusedMoE(PyTestCase):
         self.assertCompiledEqualsEager(call, *(kwargs[n] for n in ("hidden_states", "w1", "w2", "topk_weights")))
 
     @pytest.mark.parametrize("layout", ["concatenated", "gpt-oss"])
-    @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (16, 8), (32, 8), (4096, 8)])
+    @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (1, 8), (16, 8), (32, 8), (4096, 8)])
     def test_compiles_for_every_architecture(self, tokens, top_k, layout):
         """The kernels for Qwen3-30B-A3B's sizes."""
         oss = layout == "gpt-oss"
@@ -327,7 +363,14 @@ class Test_FusedMoE(PyTestCase):
 
     @pytest.mark.parametrize(
         ("tokens", "top_k", "oss", "count"),
-        [(1, 2, False, 2), (16, 8, False, 4), (512, 8, False, 6), (4096, 8, True, 7)],
+        [
+            (1, 2, False, 2),
+            (1, 8, False, 2),
+            (1, 2, True, 3),
+            (16, 8, False, 4),
+            (512, 8, False, 6),
+            (4096, 8, True, 7),
+        ],
     )
     def test_overlapping_launches_compile(self, tokens, top_k, oss, count):
         """OVERLAP, every kernel's last argument, needs compute capability 9.0."""

@@ -1,10 +1,10 @@
 """The forward pass of ``fused_moe`` in cuTile, from one token to many.
 
-A token and its few experts: ``moe_decode.py``, two launches. More: the pairs are sorted by expert into blocks of
-rows (``moe_align.py``) as tall as the experts' shares suggest, the tokens' rows are copied there, unless they are so
-few that all tokens are a block of each expert, two grouped GEMMs follow (``moe_gemm.py``), the first with the
-activation behind it, and each token adds up its rows. For gradients the first GEMM's result is kept
-(``moe_backward.py``). Each launch begins while the one before it ends.
+A token and its few experts: ``moe_one_token.py`` or, of other layouts, ``moe_decode.py``, two launches. More: the pairs
+are sorted by expert into blocks of rows (``moe_align.py``) as tall as the experts' shares suggest, the tokens' rows are
+copied there, unless they are so few that all tokens are a block of each expert, two grouped GEMMs follow
+(``moe_gemm.py``), the first with the activation behind it, and each token adds up its rows. For gradients the first
+GEMM's result is kept (``moe_backward.py``). Each launch begins while the one before it ends.
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch
 
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.ops.cutile import moe_one_token
 from tilegym.ops.cutile.matmul import GROUP_M
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.moe_activation import moe_interleaved_activation_kernel
@@ -231,8 +232,14 @@ def moe_forward(
     up = up_of(w1, w1_up, b1, inner, interleaved, transposed)
     w2, w2_transposed = as_stored(w2, transposed)
     weights = weights.reshape(-1)
-    plan = choose(tokens, top_k, experts, itemsize, up.transposed, device)
     bound, overlap = 0.0 if limit is None else limit, overlaps(device)
+    if tokens == 1 and itemsize == 2 and up.gate == SPLIT and not (up.transposed or w2_transposed or up.biased):
+        plan = moe_one_token.plan(width, inner, top_k, device) if b2 is None else None
+        if plan is not None:
+            options = (alpha, bound, kind, limit is not None)
+            moe_one_token.one_token(plan, hidden, up.arrays[:2], w2, ids.reshape(-1), weights, shared, out, options)
+            return out
+    plan = choose(tokens, top_k, experts, itemsize, up.transposed, device)
     options = (up.transposed, up.gate, up.biased, kind, limit is not None)
     if plan.rows == 0:
         ids = ids.reshape(-1)

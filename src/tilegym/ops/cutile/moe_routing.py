@@ -15,7 +15,9 @@ from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.moe_routing import SCORINGS
 from tilegym.ops.pytorch.moe_routing import check_routing
@@ -63,7 +65,9 @@ def moe_topk_kernel(
     GROUPS: Int,
     TILE_G: Int,
     CHOSEN_GROUPS: Int,
+    OVERLAP: Bool,
 ):
+    begin(OVERLAP)
     tokens, columns = span(ct.bid(0), TILE_M), ct.arange(EXPERTS, dtype=ct.int32)[None, :]
     experts = logits.shape[1]
     valid = columns < experts
@@ -185,7 +189,8 @@ def moe_topk_forward(
     grid, *sizes = _sizes(*logits.shape, top_k)
     arrays = (logits, 0 if correction is None else correction, weights, ids, scaling)
     options = (scoring, renormalize, correction is not None, groups, next_power_of_2(groups), chosen_groups)
-    launch(logits, grid, moe_topk_kernel, (*arrays, *sizes, *options))
+    overlap = overlaps(logits.get_device())
+    launch(logits, grid, moe_topk_kernel, (*arrays, *sizes, *options, overlap), overlap)
     return weights, ids
 
 
