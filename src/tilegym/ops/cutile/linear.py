@@ -5,6 +5,7 @@ all the work there is.
 """
 
 import functools
+import math
 
 import cuda.tile as ct
 import torch
@@ -38,6 +39,10 @@ from tilegym.ops.pytorch.linear import check_operands
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_GEMV_ROWS = 16  # what the smallest tile of ct.mma holds
+# Of held_gemv_kernel: rows, columns and columns held, blocks a multiprocessor, and for how many columns at most.
+HELD = (
+    (8, 256, 1536, 4, 2**31), (4, 512, 1024, 6, 5120), (4, 512, 3072, 4, 8192), (4, 512, 2048, 4, 2**31)
+)  # fmt: skip
 
 
 def weight_tile(x, i, k, TILE_N: Int, TILE_K: Int):
@@ -182,19 +187,26 @@ def held_plan(n: int, k: int, device_index: int) -> tuple[ct.kernel, int, int, i
 
     On an H200 a layer takes so, in a graph, instead of with gemv_kernel: of Llama-3.1-8B, whose weight is 4096x14336,
     109.2 us (110.5; with 1024 columns held 110.1), of Qwen3-8B 98.2 (99.5), of Qwen2.5-7B 121.3 (123.1), of
-    Llama-3.2-1B, 2048x8192, 38.9 (41.0; with 2048 columns held 39.4), of Qwen3-0.6B 19.4 (21.2). Fewer rows a block are
-    faster where its blocks all run at once, as of Qwen2.5-3B, 2048x11008, 47.2 (with eight 51.4), and slower where they
-    do not and those of eight do, as of Llama-3.2-3B, 3072x8192, 73.6 (69.1).
+    Llama-3.2-1B, 2048x8192, 38.9 (41.0; with 2048 columns held 39.4), of Qwen3-0.6B 19.4 (21.2). Between tiles decides
+    which keeps the multiprocessors busy, to the last wave of blocks. In the order of HELD: of Qwen2.5-3B, 2048x11008,
+    51.4, 52.7 and 47.2 us; of Llama-3.2-3B, 3072x8192, 69.1 and 73.6 for the first and the last; of attention's last
+    weight, 4096 columns of 2560 63.3, 63.1, 64.8, of 2880 48.7, 46.8, 48.0, 5120x5120 192.2, 183.6, 191.2, 8192x8192
+    413, 421, 422.
     """
     if device_index < 0:
         return None if n % 8 or k < 128 else (held_gemv_kernel, 8, 64, 128, False)
-    at_once = 4 * sm_count(device_index)
-    fours = n <= 4 * at_once or (k <= 8192 and n > 8 * at_once)
-    tile_n, tile_k, hold = (4, 512, 3072 if 3072 < k <= 8192 else 2048) if fours else (8, 256, 1536)
-    hold = min(hold, k // tile_k * tile_k)
-    if n % tile_n or hold == 0:
-        return None
-    return hinted(held_gemv_kernel, occupancy=4), tile_n, tile_k, hold, overlaps(device_index)
+    best, chosen = 0.0, None
+    for tile_n, tile_k, hold, occupancy, columns in HELD:
+        hold = min(hold, k // tile_k * tile_k)
+        if n % tile_n or hold == 0 or k > columns:
+            continue
+        waves = n / tile_n / (occupancy * sm_count(device_index))
+        if tile_n == 4 and k > 8192 and waves > 1:
+            continue  # slower for 3584x18944, and not measured for others
+        if waves / math.ceil(waves) > best + 0.02:
+            best = waves / math.ceil(waves)
+            chosen = hinted(held_gemv_kernel, occupancy=occupancy), tile_n, tile_k, hold, overlaps(device_index)
+    return chosen
 
 
 @functools.lru_cache(maxsize=32)
