@@ -79,6 +79,17 @@ class Test_RopeFMHADecode(PyTestCase):
         self.assertCorrectness(ours, theirs, arguments(case, dtype), {"backend": backend})
 
     @backends("rope_fmha_decode")
+    @dtypes()
+    @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[3], CASES[7]], ids=str)
+    def test_norms(self, backend, dtype, case):
+        """Of each head of q and k, as Qwen3's; by one launch, and by separate ops."""
+        q_norm, k_norm = (randn(case[3], dtype=dtype, seed=s) * 0.3 + 1 for s in (20, 21))
+        options = {"eps": 0.5}
+        ours, theirs = called(rope_fmha_decode, case[-1], **options), called(reference, case[-1], **options)
+        kwargs = arguments(case, dtype) | {"q_norm": q_norm, "k_norm": k_norm}
+        self.assertCorrectness(ours, theirs, kwargs, {"backend": backend})
+
+    @backends("rope_fmha_decode")
     @pytest.mark.parametrize("settled", [False, True])
     def test_scale_and_settled(self, backend, settled):
         case = (1, 8, 2, 32, 32, 70, 45)
@@ -114,6 +125,12 @@ class Test_RopeFMHADecode(PyTestCase):
             given = dict(q=q, k=k, v=k, cos=angle, sin=angle, keys=cache, values=cache, position=position) | change
             with pytest.raises(ValueError, match=match):
                 rope_fmha_decode(**given, backend=backend)
+        given = (q, k, k, angle, angle, cache, cache, position)
+        for norms in ((randn(8), None), (None, randn(8)), (randn(8), randn(4)), (randn(1, 8), randn(8))):
+            with pytest.raises(ValueError, match=r"rope_fmha_decode: [qk]_norm must be \[8\]"):
+                rope_fmha_decode(*given, q_norm=norms[0], k_norm=norms[1], backend=backend)
+        with pytest.raises(TypeError, match="rope_fmha_decode: k_norm is"):
+            rope_fmha_decode(*given, q_norm=randn(8), k_norm=randn(8).half(), backend=backend)
         with pytest.raises(TypeError, match="rope_fmha_decode: q is"):
             rope_fmha_decode(q.half(), k, k, angle, angle, cache, cache, position, backend=backend)
 
@@ -168,7 +185,9 @@ def launches():
         q, k = (torch.zeros(1, h, 1, dim, dtype=torch.bfloat16) for h in (heads, kv_heads))
         cache = torch.zeros(1, kv_heads, capacity, dim, dtype=torch.bfloat16)
         angle, position = torch.zeros(1, 1, dim, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
-        rope_decode_forward(q, k, k, angle, angle, cache, cache.clone(), position, 0.1, True)
+        for norm in (None, torch.zeros(dim, dtype=torch.bfloat16)):
+            norms = (norm, norm, 1e-6)
+            rope_decode_forward(q, k, k, angle, angle, cache, cache.clone(), position, 0.1, True, *norms)
     rope_decode.filled_to(position, torch.zeros(3))
 
 
@@ -192,7 +211,9 @@ def test_overlapping_launches_compile():
 def test_operator():
     given = arguments((1, 4, 2, 32, 32, 40, 21), torch.bfloat16)
     position = torch.tensor([21], device=device())
-    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False))
+    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False, None, None, 1e-6))
+    norm = randn(32, dtype=torch.bfloat16)
+    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False, norm, norm, 1e-6))
     torch.library.opcheck(rope_decode.filled_to.operator, (position, given["q"]))
 
 

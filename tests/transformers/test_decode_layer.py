@@ -61,6 +61,24 @@ def test_one_sequence_decodes_by_fused_steps(family, options, backend):
     assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
 
 
+def test_norms_of_heads_are_a_part_of_the_attention(monkeypatch):
+    """Unless somebody listens to them."""
+    model, ids, seen = make_model("qwen3"), tokens(1, 7), []
+    attend = decode_layer.rope_fmha_decode
+    monkeypatch.setattr(decode_layer, "rope_fmha_decode", lambda *a, **k: (seen.append(a[-3:]), attend(*a, **k))[1])
+    with monkey_patch.apply(model, use_cutile=False):
+        seen.clear()  # what was tried
+        generate(model, ids)
+        attentions = [layer.self_attn for layer in model.model.layers]
+        assert len(seen) > 2
+        for attention, (q_norm, k_norm, eps) in zip(attentions * len(seen), seen, strict=False):
+            assert q_norm is attention.q_norm.weight and k_norm is attention.k_norm.weight
+            assert eps == attention.q_norm.variance_epsilon
+        attentions[0].k_norm.register_forward_hook(lambda module, args, out: 0 * out)
+        changed = generate(model, ids)
+    assert torch.equal(generate(model, ids), changed)
+
+
 def test_a_layer_that_computes_something_else_keeps_its_forward(monkeypatch):
     from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
@@ -103,7 +121,7 @@ def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("qwen2", {}), ("mistral", {}), ("qwen3_moe", {"sliding_window": None}), ("gpt_oss", {})],
+    [("qwen2", {}), ("mistral", {}), ("qwen3", {}), ("qwen3_moe", {"sliding_window": None}), ("gpt_oss", {})],
     ids=str,
 )
 @torch.no_grad()

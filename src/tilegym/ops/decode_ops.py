@@ -115,8 +115,12 @@ def rope_fmha_decode(
     sm_scale: float | None = None,
     settled: bool = False,
     kv_len: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
-    """:func:`rope_and_cache`, and :func:`fmha_decode` of the new token's queries over what the cache holds then.
+    """:func:`rope_and_cache`, and :func:`fmha_decode` of the new token's queries over what the cache holds then; with
+    Qwen3's norms of each head of q and k first, where they are given.
 
     Args:
         q: [B, Hq, 1, D], not rotated yet; fp32, fp16 or bf16, any strides.
@@ -127,6 +131,8 @@ def rope_fmha_decode(
             began, as in a model's step, which visits a layer once: on a GPU it is read then before these launches end.
             Else a launch that still writes there would be overtaken.
         kv_len: [B] int32, ``position + 1``, where it is at hand: separate ops need it.
+        q_norm, k_norm: [D], q's dtype: the weights of :func:`rms_norm` over D in Llama's form; both or neither.
+        eps: of the norms.
 
     Returns:
         [B, Hq, 1, D] in q's dtype. Not differentiable. One launch and a merge for fp16 and bf16, if D is 32, 64 or 128
@@ -134,7 +140,7 @@ def rope_fmha_decode(
         128 tokens is at most 264; else as separate ops.
 
     Raises:
-        ValueError: shapes do not fit together, or kv_len is no [B] int32.
+        ValueError: shapes do not fit together, kv_len is no [B] int32, or one norm is given without the other.
         TypeError: dtypes differ.
     """
 

@@ -26,6 +26,7 @@ from tilegym.transformers.forwards import reproducible
 # The parts that the step takes over; those after the first one, or the first two, own the parameters.
 _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _ATTENTION = ("self_attn", "input_layernorm", *_LINEARS)
+_NORMS = ("self_attn.q_norm", "self_attn.k_norm")  # of each head, where there are
 _MLP = ("mlp", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 TRIES = 4
 
@@ -38,7 +39,8 @@ def _is_gated(layer: nn.Module) -> bool:
 def misfit(layer: nn.Module) -> str:
     """Why the layer's parts are not those that the fused step takes over; empty if they are."""
     try:
-        names = (*_ATTENTION, *(_MLP if _is_gated(layer) else ()))
+        norms = _NORMS if hasattr(layer.self_attn, "q_norm") else ()
+        names = (*_ATTENTION, *norms, *(_MLP if _is_gated(layer) else ()))
         parts = [layer.get_submodule(name) for name in names]
     except AttributeError as error:
         return str(error)
@@ -53,6 +55,17 @@ def misfit(layer: nn.Module) -> str:
     if len({p.bias is None for p in (attention.q_proj, attention.k_proj, attention.v_proj)}) > 1:
         return "some of q, k and v have biases"
     return ""
+
+
+def _norms_of(attention: nn.Module) -> tuple[Tensor, Tensor, float] | tuple[()]:
+    """The weights and the epsilon of the norms of q and k, where ``rope_fmha_decode`` takes them."""
+    if not hasattr(attention, "q_norm"):
+        return ()
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    same = q_norm.weight.shape == k_norm.weight.shape == (attention.head_dim,)
+    if not same or q_norm.variance_epsilon != k_norm.variance_epsilon:
+        return ()
+    return q_norm.weight, k_norm.weight, q_norm.variance_epsilon
 
 
 @reproducible
@@ -75,13 +88,15 @@ def decode_forward(backend: str | None) -> Callable:
             hidden, norm.weight, norm.variance_epsilon, [p.weight for p in projections], biases, backend=backend
         )
         q, k, v = (t.view(1, 1, -1, attention.head_dim) for t in (q, k, v))
-        if hasattr(attention, "q_norm"):
+        plain = mask.window is None and mask.keys is None and sinks is None
+        norms = _norms_of(attention) if plain else ()
+        if hasattr(attention, "q_norm") and not norms:
             q, k = attention.q_norm(q), attention.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, 1, D]
         into = q, k, v, cos, sin, kept.keys, kept.values, cache.length
-        if mask.window is None and mask.keys is None and sinks is None:
+        if plain:
             # Between the steps are launches of PyTorch's, which nothing behind them overtakes.
-            out = rope_fmha_decode(*into, attention.scaling, True, mask.kv_len, backend=backend)
+            out = rope_fmha_decode(*into, attention.scaling, True, mask.kv_len, *norms, backend=backend)
         else:
             one_half = sinks is not None and 2 * cos.shape[-1] == attention.head_dim  # as gpt-oss's
             q = rope_and_cache(*into, one_half, backend=backend)

@@ -20,11 +20,14 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
+from tilegym.ops import ops
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.flash_decode import fmha_decode
 from tilegym.ops.cutile.flash_decode_plan import MAX_TILE_N
 from tilegym.ops.cutile.flash_decode_plan import TILE_BYTES
 from tilegym.ops.cutile.rope_cache import rope_and_cache
+from tilegym.ops.cutile.row_norms import rstd_of
+from tilegym.ops.cutile.row_norms import scaled
 from tilegym.ops.cutile.splitk_reduce import IN_ORDER
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import merge_kernel
@@ -54,14 +57,18 @@ def rope_decode_kernel(
     keys,  # [B, Hkv, capacity, D]
     values,
     position,  # [1]
+    q_norm,  # [D] if NORMED, else 0
+    k_norm,
     out,  # [B, Hq, 1, D]
     partial,  # [B, Hq, splits, D + STATE_COLUMNS], as merge_kernel takes it; 0 if ONE
     scaling: float,
+    eps: float,
     TILE_M: Int,  # at least as many as query heads in a group
     TILE_N: Int,
     HALF: Int,
     GROUP: Int,
     BATCHED: Bool,  # cos and sin are
+    NORMED: Bool,
     ONE: Bool,  # there is one split
     SETTLED: Bool,
     OVERLAP: Bool,
@@ -77,6 +84,10 @@ def rope_decode_kernel(
     k1 = ct.gather(keys, (batch, kv_head, rows, half))
     k2 = ct.gather(keys, (batch, kv_head, rows, HALF + half))
     tile = ct.gather(values, (batch, kv_head, rows, dims[None, :]))
+    own_norm = query_norm = None
+    if NORMED:
+        query_norm = ct.gather(q_norm, half), ct.gather(q_norm, HALF + half)
+        own_norm = ct.gather(k_norm, half), ct.gather(k_norm, HALF + half)
     if OVERLAP and SETTLED:
         ct.grid_dependency_control_wait()
 
@@ -86,8 +97,8 @@ def rope_decode_kernel(
     c, s = ct.gather(cos, (row, 0, half)).astype(ct.float32), ct.gather(sin, (row, 0, half)).astype(ct.float32)
     nth = ct.arange(TILE_M, dtype=ct.int32)
     head, real = kv_head * GROUP, nth < GROUP
-    q1, q2 = rotated(q, (batch, head + nth[:, None], 0), half, c, s, HALF, real[:, None])
-    own1, own2 = rotated(k, (batch, kv_head, 0), half, c, s, HALF, True)
+    q1, q2 = rotated(q, (batch, head + nth[:, None], 0), half, query_norm, eps, c, s, HALF, real[:, None])
+    own1, own2 = rotated(k, (batch, kv_head, 0), half, own_norm, eps, c, s, HALF, True)
     own = ct.gather(v, (batch, kv_head, 0, dims[None, :]))
 
     k1, k2 = ct.where(rows == token, own1, k1), ct.where(rows == token, own2, k2)
@@ -115,10 +126,14 @@ def rope_decode_kernel(
         ct.scatter(values, (batch, kv_head, token, dims[None, :]), own)
 
 
-def rotated(x, at, half, c, s, HALF: Int, mask):
-    """In a kernel: the two halves of rows of x, rotated and rounded."""
+def rotated(x, at, half, norm, eps, c, s, HALF: Int, mask):
+    """In a kernel: the two halves of rows of x, normalised if there is a ``norm``, rotated and rounded."""
     x1 = ct.gather(x, (*at, half), mask=mask).astype(ct.float32)
     x2 = ct.gather(x, (*at, HALF + half), mask=mask).astype(ct.float32)
+    if norm is not None:
+        rstd = rstd_of(x1 * x1 + x2 * x2, eps, ct.static_eval(2 * HALF))
+        x1 = scaled(x1 * rstd, norm[0], None, x.dtype, 0.0, True).astype(x.dtype).astype(ct.float32)
+        x2 = scaled(x2 * rstd, norm[1], None, x.dtype, 0.0, True).astype(x.dtype).astype(ct.float32)
     return (x1 * c - x2 * s).astype(x.dtype), (x2 * c + x1 * s).astype(x.dtype)
 
 
@@ -155,6 +170,9 @@ def rope_decode_forward(
     position: torch.Tensor,
     scaling: float,
     settled: bool,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
 ) -> torch.Tensor:
     batch, heads, _, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -162,9 +180,11 @@ def rope_decode_forward(
     splits = -(-capacity // tile_n)
     out = q.new_empty(q.shape)
     partial = 0 if splits == 1 else q.new_empty((batch, heads, splits, dim + STATE_COLUMNS), dtype=torch.float32)
-    sizes = (max(8, next_power_of_2(group)), tile_n, dim // 2, group, cos.shape[0] > 1, splits == 1, settled, overlap)
+    sizes = (max(8, next_power_of_2(group)), tile_n, dim // 2, group, cos.shape[0] > 1)
+    flags = (q_norm is not None, splits == 1, settled, overlap)
+    norms = (0, 0) if q_norm is None else (q_norm, k_norm)
     kernel = hinted(rope_decode_kernel, num_worker_warps=8 if tile_n * dim > 8192 else 4)
-    args = (q, k, v, cos, sin, keys, values, position, out, partial, scaling, *sizes)
+    args = (q, k, v, cos, sin, keys, values, position, *norms, out, partial, scaling, eps, *sizes, *flags)
     launch(out, (batch * kv_heads, splits), kernel, args, overlap)
     if splits > 1:
         how = (next_power_of_2(splits), dim, dim, IN_ORDER, overlap)
@@ -198,15 +218,21 @@ def rope_fmha_decode(
     sm_scale: float | None = None,
     settled: bool = False,
     kv_len: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
 ) -> torch.Tensor:
-    if wants_gradient(q, k, v, cos, sin, keys, values):
+    if wants_gradient(q, k, v, cos, sin, keys, values, q_norm, k_norm):
         raise UnsupportedError("it has no backward kernel")
-    check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len)
+    check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len, q_norm, k_norm)
     if q.dtype not in FLOATS:
         raise UnsupportedError("q is not fp32, fp16 or bf16")
     scaling = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
     position = position.view(1)
     if fits(q, cos, keys, values, scaling):
-        return rope_decode_forward(q, k, v, cos, sin, keys, values, position, float(scaling), settled)
+        norms = (q_norm, k_norm, float(eps))
+        return rope_decode_forward(q, k, v, cos, sin, keys, values, position, float(scaling), settled, *norms)
+    if q_norm is not None:
+        q, k = (ops.rms_norm(x, w.shape, w, eps, backend="cutile") for x, w in ((q, q_norm), (k, k_norm)))
     q = rope_and_cache(q, k, v, cos, sin, keys, values, position)
     return fmha_decode(q, keys, values, scaling, None, filled_to(position, q) if kv_len is None else kv_len)

@@ -1,14 +1,15 @@
-"""``rope_fmha_decode`` in plain PyTorch: ``rope_and_cache``, and ``fmha_decode`` over what the cache holds then."""
+"""``rope_fmha_decode`` in plain PyTorch: norms, ``rope_and_cache``, ``fmha_decode`` over what the cache then holds."""
 
 import torch
 
 from tilegym.backend import register_impl
 from tilegym.ops.pytorch.flash_decode import fmha_decode
+from tilegym.ops.pytorch.rms_norm import rms_norm
 from tilegym.ops.pytorch.rope_cache import check_cache
 from tilegym.ops.pytorch.rope_cache import rope_and_cache
 
 
-def check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len) -> None:
+def check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len, q_norm, k_norm) -> None:
     """Raises ValueError or TypeError for arguments that no backend accepts."""
     check_cache(q, k, v, cos, sin, keys, values, position, op="rope_fmha_decode")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1) or keys.shape[2] == 0:
@@ -20,6 +21,14 @@ def check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len) -> None
         raise ValueError(
             f"rope_fmha_decode: kv_len must be [{q.shape[0]}] int32, it is {tuple(kv_len.shape)} {kv_len.dtype}"
         )
+    if q_norm is None and k_norm is None:
+        return
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm is None or norm.shape != q.shape[3:]:
+            found = "None" if norm is None else tuple(norm.shape)
+            raise ValueError(f"rope_fmha_decode: {name} must be [{q.shape[3]}] like the other norm, it is {found}")
+        if norm.dtype != q.dtype:
+            raise TypeError(f"rope_fmha_decode: {name} is {norm.dtype}, q is {q.dtype}")
 
 
 @register_impl("rope_fmha_decode", "pytorch")
@@ -35,8 +44,13 @@ def rope_fmha_decode(
     sm_scale: float | None = None,
     settled: bool = False,
     kv_len: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
 ) -> torch.Tensor:
-    check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len)
+    check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len, q_norm, k_norm)
+    if q_norm is not None:
+        q, k = rms_norm(q, q_norm.shape, q_norm, eps), rms_norm(k, k_norm.shape, k_norm, eps)
     q = rope_and_cache(q, k, v, cos, sin, keys, values, position)
     if kv_len is None:
         kv_len = (position.view(1) + 1).to(torch.int32).expand(q.shape[0]).contiguous()
