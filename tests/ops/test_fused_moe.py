@@ -1,12 +1,10 @@
 import contextlib
-import math
 from unittest import mock
 
 import cuda.tile as ct
 import pytest
 import torch
 from common import ARCHITECTURES
-from common import HAS_GPU
 from common import PyTestCase
 from common import assert_compiles
 from common import assert_launches_compile
@@ -19,7 +17,6 @@ from common import recorded_launches
 from common import sanitized
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilegym.backend import recording
 from tilegym.ops import fused_moe
 from tilegym.ops import moe_align_block_size
 from tilegym.ops.cutile import moe_backward
@@ -220,37 +217,6 @@ class Test_FusedMoE(PyTestCase):
         kwargs["w1"][kwargs["topk_ids"][0, 0], 3, 1] = float("nan")
         kwargs["hidden_states"][-1, 2] = float("inf")
         self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
-
-    @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-    @dtypes(torch.bfloat16, torch.float16)
-    @pytest.mark.parametrize("layout", ["concatenated", "separate", "interleaved"])
-    @pytest.mark.parametrize(
-        "size", [(1, k, 5, h, i) for k, h, i in ((2, 64, 16), (3, 32, 48), (5, 96, 32), (1, 32, 16))]
-    )
-    def test_one_token(self, size, layout, dtype):
-        """One turn or several, one or two ahead, an even number of them or not; some held ahead of the wait."""
-        _, _, experts, width, _ = size
-        kwargs = arguments(size, dtype, **({} if layout == "interleaved" else LAYOUTS[layout]))
-        kwargs["interleaved"] = layout == "interleaved"
-        kwargs["limit"] = 0.5 if layout == "interleaved" else None
-        recording.forget()
-        with recorded_launches(run=True) as recorded, sanitized():
-            fused_moe(**kwargs, backend="cutile")
-        found = [kernel._pyfunc for kernel, _ in recorded]
-        assert found == [
-            kernel._pyfunc for kernel in (moe_one_token.moe_stream_up_kernel, moe_one_token.moe_held_down_kernel)
-        ]
-        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
-        kwargs["shared_output"] = randn(1, width, dtype=dtype, seed=9)
-        kwargs["topk_weights"] = kwargs["topk_weights"].float()
-        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
-        # Of a pair that is left out nothing shows, whatever the expert holds whose weights are read in its place.
-        kwargs["topk_ids"][0, -1] = experts
-        for first in (kwargs["w1"], kwargs["w2"]):
-            first[[e for e in range(experts) if e not in kwargs["topk_ids"][0]]] = math.nan
-        self.assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
-        kwargs["topk_ids"][:] = -1
-        assert torch.equal(fused_moe(**kwargs, backend="cutile"), kwargs["shared_output"])
 
     def test_many_experts_of_few_tokens(self):
         """Their pairs are more than a block of the alignment takes."""
