@@ -124,8 +124,8 @@ def stream_norm_gemv_kernel(
     x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, end, eps, OFFSET: Float, ROUND: Bool, BIAS: Bool,
     K: Int, TILE_N: Int, TILE_K: Int, AHEAD: Int, OVERLAP: Bool,
 ):  # fmt: skip
-    # x [1, K], norm [K]; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i]; of ``end`` turns those up to ``first`` are of w1,
-    # those up to ``second`` of w2. AHEAD: one or two.
+    # x [1, K], norm [K]; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i]; of ``end`` turns those up to ``first`` are for
+    # w1, those up to ``second`` for w2. AHEAD: one or two.
     let_next_begin(OVERLAP)
     begin, blocks = ct.bid(0), ct.num_blocks(0)
     last = end - 1 - (end - 1 - begin) % blocks
