@@ -324,36 +324,6 @@ def test_rows_in_turn_change_no_bit(n, k, form, monkeypatch):
     assert torch.equal(streamed, expected)
 
 
-@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-@pytest.mark.parametrize("widths", [(12,), (8, 4), (20, 8, 6), (4, 4, 2), (36, 12, 12)], ids=str)
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_projections_in_turn_change_no_bit(widths, ahead, monkeypatch):
-    """Of one to three weights, with biases or not, in turns that end within a round of blocks or with it."""
-    x, norm = randn(1, 192, dtype=torch.bfloat16), randn(192, dtype=torch.bfloat16, seed=1)
-    weights = weights_of(192, widths, torch.bfloat16)
-    biases = [randn(n, dtype=torch.bfloat16, seed=n) for n in widths]
-    real = stream_gemv._norm_plan.__wrapped__
-
-    def call():
-        recording.forget()
-        with recorded_launches(run=True) as recorded, torch.no_grad(), sanitized():
-            found = rms_norm_linear(x, norm, 1e-5, weights, biases, 1.0, "gemma", backend="cutile")
-            found += rms_norm_linear(x, norm, 1e-5, weights, backend="cutile")
-        return found, [kernel for kernel, _ in recorded]
-
-    def planned(*args):
-        kernel, blocks, ends, tiles = real(*args)
-        return kernel, blocks, ends, (*tiles[:2], ahead, tiles[3])
-
-    monkeypatch.setattr(stream_gemv, "_norm_plan", planned)
-    streamed, kernels = call()
-    assert kernels == [stream_gemv.stream_norm_gemv_kernel] * 2
-    monkeypatch.setattr(stream_gemv, "norm_plan", lambda weights: None)
-    expected, kernels = call()
-    assert kernels == [fused_gemv.norm_gemv_kernel] * 2
-    assert all(map(torch.equal, streamed, expected))
-
-
 @gpu
 def test_rows_in_turn_by_their_sizes():
     """Of models whose layers were measured; the others stay with norm_swiglu_kernel."""
@@ -366,6 +336,21 @@ def test_rows_in_turn_by_their_sizes():
     assert [plan and (plan[1], plan[2][:3]) for plan in found.values()] == [
         (3 * sms, (1, 1024, 2)), (3 * sms, (1, 1024, 1)), (384, (8, 256, 0)), None, None, None, None
     ]  # fmt: skip
+
+
+def test_rows_that_registers_hold_by_their_sizes(monkeypatch):
+    """As measured: rows and columns of a tile, columns held; the blocks' last wave is as full as may be."""
+    monkeypatch.setattr(linear, "sm_count", lambda device: 132)
+    monkeypatch.setattr(linear, "overlaps", lambda device: True)
+    for tiles, sizes in {
+        (8, 256, 1536): [(4096, 14336), (3584, 18944), (3072, 8192), (8192, 8192)],
+        (4, 512, 3072): [(2048, 8192), (2048, 6144)],
+        (4, 512, 2048): [(2048, 11008)],
+        (4, 512, 1024): [(2560, 4096), (2880, 4096), (5120, 5120)],
+    }.items():
+        for n, k in sizes:
+            assert linear.held_plan.__wrapped__(n, k, 0)[1:4] == tiles, (n, k)
+    assert linear.held_plan.__wrapped__(4098, 4096, 0) is None
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")

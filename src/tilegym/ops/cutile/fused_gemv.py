@@ -193,11 +193,6 @@ def norm_gemv(
     arrays = [ts + ts[-1:] * absent for ts in (list(weights), list(biases) or [0] * len(weights), rows)]
     arrays = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2])
     form = (offset, rounded, len(biases) > 0, k)
-    streamed = stream_gemv.norm_plan(weights)
-    if streamed is not None:
-        kernel, blocks, ends, tiles = streamed
-        launch(x, (blocks,), kernel, (*arrays, *ends, eps, *form, *tiles), tiles[-1])
-        return outs
     kernel, tile_n, tile_k, early, cols, overlap = plan(norm_gemv_kernel, k, x.dtype.itemsize * 8, x.get_device())
     if rows_fit(weights[0]) and not any(w.shape[0] % 4 for w in weights):
         kernel, tile_n, tile_k, overlap = held_plan(x.get_device())

@@ -14,7 +14,6 @@ import torch
 from tilegym.ops.cutile.early_weights import row_at_once
 from tilegym.ops.cutile.early_weights import rows_at_once
 from tilegym.ops.cutile.early_weights import waits_in_graph
-from tilegym.ops.cutile.linear import total
 from tilegym.ops.cutile.row_norms import add_pairs
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
@@ -96,64 +95,6 @@ def stream_swiglu_kernel(
             gated_rows(one, ys, out, last, K, TILE_N, TILE_K)
 
 
-def one_of(weights, n, first, second, K: Int, TILE_N: Int, TILE_K: Int):
-    """Rows n * TILE_N to (n + 1) * TILE_N of three weights one below the other, the second beginning at ``first``."""
-    if n < first:
-        tiles = rows_at_once(weights[0], n, K, TILE_N, TILE_K)
-    elif n < second:
-        tiles = rows_at_once(weights[1], n - first, K, TILE_N, TILE_K)
-    else:
-        tiles = rows_at_once(weights[2], n - second, K, TILE_N, TILE_K)
-    return tiles
-
-
-def put_one(tiles, ys, biases, outs, n, first, second, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int):
-    acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
-    for k in ct.static_iter(range(K // TILE_K)):
-        acc = acc + tiles[k].astype(ct.float32) * ys[k].astype(ct.float32)
-    if n < first:
-        ct.store(outs[0], (0, n), total(acc, biases[0], n, BIAS, TILE_N).astype(outs[0].dtype))
-    elif n < second:
-        ct.store(outs[1], (0, n - first), total(acc, biases[1], n - first, BIAS, TILE_N).astype(outs[1].dtype))
-    else:
-        ct.store(outs[2], (0, n - second), total(acc, biases[2], n - second, BIAS, TILE_N).astype(outs[2].dtype))
-
-
-@ct.kernel
-def stream_norm_gemv_kernel(
-    x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, end, eps, OFFSET: Float, ROUND: Bool, BIAS: Bool,
-    K: Int, TILE_N: Int, TILE_K: Int, AHEAD: Int, OVERLAP: Bool,
-):  # fmt: skip
-    # x [1, K], norm [K]; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i]; of ``end`` turns those up to ``first`` are for
-    # w1, those up to ``second`` for w2. AHEAD: one or two.
-    let_next_begin(OVERLAP)
-    begin, blocks = ct.bid(0), ct.num_blocks(0)
-    last = end - 1 - (end - 1 - begin) % blocks
-    weights, biases, outs = (w1, w2, w3), (b1, b2, b3), (y1, y2, y3)
-    one = one_of(weights, begin, first, second, K, TILE_N, TILE_K)
-    if AHEAD == 2:
-        two = one_of(weights, min(begin + blocks, last), first, second, K, TILE_N, TILE_K)
-    norms = row_at_once(norm, K, TILE_K)
-    if OVERLAP:
-        ct.grid_dependency_control_wait()
-    ys = normed_row(x, norms, eps, OFFSET, ROUND, K, TILE_K)
-    if AHEAD == 1:
-        for n in range(begin, end, blocks):
-            now = one
-            one = one_of(weights, min(n + blocks, last), first, second, K, TILE_N, TILE_K)
-            put_one(now, ys, biases, outs, n, first, second, BIAS, K, TILE_N, TILE_K)
-    else:
-        for n in range(begin, end - blocks, 2 * blocks):
-            now = one
-            one = one_of(weights, min(n + 2 * blocks, last), first, second, K, TILE_N, TILE_K)
-            put_one(now, ys, biases, outs, n, first, second, BIAS, K, TILE_N, TILE_K)
-            now = two
-            two = one_of(weights, min(n + 3 * blocks, last), first, second, K, TILE_N, TILE_K)
-            put_one(now, ys, biases, outs, n + blocks, first, second, BIAS, K, TILE_N, TILE_K)
-        if (last - begin) % (2 * blocks) == 0:
-            put_one(one, ys, biases, outs, last, first, second, BIAS, K, TILE_N, TILE_K)
-
-
 @functools.lru_cache(maxsize=256)
 def _plan(n: int, k: int, device: int) -> tuple[ct.kernel, int, tuple[int, int, int, bool]] | None:
     if device < 0:
@@ -179,34 +120,3 @@ def plan(gate: torch.Tensor) -> tuple[ct.kernel, int, tuple[int, int, int, bool]
     rows are no multiple of what a block loads at once, it is slower, as with 2048 columns.
     """
     return _plan(*gate.shape, gate.get_device()) if waits_in_graph(gate) else None
-
-
-# Of stream_norm_gemv_kernel, by columns: rows a turn, turns ahead, blocks a multiprocessor.
-NORMED: dict[int, tuple[int, int, int]] = {}
-
-
-@functools.lru_cache(maxsize=256)
-def _norm_plan(
-    rows: tuple[int, ...], k: int, device: int
-) -> tuple[ct.kernel, int, tuple[int, ...], tuple[int, int, int, bool]] | None:
-    tile_n, ahead, occupancy = (2, 2, 3) if device < 0 and k == 192 else NORMED.get(k, (0, 0, 0))
-    if tile_n == 0 or any(n % tile_n for n in rows):
-        return None
-    turns = sum(rows) // tile_n
-    # As many blocks as all have as many turns.
-    at_once = min(turns, occupancy * sm_count(device))
-    blocks = -(-turns // -(-turns // at_once))
-    kernel = stream_norm_gemv_kernel if device < 0 else hinted(stream_norm_gemv_kernel, occupancy=occupancy)
-    tiles = (tile_n, 64 if device < 0 else 1024, ahead, overlaps(device))
-    ends = rows[0] // tile_n, sum(rows[:2]) // tile_n, turns
-    return kernel, blocks, ends, tiles
-
-
-def norm_plan(
-    weights: list[torch.Tensor],
-) -> tuple[ct.kernel, int, tuple[int, ...], tuple[int, int, int, bool]] | None:
-    """(kernel, blocks, (first, second, end), (TILE_N, TILE_K, AHEAD, OVERLAP)) for up to three weights [N_i, k] that a
-    norm precedes; None: fused_gemv.py's kernels are for them."""
-    if not waits_in_graph(weights[0]):
-        return None
-    return _norm_plan(tuple(w.shape[0] for w in weights), weights[0].shape[1], weights[0].get_device())
