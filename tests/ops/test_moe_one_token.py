@@ -7,6 +7,7 @@ import torch
 from common import HAS_GPU
 from common import PyTestCase
 from common import dtypes
+from common import gpu
 from common import randn
 from common import recorded_launches
 from common import sanitized
@@ -15,6 +16,8 @@ from test_fused_moe import arguments
 
 from tilegym.backend import recording
 from tilegym.ops import fused_moe
+from tilegym.ops import linear
+from tilegym.ops import moe_topk_routing
 from tilegym.ops.cutile import moe_one_token
 from tilegym.ops.pytorch.moe_experts import fused_moe as reference
 
@@ -55,3 +58,37 @@ def test_which_experts_they_are():
     plans = [moe_one_token.plan(*size, 0) for size in sizes]
     downs = [(4, 256, 4, 4), (4, 256, 5, 4), (4, 256, 4, 4), (4, 128, 4, 4)]
     assert plans == [*(((1, 1024, 2, 4), down) for down in downs), None, None]
+
+
+@gpu
+def test_layers_one_behind_the_other():
+    """What chooses the experts has ended when their rows are read ahead of the wait: each layer's are others, and lie
+    where the last one's lay."""
+    layers = [
+        [randn(*s, dtype=torch.bfloat16, seed=10 * n + i) * s[-1] ** -0.5 for i, s in enumerate(sizes)]
+        for n in range(6)
+        for sizes in [((16, 2048), (16, 1536, 2048), (16, 2048, 768))]
+    ]
+
+    def chain(x, wait=lambda: None):
+        for router, w1, w2 in layers:
+            scores = linear(x, router, backend="cutile")
+            wait()
+            weights, ids = moe_topk_routing(scores, 8, backend="cutile")
+            wait()
+            x = x + fused_moe(x, w1, w2, weights.to(x.dtype), ids, backend="cutile")
+            wait()
+        return x
+
+    with torch.no_grad():
+        x = randn(1, 2048, dtype=torch.bfloat16)
+        chain(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = chain(x)
+        for seed in range(20):
+            x.copy_(randn(1, 2048, dtype=torch.bfloat16, seed=seed))
+            expected = chain(x, torch.cuda.synchronize)
+            assert torch.equal(chain(x), expected)
+            graph.replay()
+            assert torch.equal(y, expected)
