@@ -14,7 +14,7 @@ import torch
 from tilegym.backend.cutile.launch import launch
 from tilegym.ops.cutile.early_weights import row_at_once
 from tilegym.ops.cutile.moe_activation import activated
-from tilegym.ops.cutile.row_norms import add_pairs
+from tilegym.ops.cutile.stream_gemv import sums_of
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
@@ -55,13 +55,7 @@ def turn(w_gate, w_up, expert, n, K: Int, TILE_N: Int, TILE_K: Int):
 
 
 def activated_rows(weights, xs, h, pair, n, alpha, limit, K: Int, TILE_N: Int, TILE_K: Int, KIND: Int, LIMITED: Bool):
-    gates = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
-    ups = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
-    for k in ct.static_iter(range(K // TILE_K)):
-        x = xs[k].astype(ct.float32)
-        gates = gates + weights[0][k].astype(ct.float32) * x
-        ups = ups + weights[1][k].astype(ct.float32) * x
-    gate, up = ct.reduce((gates, ups), 1, add_pairs, (0.0, 0.0))
+    gate, up = sums_of(weights, xs, K, TILE_N, TILE_K)
     value = activated(gate, up, alpha, limit, h.dtype, KIND, True, LIMITED)
     ct.store(h, (pair, n), value.astype(h.dtype).reshape((1, TILE_N)))
 

@@ -47,16 +47,21 @@ def both_at_once(gate, up, n, K: Int, TILE_N: Int, TILE_K: Int):
     return rows_at_once(gate, n, K, TILE_N, TILE_K), rows_at_once(up, n, K, TILE_N, TILE_K)
 
 
-def gated_rows(weights, ys, out, n, K: Int, TILE_N: Int, TILE_K: Int):
-    """Stores TILE_N elements, the n-th so many: SwiGLU of the products of ``weights``, from both_at_once, and ys."""
+def sums_of(weights, xs, K: Int, TILE_N: Int, TILE_K: Int):
+    """In a kernel: the rows of two weights, as both_at_once has them, times the row xs: [TILE_N] each, in fp32."""
     gates = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     ups = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     for k in ct.static_iter(range(K // TILE_K)):
-        y = ys[k].astype(ct.float32)
-        gates = gates + weights[0][k].astype(ct.float32) * y
-        ups = ups + weights[1][k].astype(ct.float32) * y
-    a, b = ct.reduce((gates, ups), 1, add_pairs, (0.0, 0.0))
-    ct.store(out, (0, n), gated(a.astype(out.dtype), b.astype(out.dtype)).reshape((1, TILE_N)))
+        x = xs[k].astype(ct.float32)
+        gates = gates + weights[0][k].astype(ct.float32) * x
+        ups = ups + weights[1][k].astype(ct.float32) * x
+    return ct.reduce((gates, ups), 1, add_pairs, (0.0, 0.0))
+
+
+def gated_rows(weights, ys, out, n, K: Int, TILE_N: Int, TILE_K: Int):
+    """In a kernel: stores TILE_N elements, the n-th so many."""
+    gate, up = sums_of(weights, ys, K, TILE_N, TILE_K)
+    ct.store(out, (0, n), gated(gate.astype(out.dtype), up.astype(out.dtype)).reshape((1, TILE_N)))
 
 
 @ct.kernel
