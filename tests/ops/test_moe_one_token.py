@@ -55,6 +55,7 @@ def test_one_token(size, layout, dtype):
 def test_which_experts_they_are():
     """Qwen3-30B-A3B's, Qwen3-Next's, OLMoE's and DeepSeek-V2-Lite's; not Mixtral's, not Qwen3-235B-A22B's."""
     sizes = (2048, 768, 8), (2048, 512, 10), (2048, 1024, 8), (2048, 1408, 6), (4096, 14336, 2), (4096, 1536, 8)
+    assert moe_one_token.plan(2048, 2048, 8, 0).down == (4, 256, 3, 4)  # no more than registers hold
     plans = [moe_one_token.plan(*size, 0) for size in sizes]
     downs = [(4, 256, 4, 4), (4, 256, 5, 4), (4, 256, 4, 4), (4, 128, 4, 4)]
     assert plans == [*(((1, 1024, 2, 4), down) for down in downs), None, None]

@@ -164,7 +164,7 @@ def plan(width: int, inner: int, pairs: int, device: int) -> Plan | None:
         return None
     tile_k = 256 if inner % 256 == 0 else 128
     held = pairs // 2 if tile_k == 256 else min(pairs, 4)
-    return Plan((1, 1024, 2, 4), (4, tile_k, min(held, 8192 // inner), 4))
+    return Plan((1, 1024, 2, 4), (4, tile_k, min(held, 6144 // inner), 4))  # of more, registers would spill
 
 
 def one_token(
