@@ -188,11 +188,6 @@ def norm_gemv(
     """x [..., K] with one row; the outputs [..., N_i]. No biases: an empty list."""
     outs = _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded)
     k = x.shape[-1]
-    absent = 3 - len(weights)
-    rows = [y.view(1, y.shape[-1]) for y in outs]
-    arrays = [ts + ts[-1:] * absent for ts in (list(weights), list(biases) or [0] * len(weights), rows)]
-    arrays = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2])
-    form = (offset, rounded, len(biases) > 0, k)
     kernel, tile_n, tile_k, early, cols, overlap = plan(norm_gemv_kernel, k, x.dtype.itemsize * 8, x.get_device())
     if rows_fit(weights[0]) and not any(w.shape[0] % 4 for w in weights):
         kernel, tile_n, tile_k, overlap = held_plan(x.get_device())
@@ -200,7 +195,11 @@ def norm_gemv(
     else:
         early_args = (NOTHING, early, early_columns(weights[0], tile_n, cols))
     blocks = [-(-w.shape[0] // tile_n) for w in weights]
-    args = (*arrays, blocks[0], sum(blocks[:2]), eps, *early_args, *form, tile_n, tile_k, overlap)
+    absent = 3 - len(weights)
+    rows = [y.view(1, y.shape[-1]) for y in outs]
+    arrays = [ts + ts[-1:] * absent for ts in (list(weights), list(biases) or [0] * len(weights), rows)]
+    sizes = (blocks[0], sum(blocks[:2]), eps, *early_args, offset, rounded, len(biases) > 0, k, tile_n, tile_k, overlap)
+    args = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2], *sizes)
     launch(x, (sum(blocks),), kernel, args, overlap)
     return outs
 
