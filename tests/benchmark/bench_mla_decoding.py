@@ -57,7 +57,7 @@ BENCHMARKS = [
             for tokens in (512, 2048, 8192, 32768)
         ),
         quick=(cached(1, 16, 8192), cached(64, 16, 8192), cached(64, 128, 8192), cached(1, 128, 640)),
-        small=(cached(1, 4, 100), cached(2, 12, 65)),
+        small=(cached(1, 4, 100), cached(2, 20, 65)),
     )
 ]
 

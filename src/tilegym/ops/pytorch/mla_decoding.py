@@ -3,7 +3,6 @@
 import torch
 
 from tilegym.backend import register_impl
-from tilegym.ops.pytorch.attention import attention
 from tilegym.ops.pytorch.attention import check_arguments
 
 
@@ -19,8 +18,7 @@ def mla_decoding(
     attention_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_decoding("mla_decoding", q, qpe, kv, kpe, None, kv_len, attention_mask)
-    inputs = (q, qpe, kv, kpe, sm_scale, kv_len, attention_mask)
-    return _attend(*inputs), _lse(*inputs)
+    return _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask)
 
 
 @register_impl("mla_decoding_split_kv", "pytorch")
@@ -35,19 +33,14 @@ def mla_decoding_split_kv(
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check_decoding("mla_decoding_split_kv", q, qpe, kv, kpe, kv_len_per_split, kv_len, attention_mask)
-    return _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask)
+    return _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask)[0]
 
 
-def _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> torch.Tensor:
-    # Heads as the queries of one head: as heads, each would get keys and values of its own.
-    query, key = torch.cat((q, qpe), -1)[:, None], torch.cat((kv, kpe), -1)[:, None]
-    if attention_mask is not None:
-        attention_mask = attention_mask.expand(*q.shape[:2], 1, kv.shape[1]).transpose(1, 2)
-    return attention(query, key, kv[:, None], sm_scale, False, None, None, None, attention_mask, kv_len)[:, 0]
-
-
-def _lse(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> torch.Tensor:
-    dtype = torch.promote_types(q.dtype, torch.float32)
+@torch.autocast("cpu", enabled=False)
+@torch.autocast("cuda", enabled=False)
+def _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs and the lse. In fp32 at least, which autocast would take for its own dtype."""
+    given, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, qpe, kv, kpe = (t.to(dtype) for t in (q, qpe, kv, kpe))
     scores = (q @ kv.mT + qpe @ kpe.mT) * sm_scale  # [B, H, S]
     if attention_mask is not None:
@@ -56,7 +49,10 @@ def _lse(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> torch.Tensor:
     if kv_len is not None:
         behind = torch.arange(scores.shape[2], device=q.device) >= kv_len.view(-1, 1, 1)
         scores = scores.masked_fill(behind, float("-inf"))
-    return scores.logsumexp(-1)
+    # Rows that see nothing are opened, so that softmax and its gradient stay finite, and are zero in the end.
+    blind = (scores == float("-inf")).all(-1, keepdim=True)
+    out = scores.masked_fill(blind, 0.0).softmax(-1) @ kv
+    return out.masked_fill(blind, 0.0).to(given), scores.logsumexp(-1)
 
 
 def check_decoding(
