@@ -61,23 +61,24 @@ def begin_early(weights, n, out, nothing, TILE_N: Int, early, COLS: Int, OVERLAP
 def rows_at_once(weight, n, K: Int, TILE_N: Int, TILE_K: Int):
     """In a kernel: rows n * TILE_N to (n + 1) * TILE_N of ``weight``, [N, K], as tiles [TILE_N, TILE_K].
 
-    N is a multiple of TILE_N, K of TILE_K.
+    N is a multiple of TILE_N. K is one of TILE_K, or all columns: the last tile is 0 beyond them.
     """
     rows = (n * TILE_N + ct.arange(TILE_N, dtype=ct.int32))[:, None]
     cols = ct.arange(TILE_K, dtype=ct.int32)[None, :]
     tiles = ()
-    for k in ct.static_iter(range(K // TILE_K)):
-        tiles = (*tiles, ct.gather(weight, (rows, cols + k * TILE_K), check_bounds=False))
+    for k in ct.static_iter(range((K + TILE_K - 1) // TILE_K)):
+        check = (k + 1) * TILE_K > K
+        tiles = (*tiles, ct.gather(weight, (rows, cols + k * TILE_K), check_bounds=check))
     return tiles
 
 
 def row_at_once(x, K: Int, TILE_K: Int):
-    """In a kernel: ``x``, [K] or [1, K], as tiles [1, TILE_K]; K is a multiple of TILE_K."""
+    """In a kernel: ``x``, [K] or [1, K], as tiles [1, TILE_K], the last one 0 beyond K."""
     cols = ct.arange(TILE_K, dtype=ct.int32)[None, :]
     tiles = ()
-    for k in ct.static_iter(range(K // TILE_K)):
-        at = cols + k * TILE_K
-        tiles = (*tiles, ct.gather(x, (0, at) if x.ndim == 2 else at, check_bounds=False))
+    for k in ct.static_iter(range((K + TILE_K - 1) // TILE_K)):
+        at, check = cols + k * TILE_K, (k + 1) * TILE_K > K
+        tiles = (*tiles, ct.gather(x, (0, at) if x.ndim == 2 else at, check_bounds=check))
     return tiles
 
 

@@ -18,9 +18,6 @@ from tilegym.ops.cutile import stream_gemv
 from tilegym.ops.cutile.early_weights import NOTHING
 from tilegym.ops.cutile.early_weights import begin_early
 from tilegym.ops.cutile.early_weights import early_columns
-from tilegym.ops.cutile.early_weights import row_at_once
-from tilegym.ops.cutile.early_weights import rows_at_once
-from tilegym.ops.cutile.early_weights import rows_fit
 from tilegym.ops.cutile.linear import DTYPES
 from tilegym.ops.cutile.linear import launch_gemv
 from tilegym.ops.cutile.linear import total
@@ -36,7 +33,6 @@ from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
-from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import size_of
@@ -90,40 +86,6 @@ def norm_gemv_kernel(
 
 
 @ct.kernel
-def held_norm_gemv_kernel(
-    x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, eps, OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int,
-    TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
-):  # fmt: skip
-    """norm_gemv_kernel with a block's weights on their way at once, ahead of the wait, and kept in registers."""
-    let_next_begin(OVERLAP)
-    n = ct.bid(0)
-    if n < first:
-        tiles = rows_at_once(w1, n, K, TILE_N, TILE_K)
-    elif n < second:
-        tiles = rows_at_once(w2, n - first, K, TILE_N, TILE_K)
-    else:
-        tiles = rows_at_once(w3, n - second, K, TILE_N, TILE_K)
-    norms = row_at_once(norm, K, TILE_K)
-    if OVERLAP:
-        ct.grid_dependency_control_wait()
-    row = row_at_once(x, K, TILE_K)
-    squares = ct.zeros((1, TILE_K), dtype=ct.float32)
-    for k in ct.static_iter(range(K // TILE_K)):
-        squares = squares + row[k].astype(ct.float32) * row[k].astype(ct.float32)
-    rstd = rstd_of(squares, eps, K)
-    acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
-    for k in ct.static_iter(range(K // TILE_K)):
-        y = scaled(row[k].astype(ct.float32) * rstd, norms[k], None, x.dtype, OFFSET, ROUND).astype(x.dtype)
-        acc = acc + tiles[k].astype(ct.float32) * y.astype(ct.float32)
-    if n < first:
-        ct.store(y1, (0, n), total(acc, b1, n, BIAS, TILE_N).astype(y1.dtype))
-    elif n < second:
-        ct.store(y2, (0, n - first), total(acc, b2, n - first, BIAS, TILE_N).astype(y2.dtype))
-    else:
-        ct.store(y3, (0, n - second), total(acc, b3, n - second, BIAS, TILE_N).astype(y3.dtype))
-
-
-@ct.kernel
 def norm_swiglu_kernel(
     x, norm, gate, up, out, eps, nothing, OFFSET: Float, ROUND: Bool, K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int,
     COLS: Int, OVERLAP: Bool,
@@ -158,19 +120,6 @@ def plan(kernel: ct.kernel, k: int, bits: int, device: int) -> tuple[ct.kernel, 
     return hinted(kernel, occupancy=occupancy), tile_n, tile_k, early, cols, overlaps(device)
 
 
-@functools.lru_cache(maxsize=32)
-def held_plan(device: int) -> tuple[ct.kernel, int, int, bool]:
-    """(kernel, TILE_N, TILE_K, OVERLAP) for weights of which ``rows_fit``.
-
-    On an H200 a layer of Llama-3.1-8B takes 112.0 us in a graph with q, k and v so and 115.3 without, each with
-    linear.py's ``at_once_gemv_kernel``; with half as many rows a block 121.6. One with the sizes of Llama-3.2-1B takes
-    44.6 instead of 46.4, of Qwen3-0.6B 23.8 instead of 24.6.
-    """
-    if device < 0:
-        return held_norm_gemv_kernel, 4, 64, False
-    return hinted(held_norm_gemv_kernel, occupancy=4), 4, 1024, overlaps(device)
-
-
 def _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded):
     return [x.new_empty(*x.shape[:-1], w.shape[0]) for w in weights]
 
@@ -188,18 +137,20 @@ def norm_gemv(
     """x [..., K] with one row; the outputs [..., N_i]. No biases: an empty list."""
     outs = _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded)
     k = x.shape[-1]
-    kernel, tile_n, tile_k, early, cols, overlap = plan(norm_gemv_kernel, k, x.dtype.itemsize * 8, x.get_device())
-    if rows_fit(weights[0]) and not any(w.shape[0] % 4 for w in weights):
-        kernel, tile_n, tile_k, overlap = held_plan(x.get_device())
-        early_args = ()
-    else:
-        early_args = (NOTHING, early, early_columns(weights[0], tile_n, cols))
-    blocks = [-(-w.shape[0] // tile_n) for w in weights]
     absent = 3 - len(weights)
     rows = [y.view(1, y.shape[-1]) for y in outs]
     arrays = [ts + ts[-1:] * absent for ts in (list(weights), list(biases) or [0] * len(weights), rows)]
-    sizes = (blocks[0], sum(blocks[:2]), eps, *early_args, offset, rounded, len(biases) > 0, k, tile_n, tile_k, overlap)
-    args = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2], *sizes)
+    arrays = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2])
+    form = (offset, rounded, len(biases) > 0, k)
+    streamed = stream_gemv.norm_plan(weights)
+    if streamed is not None:
+        kernel, blocks, ends, tiles = streamed
+        launch(x, (blocks,), kernel, (*arrays, *ends, eps, *form, *tiles), tiles[-1])
+        return outs
+    kernel, tile_n, tile_k, early, cols, overlap = plan(norm_gemv_kernel, k, x.dtype.itemsize * 8, x.get_device())
+    blocks = [-(-w.shape[0] // tile_n) for w in weights]
+    early_args = (NOTHING, early, early_columns(weights[0], tile_n, cols))
+    args = (*arrays, blocks[0], sum(blocks[:2]), eps, *early_args, *form, tile_n, tile_k, overlap)
     launch(x, (sum(blocks),), kernel, args, overlap)
     return outs
 

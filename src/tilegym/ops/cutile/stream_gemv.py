@@ -1,4 +1,4 @@
-"""Rows of gate and up one after the other by a few blocks, the next ones on their way while one is multiplied.
+"""Rows of weights behind a norm, one after the other by a few blocks, the next on their way while one is multiplied.
 
 A block that takes some rows and ends leaves the memory idle while the next one begins, normalises the row and asks for
 its first weights. Here as many blocks as run beside each other take all rows in turn, and hold the row, normalised
@@ -11,9 +11,11 @@ import functools
 import cuda.tile as ct
 import torch
 
+from tilegym.ops.cutile.early_weights import HALF_BYTES
 from tilegym.ops.cutile.early_weights import row_at_once
 from tilegym.ops.cutile.early_weights import rows_at_once
 from tilegym.ops.cutile.early_weights import waits_in_graph
+from tilegym.ops.cutile.linear import total
 from tilegym.ops.cutile.row_norms import add_pairs
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
@@ -33,11 +35,11 @@ def normed_row(x, norms, eps, OFFSET: Float, ROUND: Bool, K: Int, TILE_K: Int):
     """In a kernel: the row x [1, K], normalised as rms_norm does it, as tiles [1, TILE_K]; norms: the weight's."""
     row = row_at_once(x, K, TILE_K)
     squares = ct.zeros((1, TILE_K), dtype=ct.float32)
-    for k in ct.static_iter(range(K // TILE_K)):
+    for k in ct.static_iter(range((K + TILE_K - 1) // TILE_K)):
         squares = squares + row[k].astype(ct.float32) * row[k].astype(ct.float32)
     rstd = rstd_of(squares, eps, K)
     ys = ()
-    for k in ct.static_iter(range(K // TILE_K)):
+    for k in ct.static_iter(range((K + TILE_K - 1) // TILE_K)):
         y = scaled(row[k].astype(ct.float32) * rstd, norms[k], None, x.dtype, OFFSET, ROUND)
         ys = (*ys, y.astype(x.dtype))
     return ys
@@ -100,6 +102,67 @@ def stream_swiglu_kernel(
             gated_rows(one, ys, out, last, K, TILE_N, TILE_K)
 
 
+def one_of(weights, n, first, second, K: Int, TILE_N: Int, TILE_K: Int):
+    """In a kernel: the n-th TILE_N rows of three weights one below the other; n of the second begins with ``first``."""
+    if n < first:
+        tiles = rows_at_once(weights[0], n, K, TILE_N, TILE_K)
+    elif n < second:
+        tiles = rows_at_once(weights[1], n - first, K, TILE_N, TILE_K)
+    else:
+        tiles = rows_at_once(weights[2], n - second, K, TILE_N, TILE_K)
+    return tiles
+
+
+def put_one(tiles, ys, biases, outs, n, first, second, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int):
+    """In a kernel: stores the products of such rows."""
+    acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
+    for k in ct.static_iter(range((K + TILE_K - 1) // TILE_K)):
+        acc = acc + tiles[k].astype(ct.float32) * ys[k].astype(ct.float32)
+    if n < first:
+        ct.store(outs[0], (0, n), total(acc, biases[0], n, BIAS, TILE_N).astype(outs[0].dtype))
+    elif n < second:
+        ct.store(outs[1], (0, n - first), total(acc, biases[1], n - first, BIAS, TILE_N).astype(outs[1].dtype))
+    else:
+        ct.store(outs[2], (0, n - second), total(acc, biases[2], n - second, BIAS, TILE_N).astype(outs[2].dtype))
+
+
+@ct.kernel
+def stream_norm_gemv_kernel(
+    x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, end, eps, OFFSET: Float, ROUND: Bool, BIAS: Bool,
+    K: Int, TILE_N: Int, TILE_K: Int, AHEAD: Int, OVERLAP: Bool,
+):  # fmt: skip
+    # x [1, K], norm [K]; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i]; N_i are multiples of TILE_N. Of ``end`` turns
+    # those up to ``first`` are for w1, those up to ``second`` for w2. AHEAD as above.
+    let_next_begin(OVERLAP)
+    begin, blocks = ct.bid(0), ct.num_blocks(0)
+    last = end - 1 - (end - 1 - begin) % blocks
+    weights, biases, outs = (w1, w2, w3), (b1, b2, b3), (y1, y2, y3)
+    one = one_of(weights, begin, first, second, K, TILE_N, TILE_K)
+    if AHEAD == 2:
+        two = one_of(weights, min(begin + blocks, last), first, second, K, TILE_N, TILE_K)
+    norms = row_at_once(norm, K, TILE_K)
+    if OVERLAP:
+        ct.grid_dependency_control_wait()
+    ys = normed_row(x, norms, eps, OFFSET, ROUND, K, TILE_K)
+    if AHEAD == 0:
+        put_one(one, ys, biases, outs, begin, first, second, BIAS, K, TILE_N, TILE_K)
+    elif AHEAD == 1:
+        for n in range(begin, end, blocks):
+            now = one
+            one = one_of(weights, min(n + blocks, last), first, second, K, TILE_N, TILE_K)
+            put_one(now, ys, biases, outs, n, first, second, BIAS, K, TILE_N, TILE_K)
+    else:
+        for n in range(begin, end - blocks, 2 * blocks):
+            now = one
+            one = one_of(weights, min(n + 2 * blocks, last), first, second, K, TILE_N, TILE_K)
+            put_one(now, ys, biases, outs, n, first, second, BIAS, K, TILE_N, TILE_K)
+            now = two
+            two = one_of(weights, min(n + 3 * blocks, last), first, second, K, TILE_N, TILE_K)
+            put_one(now, ys, biases, outs, n + blocks, first, second, BIAS, K, TILE_N, TILE_K)
+        if (last - begin) % (2 * blocks) == 0:
+            put_one(one, ys, biases, outs, last, first, second, BIAS, K, TILE_N, TILE_K)
+
+
 @functools.lru_cache(maxsize=256)
 def _plan(n: int, k: int, device: int) -> tuple[ct.kernel, int, tuple[int, int, int, bool]] | None:
     if device < 0:
@@ -125,3 +188,50 @@ def plan(gate: torch.Tensor) -> tuple[ct.kernel, int, tuple[int, int, int, bool]
     rows are no multiple of what a block loads at once, it is slower, as with 2048 columns.
     """
     return _plan(*gate.shape, gate.get_device()) if waits_in_graph(gate) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _norm_plan(
+    rows: tuple[int, ...], k: int, device: int
+) -> tuple[ct.kernel, int, tuple[int, ...], tuple[int, int, int, bool]] | None:
+    tile_n, ahead, occupancy = _norm_tiles(rows[0], k, device < 0)
+    if tile_n == 0 or any(n % tile_n for n in rows):
+        return None
+    turns = blocks = sum(rows) // tile_n
+    if ahead:  # as many blocks as run at once, fewer where that takes no more turns
+        at_once = occupancy * sm_count(device)
+        blocks = -(-turns // -(-turns // at_once))
+    kernel = stream_norm_gemv_kernel if device < 0 else hinted(stream_norm_gemv_kernel, occupancy=occupancy)
+    tiles = (tile_n, 64 if device < 0 else 1024, ahead, overlaps(device))
+    return kernel, blocks, (rows[0] // tile_n, sum(rows[:2]) // tile_n, turns), tiles
+
+
+def _norm_tiles(n: int, k: int, on_cpu: bool) -> tuple[int, int, int]:
+    """(TILE_N, AHEAD, blocks of a multiprocessor); TILE_N 0: the kernel is not for a first weight of [n, k]."""
+    if on_cpu:
+        return {64: (4, 0, 0), 128: (4, 0, 0), 160: (2, 1, 3), 192: (2, 2, 3)}.get(k, (0, 0, 0))
+    if k in (1024, 4096):
+        return (4, 0, 4) if 2 * n * k <= HALF_BYTES else (0, 0, 0)
+    if k % 8 or not 1024 < k <= 8192:
+        return 0, 0, 0
+    if k < 4096:
+        return 2, 2 if k == 2048 else 1, 4
+    return 1, 1, 4 if k <= 5120 else 3
+
+
+def norm_plan(
+    weights: list[torch.Tensor],
+) -> tuple[ct.kernel, int, tuple[int, ...], tuple[int, int, int, bool]] | None:
+    """(kernel, blocks, (first, second, end), (TILE_N, TILE_K, AHEAD, OVERLAP)) for up to three weights [N_i, k].
+
+    None: norm_gemv_kernel is for them. In a graph, in 16 bits, k at most 8192. A layer takes so on an H200, with
+    norm_gemv_kernel, or rows at once where the same kernel takes no turns (1024, 4096), in brackets: with the widths of
+    Llama-3.1-70B 388.6 us (413.1), of Qwen3-14B 178.0 (183.2), of Llama-3.2-3B 58.1 (59.2), of Llama-3.2-1B 38.1
+    (39.9), and of widths that 1024 does not divide, Qwen2.5-7B 114.3 (119.6), Qwen3-4B 58.7 (63.4), Qwen2.5-1.5B 34.2
+    (35.5), and 2880, with gpt-oss-20b's heads and dense experts, 44.5 (47.2); of Llama-3.1-8B at best 107.0 (106.9).
+    Rows at once were 112.0 there, when norm_gemv_kernel was 115.3, with half as many rows a block 121.6; of Qwen3-0.6B
+    23.8 and 24.6.
+    """
+    if not waits_in_graph(weights[0]):
+        return None
+    return _norm_plan(tuple(w.shape[0] for w in weights), weights[0].shape[1], weights[0].get_device())
