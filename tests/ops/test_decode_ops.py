@@ -18,6 +18,7 @@ from common import sanitized
 from tilegym.backend import recording
 from tilegym.interpreter import compile_kernel
 from tilegym.ops import linear_add
+from tilegym.ops import modules
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu
 from tilegym.ops import rope_and_cache
@@ -140,25 +141,42 @@ class Test_RopeAndCache(PyTestCase):
     @pytest.mark.parametrize(("dim", "rotary"), [(16, 16), (24, 16), (80, 80), (12, 6)])
     @pytest.mark.parametrize("batch", [1, 3])
     @pytest.mark.parametrize("one_half", [False, True], ids=["", "one_half"])
-    def test_op(self, backend, dtype, dim, rotary, batch, one_half):
+    @pytest.mark.parametrize(("pairs", "v_dim"), [("", 0), ("kept", 40), ("to halves", 0)], ids=str)
+    def test_op(self, backend, dtype, dim, rotary, batch, one_half, pairs, v_dim):
         """q and the whole of both caches are those of the reference; neighbours are not touched."""
         # As a model has them: heads behind tokens in memory.
-        q, k, v = (randn(batch, 1, h, dim, dtype=dtype, seed=s).transpose(1, 2) for s, h in enumerate((6, 2, 2)))
+        v_dim = v_dim or dim
+        sizes = (6, dim), (2, dim), (2, v_dim)
+        q, k, v = (randn(batch, 1, *size, dtype=dtype, seed=s).transpose(1, 2) for s, size in enumerate(sizes))
         angles = randn(batch, 1, rotary // 2, seed=5).repeat(1, 1, 1 if one_half else 2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        caches = [randn(batch, 2, 7, dim, dtype=dtype, seed=s) for s in (6, 7)]
+        caches = [randn(batch, 2, 7, d, dtype=dtype, seed=s) for s, d in ((6, dim), (7, v_dim))]
 
         def call(function, **options):
             def run(q, k, v, cos, sin, keys, values, **rest):
                 keys, values = keys.clone(), values.clone()
                 position = torch.tensor([5], device=device())
-                out = function(q, k, v, cos, sin, keys, values, position, one_half, **rest)
+                out = function(q, k, v, cos, sin, keys, values, position, one_half, pairs, **rest)
                 return out, keys, values
 
             return run
 
         kwargs = dict(q=q, k=k, v=v, cos=cos, sin=sin, keys=caches[0], values=caches[1])
         self.assertCorrectness(call(rope_and_cache), call(rope_reference), kwargs, {"backend": backend})
+
+    @backends("rope_and_cache")
+    @pytest.mark.parametrize("name", ["apply_rotary_emb", "apply_rotary_pos_emb_interleave"])
+    def test_pairs_are_those_of_deepseek(self, backend, name):
+        """V2's complex numbers, and V3's neighbours that come out as halves, of parts of heads."""
+        q, k = randn(1, 4, 1, 24)[..., 16:], randn(1, 1, 1, 8, seed=1)
+        angles, zero = randn(1, 1, 4, seed=2), torch.tensor([0], device=device())
+        cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
+        kept = name == "apply_rotary_emb"
+        embeddings = (torch.polar(torch.ones_like(angles), angles),) if kept else (cos, sin)
+        expected = getattr(modules, name)(q, k, *embeddings, backend="pytorch")
+        keys, values, pairs = randn(1, 1, 3, 8), randn(1, 1, 3, 6), "kept" if kept else "to halves"
+        out = rope_and_cache(q, k, values[:, :, 2:].clone(), cos, sin, keys, values, zero, pairs=pairs, backend=backend)
+        torch.testing.assert_close((out, keys[:, :, :1]), expected)
 
     @backends("rope_and_cache")
     def test_wrong_arguments(self, backend):
@@ -171,6 +189,8 @@ class Test_RopeAndCache(PyTestCase):
             (dict(cos=randn(1, 1, 10), sin=randn(1, 1, 10)), "cos and sin must be"),
             (dict(cos=randn(1, 1, 5), sin=randn(1, 1, 5)), "must be two halves"),
             (dict(one_half=True), "R <= 4"),
+            (dict(v=randn(1, 2, 1, 6)), "with D 8 and 6"),
+            (dict(pairs="interleaved"), "pairs must be one of '', 'kept', 'to halves'"),
         ):
             arguments = dict(q=q, k=k, v=k, cos=angle, sin=angle, keys=cache, values=cache, position=position) | change
             with pytest.raises(ValueError, match=match):
@@ -193,7 +213,7 @@ def launches():
     gemv_add(x, weight, x[..., :1024].contiguous(), None)
     q, k = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16)
     cache, angle = torch.zeros(1, 2, 300, 128, dtype=torch.bfloat16), torch.zeros(1, 1, 128, dtype=torch.bfloat16)
-    rope_cache_forward(q, k, k, angle, angle, cache, cache, torch.zeros(1, dtype=torch.int64), False)
+    rope_cache_forward(q, k, k, angle, angle, cache, cache, torch.zeros(1, dtype=torch.int64), False, "")
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
@@ -219,7 +239,9 @@ def test_operators(dtype):
     torch.library.opcheck(gemv_add.operator, (x, weight, randn(1, 9, dtype=dtype), None))
     q, k, cache, angle = (randn(1, *s, dtype=dtype) for s in ((4, 1, 8), (2, 1, 8), (2, 5, 8), (1, 8)))
     position = torch.tensor([3], device=device())
-    torch.library.opcheck(rope_cache_forward.operator, (q, k, k, angle, angle, cache, cache.clone(), position, False))
+    torch.library.opcheck(
+        rope_cache_forward.operator, (q, k, k, angle, angle, cache, cache.clone(), position, False, "kept")
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3])

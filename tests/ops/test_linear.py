@@ -9,6 +9,7 @@ from common import backends
 from common import dtypes
 from common import gpu
 from common import randn
+from common import recorded_launches
 
 from tilegym.ops import linear
 from tilegym.ops.cutile import linear as linear_module
@@ -37,6 +38,32 @@ class Test_Linear(PyTestCase):
     def test_op(self, backend, dtype, shape, n, bias):
         kwargs = arguments(shape, n, dtype, bias)
         self.assertCorrectness(linear, reference, kwargs, {"backend": backend}, gradient=True)
+
+    @backends("linear")
+    @dtypes(torch.bfloat16, torch.float16)
+    @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+    @pytest.mark.parametrize(("shape", "n"), [*ONE_ROW, ((3, 70), 50)], ids=str)
+    def test_results_that_are_not_rounded(self, backend, dtype, shape, n, bias):
+        """As exact as in fp32; gradients come back in the inputs' dtype."""
+        kwargs = arguments(shape, n, dtype, bias)
+        found = linear(**kwargs, out_dtype=torch.float32, backend=backend)
+        exact = reference(**{name: t.double() for name, t in kwargs.items()})
+        assert found.dtype == torch.float32 and found.shape == exact.shape
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item())
+        leaves = {name: t.clone().requires_grad_() for name, t in kwargs.items()}
+        linear(**leaves, out_dtype=torch.float32, backend=backend).sum().backward()
+        assert all(leaf.grad.dtype == dtype for leaf in leaves.values())
+        assert torch.equal(linear(**kwargs, out_dtype=dtype, backend=backend), linear(**kwargs, backend=backend))
+        with pytest.raises(TypeError, match="out_dtype must be .* or torch.float32, it is torch.float64"):
+            linear(**kwargs, out_dtype=torch.float64, backend=backend)
+
+    @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+    def test_a_single_row_that_is_not_rounded_is_one_launch(self):
+        x, weight = randn(1, 64, dtype=torch.bfloat16), randn(8, 64, dtype=torch.bfloat16)
+        with recorded_launches() as recorded, torch.no_grad():
+            linear(x, weight, None, torch.float32, backend="cutile")
+        assert [kernel for kernel, _ in recorded] == [gemv_kernel]
+        torch.library.opcheck(linear_module.wide_row_forward.operator, (x, weight, None))
 
     @pytest.mark.parametrize("rows", [1, 3, 20])
     @pytest.mark.parametrize(

@@ -79,6 +79,32 @@ def test_norms_of_heads_are_a_part_of_the_attention(monkeypatch):
     assert torch.equal(generate(model, ids), changed)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_add_the_residual(family, monkeypatch):
+    """In their last launch; unless somebody listens to the block or the experts, who would miss what they return."""
+    model, ids, seen = make_model(family), tokens(1, 7), []
+    experts = decode_layer.experts_forward
+    monkeypatch.setattr(
+        decode_layer, "experts_forward", lambda *a, **k: (seen.append(k["shared_output"]), experts(*a, **k))[1]
+    )
+    expected = generate(model, ids)
+    with monkey_patch.apply(model, use_cutile=False):
+        seen.clear()  # what was tried
+        assert torch.equal(generate(model, ids), expected)
+        assert seen and all(residual.shape == (1, model.config.hidden_size) for residual in seen)
+        for listens_to in (model.model.layers[0].mlp, model.model.layers[1].mlp.experts):
+            handle = listens_to.register_forward_hook(
+                lambda module, args, out: (0 * out[0], out[1]) if type(out) is tuple else 0 * out
+            )
+            changed = generate(model, ids)
+            seen.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(decode_layer, "_are_parts_known", lambda mlp: False)
+                assert torch.equal(generate(model, ids), changed) and not seen
+            assert not torch.equal(changed, expected)
+            handle.remove()
+
+
 def test_a_layer_that_computes_something_else_keeps_its_forward(monkeypatch):
     from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 

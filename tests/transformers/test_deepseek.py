@@ -1,5 +1,6 @@
 """DeepSeek-V2 and V3: what every family must do, and the latent attention with its cache."""
 
+import copy
 import importlib
 
 import pytest
@@ -9,13 +10,17 @@ from family_parity import Parity
 from family_parity import logits
 from family_parity import make
 from family_parity import ops_called
+from test_decode_graph import generate
 from tiny_models import assert_close
+from tiny_models import backends
 from tiny_models import observed
+from tiny_models import padded
 from tiny_models import tokens
 from torch import nn
 from transformers import DynamicCache
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
+from tilegym.transformers import decode_graph
 from tilegym.transformers import monkey_patch
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.deepseek2 import attention
@@ -180,3 +185,42 @@ def test_what_is_no_weight_alone():
     assert not attention.expands_by_its_weight(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False)))
     linear.register_forward_pre_hook(lambda module, args: args)
     assert not attention.expands_by_its_weight(linear)
+
+
+@pytest.mark.parametrize("options", [{}, {"n_shared_experts": 1, "q_lora_rank": 16}], ids=["", "low rank"])
+@backends
+def test_one_sequence_decodes_by_fused_steps(family, options, backend):
+    """Of layers with an MLP and with experts: to the latents with their own width, residual and shared experts last."""
+    model = make(family, **options)
+    ids, mask = padded([5, 11, 8], "left")
+    with decode_graph.eager_steps("cpu"):
+        expected = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
+        with monkey_patch.apply(model, use_cutile=backend == "cutile") as report:
+            assert len([e for e in report.patched if e.compute == "decode_step"]) == 2
+            with observed() as calls:
+                got = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
+            assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+            fused = {"rms_norm_linear", "rope_and_cache", "rms_norm_swiglu", "linear_add"}
+            assert fused | {"mla_decoding_split_kv", "fused_moe"} <= {op for op, _ in calls}
+            attention = model.model.layers[1].self_attn
+            attention.kv_b_proj.register_forward_hook(lambda module, args, out: 0 * out)
+            changed = generate(model, ids[1:2], max_new_tokens=14)
+        assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
+
+
+@torch.no_grad()
+def test_steps_by_the_kernels(family, monkeypatch):
+    """In bf16: three tokens, one after the other."""
+    monkeypatch.setenv("DISABLE_FALLBACK", "1")
+    model, ids = make(family, torch.bfloat16), tokens(1, 14)
+    exact, expected = copy.deepcopy(model).float()(ids).logits[:, 11:], model(ids).logits[:, 11:]
+    with monkey_patch.apply(model, use_cutile=True), observed() as calls:
+        cache = decode_graph.DecodeCache(model.config.num_hidden_layers, 32, ids.device)
+        model(ids[:, :11], past_key_values=cache, use_cache=True)
+        got = []
+        for n in range(11, 14):
+            cache.set_length(n)
+            position = torch.tensor([[n]], device=ids.device)
+            got.append(model(ids[:, n : n + 1], position_ids=position, past_key_values=cache, use_cache=True).logits)
+    assert ("rope_and_cache", "cutile") in calls
+    assert (torch.cat(got, 1) - exact).norm() <= 2 * (expected - exact).norm()

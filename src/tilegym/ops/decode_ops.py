@@ -86,16 +86,22 @@ def rope_and_cache(
     values: Tensor,
     position: Tensor,
     one_half: bool = False,
+    pairs: str = "",
 ) -> Tensor:
     """Rotates q and k of one token, as :func:`apply_rope_base`, and writes k and v into a cache, in place.
 
+    Keys and values may be of several widths, as DeepSeek's rotated keys and the latents beside them.
+
     Args:
         q: [B, Hq, 1, D], fp32, fp16 or bf16, any strides.
-        k, v: [B, Hkv, 1, D], q's dtype, any strides.
+        k, v: [B, Hkv, 1, D] and [B, Hkv, 1, Dv], q's dtype, any strides.
         cos, sin: [1 or B, 1, R], the two halves of R alike; the first R of D dimensions are rotated.
-        keys, values: [B, Hkv, capacity, D], the cache, q's dtype.
+        keys, values: [B, Hkv, capacity, D] and [B, Hkv, capacity, Dv], the cache, q's dtype.
         position: [1] int64, on q's device: where in the cache; below capacity.
         one_half: cos and sin are one of the two halves, [1 or B, 1, R / 2], as gpt-oss's.
+        pairs: what is rotated by an angle: "" an element of the first half of R and one of the second, as Llama; "kept"
+            neighbours, as DeepSeek-V2's complex numbers; "to halves" neighbours too, but the first ones of them are the
+            first half of what comes out, as of DeepSeek-V3's ``apply_rotary_pos_emb_interleave``.
 
     Returns:
         The rotated q, [B, Hq, 1, D]. Not differentiable.

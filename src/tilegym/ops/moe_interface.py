@@ -143,6 +143,7 @@ def experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     *,
+    shared_output: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """What ``forward`` of a transformers module of experts returns.
@@ -152,6 +153,7 @@ def experts_forward(
         hidden_states: [T, H].
         top_k_index: [T, k]; ``num_experts`` where another process has the expert.
         top_k_weights: [T, k].
+        shared_output: [T, H], added to it, or None.
         backend: for this call.
 
     Returns:
@@ -179,6 +181,7 @@ def experts_forward(
         getattr(self, "is_transposed", False),
         formula.alpha,
         formula.limit,
+        shared_output,
         backend=backend,
     )
     return out.to(hidden_states.dtype)
@@ -203,6 +206,8 @@ def _router_logits(
 ) -> torch.Tensor:
     x, weight, bias = hidden_states, module.weight, getattr(module, "bias", None)
     x = x.reshape(-1, weight.shape[1])
+    if wide and len(x) == 1 and bias is None:
+        return linear(x, weight, None, torch.float32, backend=backend)
     if wide:
         return linear(x.float(), weight.float(), bias, backend=backend)
     return linear(x, weight, bias, backend=backend)

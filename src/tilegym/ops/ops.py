@@ -266,16 +266,18 @@ def bmm(
 
 
 @dispatch("linear")
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """``x @ weight.T + bias``: a GEMV kernel for few rows (decoding), a GEMM for many, behind one name.
 
     Args:
         x: [..., K], fp32, fp16 or bf16.
         weight: [N, K], x's dtype.
         bias: [N] or None, x's dtype.
+        out_dtype: the result's, which all is computed in; None for x's. torch.float32 as of a router's logits: a
+            single row is not rounded then, where copies of x and weight in that dtype are made for more rows.
 
     Returns:
-        [..., N] in x's dtype. Differentiable in x, weight and bias.
+        [..., N] in out_dtype. Differentiable in x, weight and bias.
     """
 
 

@@ -19,14 +19,26 @@ from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu
 from tilegym.ops import rope_and_cache
 from tilegym.ops import rope_fmha_decode
+from tilegym.ops.moe_interface import FORMULA
+from tilegym.ops.moe_interface import experts_forward
 from tilegym.transformers.attention import CausalMask
 from tilegym.transformers.decode_graph import DecodeCache
+from tilegym.transformers.decode_latents import attend_latents
+from tilegym.transformers.decode_latents import misfit_of_latents
+from tilegym.transformers.experts import NAMES as EXPERTS
 from tilegym.transformers.forwards import reproducible
 
 # The parts that the step takes over; those after the first one, or the first two, own the parameters.
 _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _ATTENTION = ("self_attn", "input_layernorm", *_LINEARS)
 _NORMS = ("self_attn.q_norm", "self_attn.k_norm")  # of each head, where there are
+# Of DeepSeek's latent attention, whose queries may have a low rank.
+_LATENTS = (
+    "self_attn", "input_layernorm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.kv_b_proj",
+    "self_attn.o_proj",
+)  # fmt: skip
+_LOW_RANK = ("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
+_FULL_RANK = ("self_attn.q_proj",)
 _MLP = ("mlp", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 TRIES = 4
 
@@ -36,11 +48,47 @@ def _is_gated(layer: nn.Module) -> bool:
     return hasattr(layer.mlp, "gate_proj")
 
 
+def _has_latents(layer: nn.Module) -> bool:
+    return hasattr(layer.self_attn, "kv_a_proj_with_mqa")
+
+
+def _are_parts_known(mlp: nn.Module) -> bool:
+    """Whether it is a router, experts, and shared ones or not, that nothing but the model puts together."""
+    own, children = vars(mlp), {name for name, _ in mlp.named_children()}
+    if children - {"shared_experts"} not in ({"gate", "experts"}, {"router", "experts"}):
+        return False
+    parts = [mlp, mlp.experts, *(mlp.shared_experts.modules() if "shared_experts" in children else ())]
+    chosen = getattr(getattr(mlp.experts, "config", None), "_experts_implementation", None)
+    return (
+        "forward" not in own
+        and not mlp.training  # some add noise
+        and chosen in EXPERTS.values()
+        and FORMULA in vars(mlp.experts)
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        and ("shared_experts" not in children or _is_plain(mlp.shared_experts))
+    )
+
+
+def _is_plain(mlp: nn.Module) -> bool:
+    """Whether a gated MLP has patched linears, of which those behind the norm have no bias."""
+    linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    patched = all(linear is not None and "forward" in vars(linear) for linear in linears)
+    return patched and linears[0].bias is None and linears[1].bias is None
+
+
+def _names_of(layer: nn.Module) -> tuple[str, ...]:
+    if _has_latents(layer):
+        low = getattr(layer.self_attn, "q_lora_rank", None) is not None
+        attention = (*_LATENTS, *(_LOW_RANK if low else _FULL_RANK))
+    else:
+        attention = (*_ATTENTION, *(_NORMS if hasattr(layer.self_attn, "q_norm") else ()))
+    return (*attention, *(_MLP if _is_gated(layer) else ()))
+
+
 def misfit(layer: nn.Module) -> str:
     """Why the layer's parts are not those that the fused step takes over; empty if they are."""
     try:
-        norms = _NORMS if hasattr(layer.self_attn, "q_norm") else ()
-        names = (*_ATTENTION, *norms, *(_MLP if _is_gated(layer) else ()))
+        names = _names_of(layer)
         parts = [layer.get_submodule(name) for name in names]
     except AttributeError as error:
         return str(error)
@@ -52,6 +100,8 @@ def misfit(layer: nn.Module) -> str:
         return "its parameters are of several dtypes"
     if _is_gated(layer) and (mlp.gate_proj.bias is not None or mlp.up_proj.bias is not None):
         return "its MLP has biases"
+    if _has_latents(layer):
+        return misfit_of_latents(attention)
     if len({p.bias is None for p in (attention.q_proj, attention.k_proj, attention.v_proj)}) > 1:
         return "some of q, k and v have biases"
     return ""
@@ -68,52 +118,68 @@ def _norms_of(attention: nn.Module) -> tuple[Tensor, Tensor, float] | tuple[()]:
     return q_norm.weight, k_norm.weight, q_norm.variance_epsilon
 
 
+def attend(
+    layer: nn.Module, hidden: Tensor, mask: CausalMask, cache: DecodeCache, embeddings: Any, backend: str | None
+) -> Tensor:
+    """``hidden`` and the layer's attention to what the cache holds, of the new token too."""
+    attention, sinks = layer.self_attn, getattr(layer.self_attn, "sinks", None)
+    norm, kept, (cos, sin) = layer.input_layernorm, cache.layers[attention.layer_idx], embeddings
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    biases = None if attention.q_proj.bias is None else [p.bias for p in projections]
+    q, k, v = rms_norm_linear(
+        hidden, norm.weight, norm.variance_epsilon, [p.weight for p in projections], biases, backend=backend
+    )
+    q, k, v = (t.view(1, 1, -1, attention.head_dim) for t in (q, k, v))
+    plain = mask.window is None and mask.keys is None and sinks is None
+    norms = _norms_of(attention) if plain else ()
+    if hasattr(attention, "q_norm") and not norms:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, 1, D]
+    into = q, k, v, cos, sin, kept.keys, kept.values, cache.length
+    if plain:
+        # Between the steps are launches of PyTorch's, which nothing behind them overtakes.
+        out = rope_fmha_decode(*into, attention.scaling, True, mask.kv_len, *norms, backend=backend)
+    else:
+        one_half = sinks is not None and 2 * cos.shape[-1] == attention.head_dim  # as gpt-oss's
+        q = rope_and_cache(*into, one_half, backend=backend)
+        out = fmha_decode(
+            q, kept.keys, kept.values, attention.scaling, None, mask.kv_len, mask.window, None, sinks, mask.keys,
+            backend=backend,
+        )  # fmt: skip
+    project = attention.o_proj
+    return linear_add(out.view(1, 1, -1), project.weight, hidden, project.bias, backend=backend)
+
+
+def feed_forward(layer: nn.Module, hidden: Tensor, backend: str | None) -> Tensor:
+    """``hidden`` and the layer's MLP, or experts, behind its norm."""
+    mlp, norm = layer.mlp, layer.post_attention_layernorm
+    if _is_gated(layer):
+        return _gated(mlp, norm, hidden, backend)
+    if not _are_parts_known(mlp):
+        out = mlp(norm(hidden))
+        return hidden + (out[0] if isinstance(out, tuple) else out)  # some return what the router found, too
+    normed = norm(hidden).view(1, -1)
+    _, weights, ids = (mlp.gate if hasattr(mlp, "gate") else mlp.router)(normed)
+    if hasattr(mlp, "shared_experts"):
+        hidden = _gated(mlp.shared_experts, norm, hidden, backend)
+    out = experts_forward(mlp.experts, normed, ids, weights, shared_output=hidden.view(1, -1), backend=backend)
+    return out.view_as(hidden)
+
+
+def _gated(mlp: nn.Module, norm: nn.Module, hidden: Tensor, backend: str | None) -> Tensor:
+    inner = rms_norm_swiglu(
+        hidden, norm.weight, norm.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight, backend=backend
+    )
+    return linear_add(inner, mlp.down_proj.weight, hidden, mlp.down_proj.bias, backend=backend)
+
+
 @reproducible
 def decode_forward(backend: str | None) -> Callable:
     """Forward for a decoder layer whose parts are patched, as :func:`misfit` has checked."""
 
-    def step(
-        layer: nn.Module,
-        hidden: Tensor,
-        mask: CausalMask,
-        cache: DecodeCache,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Tensor:
-        attention, mlp, sinks = layer.self_attn, layer.mlp, getattr(layer.self_attn, "sinks", None)
-        norm, kept = layer.input_layernorm, cache.layers[attention.layer_idx]
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
-        biases = None if attention.q_proj.bias is None else [p.bias for p in projections]
-        q, k, v = rms_norm_linear(
-            hidden, norm.weight, norm.variance_epsilon, [p.weight for p in projections], biases, backend=backend
-        )
-        q, k, v = (t.view(1, 1, -1, attention.head_dim) for t in (q, k, v))
-        plain = mask.window is None and mask.keys is None and sinks is None
-        norms = _norms_of(attention) if plain else ()
-        if hasattr(attention, "q_norm") and not norms:
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, 1, D]
-        into = q, k, v, cos, sin, kept.keys, kept.values, cache.length
-        if plain:
-            # Between the steps are launches of PyTorch's, which nothing behind them overtakes.
-            out = rope_fmha_decode(*into, attention.scaling, True, mask.kv_len, *norms, backend=backend)
-        else:
-            one_half = sinks is not None and 2 * cos.shape[-1] == attention.head_dim  # as gpt-oss's
-            q = rope_and_cache(*into, one_half, backend=backend)
-            out = fmha_decode(
-                q, kept.keys, kept.values, attention.scaling, None, mask.kv_len, mask.window, None, sinks, mask.keys,
-                backend=backend,
-            )  # fmt: skip
-        project = attention.o_proj
-        hidden = linear_add(out.view(1, 1, -1), project.weight, hidden, project.bias, backend=backend)
-        norm = layer.post_attention_layernorm
-        if not _is_gated(layer):
-            out = mlp(norm(hidden))
-            return hidden + (out[0] if isinstance(out, tuple) else out)  # some return what the router found, too
-        inner = rms_norm_swiglu(
-            hidden, norm.weight, norm.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight, backend=backend
-        )
-        return linear_add(inner, mlp.down_proj.weight, hidden, mlp.down_proj.bias, backend=backend)
+    def step(layer: nn.Module, hidden: Tensor, mask: CausalMask, cache: DecodeCache, embeddings: Any) -> Tensor:
+        attends = attend_latents if _has_latents(layer) else attend
+        return feed_forward(layer, attends(layer, hidden, mask, cache, embeddings, backend), backend)
 
     def forward(
         self,
@@ -122,7 +188,7 @@ def decode_forward(backend: str | None) -> Callable:
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Any = None,
         **kwargs,
     ) -> Tensor:
         if (
@@ -133,7 +199,7 @@ def decode_forward(backend: str | None) -> Callable:
             and not torch.is_grad_enabled()
             and not misfit(self)
         ):
-            return step(self, hidden_states, attention_mask, past_key_values, *position_embeddings)
+            return step(self, hidden_states, attention_mask, past_key_values, position_embeddings)
         return type(self).forward(
             self,
             hidden_states,
@@ -167,7 +233,8 @@ def _same_behind(seed: int, layer: nn.Module, rotary: nn.Module, forward: Callab
     weight = layer.input_layernorm.weight
     numbers = torch.randn(1, 10, weight.shape[0], generator=torch.Generator().manual_seed(seed))
     hidden = numbers.to(weight.device, weight.dtype)
-    cos, sin = rotary(hidden, torch.arange(10, device=weight.device)[None])
+    embeddings = rotary(hidden, torch.arange(10, device=weight.device)[None])
+    alone = isinstance(embeddings, Tensor)  # complex numbers, as DeepSeek-V2's
 
     def run(forward: Callable, cache: DecodeCache, tokens: slice) -> Tensor:
         count = tokens.stop - tokens.start
@@ -180,7 +247,7 @@ def _same_behind(seed: int, layer: nn.Module, rotary: nn.Module, forward: Callab
             attention_mask=CausalMask((1, 1, count, cache.capacity), None, filled, None),
             past_key_values=cache,
             use_cache=True,
-            position_embeddings=(cos[:, tokens], sin[:, tokens]),
+            position_embeddings=embeddings[:, tokens] if alone else tuple(t[:, tokens] for t in embeddings),
         )
 
     results = []

@@ -13,6 +13,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.ops import ops
 from tilegym.ops.cutile.early_weights import NOTHING
 from tilegym.ops.cutile.early_weights import begin_early
 from tilegym.ops.cutile.early_weights import columns_of
@@ -36,6 +37,7 @@ from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.wide_gemm import fits_better
 from tilegym.ops.cutile.wide_gemm import launch_wide
 from tilegym.ops.pytorch.linear import check_operands
+from tilegym.ops.pytorch.linear import in_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_GEMV_ROWS = 16  # what the smallest tile of ct.mma holds
@@ -335,12 +337,34 @@ class Linear(torch.autograd.Function):
         return dx, dw, db
 
 
+def _fake_wide(x, weight, bias):
+    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32)
+
+
+@compilable(_fake_wide)
+def wide_row_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., K] with one row, contiguous like weight; [..., N] in fp32, as it is summed."""
+    out = _fake_wide(x, weight, bias)
+    launch_gemv(x.view(1, x.shape[-1]), weight, bias, None, out.view(1, weight.shape[0]))
+    return out
+
+
 @register_impl("linear", "cutile")
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    check_operands(x, weight, bias)
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    check_operands(x, weight, bias, out_dtype)
     check_supported(x, DTYPES)
-    if torch.is_grad_enabled() and (
+    gradients = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    ):
+    )
+    if out_dtype is not None and out_dtype is not x.dtype:
+        if x.numel() == x.shape[-1] > 0 and x.is_contiguous() and weight.is_contiguous() and not gradients:
+            return wide_row_forward(x, weight, bias)
+        return ops.linear(*in_dtype(out_dtype, x, weight, bias), backend="cutile")
+    if gradients:
         return Linear.apply(x, weight, bias)
     return linear_forward(x, weight, bias)

@@ -5,20 +5,26 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.ops.pytorch.rope import apply_rope_base
 
+PAIRS = ("", "kept", "to halves")
 
-def check_cache(q, k, v, cos, sin, keys, values, position, one_half=False, op: str = "rope_and_cache") -> None:
+
+def check_cache(
+    q, k, v, cos, sin, keys, values, position, one_half=False, pairs: str = "", op: str = "rope_and_cache"
+) -> None:
     """Raises ValueError or TypeError for arguments that no backend accepts."""
-    if q.dim() != 4 or q.shape[2] != 1 or k.shape != v.shape or k.shape[2] != 1:
+    if q.dim() != 4 or q.shape[2] != 1 or k.dim() != 4 or k.shape[2] != 1 or k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"{op}: q must be [B, Hq, 1, D] and k, v [B, Hkv, 1, D]; they are {tuple(q.shape)}, "
+            f"{op}: q must be [B, Hq, 1, D], k [B, Hkv, 1, D] and v [B, Hkv, 1, Dv]; they are {tuple(q.shape)}, "
             f"{tuple(k.shape)}, {tuple(v.shape)}"
         )
     batch, heads, _, dim = k.shape
-    if keys.shape != values.shape or keys.shape[:2] != (batch, heads) or keys.shape[3] != dim:
-        raise ValueError(
-            f"{op}: keys and values must be [{batch}, {heads}, capacity, {dim}]; they are "
-            f"{tuple(keys.shape)}, {tuple(values.shape)}"
-        )
+    widths = [dim, v.shape[3]]
+    for cache, width in zip((keys, values), widths, strict=True):
+        if cache.dim() != 4 or cache.shape != (batch, heads, keys.shape[2], width):
+            raise ValueError(
+                f"{op}: keys and values must be [{batch}, {heads}, capacity, D] with D {widths[0]} and {widths[1]}; "
+                f"they are {tuple(keys.shape)}, {tuple(values.shape)}"
+            )
     if position.numel() != 1:
         raise ValueError(f"{op}: position must hold one number, it is {tuple(position.shape)}")
     parts = 2 if one_half else 1
@@ -29,6 +35,8 @@ def check_cache(q, k, v, cos, sin, keys, values, position, one_half=False, op: s
         )
     if cos.shape[2] * parts % 2:
         raise ValueError(f"{op}: cos and sin must be two halves, they are {tuple(cos.shape)}")
+    if pairs not in PAIRS:
+        raise ValueError(f"{op}: pairs must be one of {', '.join(map(repr, PAIRS))}, it is {pairs!r}")
     if not q.dtype is k.dtype is v.dtype is keys.dtype is values.dtype:
         raise TypeError(f"{op}: q is {q.dtype}, k {k.dtype}, v {v.dtype}, the cache {keys.dtype}")
 
@@ -44,11 +52,27 @@ def rope_and_cache(
     values: torch.Tensor,
     position: torch.Tensor,
     one_half: bool = False,
+    pairs: str = "",
 ) -> torch.Tensor:
-    check_cache(q, k, v, cos, sin, keys, values, position, one_half)
+    check_cache(q, k, v, cos, sin, keys, values, position, one_half, pairs)
     if one_half:
         cos, sin = (torch.cat((t, t), dim=-1) for t in (cos, sin))
-    q, k = apply_rope_base(q, k, cos, sin, None, 1, cos.shape[-1] / q.shape[-1])
+    width = cos.shape[-1]
+    if pairs:
+        q, k = (_halves(t, width) for t in (q, k))
+    q, k = apply_rope_base(q, k, cos, sin, None, 1, width / q.shape[-1])
+    if pairs == "kept":
+        q, k = (_pairs(t, width) for t in (q, k))
     keys.index_copy_(2, position.view(1), k)
     values.index_copy_(2, position.view(1), v)
     return q
+
+
+def _halves(x: torch.Tensor, width: int) -> torch.Tensor:
+    """The even elements of the first ``width`` before the odd ones."""
+    return torch.cat((x[..., :width:2], x[..., 1:width:2], x[..., width:]), dim=-1)
+
+
+def _pairs(x: torch.Tensor, width: int) -> torch.Tensor:
+    """What ``_halves`` has brought apart, together again."""
+    return torch.cat((x[..., :width].unflatten(-1, (2, -1)).mT.flatten(-2), x[..., width:]), dim=-1)

@@ -12,6 +12,8 @@ from tilegym.ops.pytorch.rope_cache import rope_and_cache
 def check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len, q_norm, k_norm) -> None:
     """Raises ValueError or TypeError for arguments that no backend accepts."""
     check_cache(q, k, v, cos, sin, keys, values, position, op="rope_fmha_decode")
+    if v.shape != k.shape:
+        raise ValueError(f"rope_fmha_decode: k and v must be alike, they are {tuple(k.shape)} and {tuple(v.shape)}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1) or keys.shape[2] == 0:
         raise ValueError(
             f"rope_fmha_decode: the heads of q {tuple(q.shape)} must be a multiple of those of k {tuple(k.shape)}, "

@@ -79,5 +79,5 @@ _COMPUTES = (
 )
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "q_a_layernorm", "kv_a_layernorm")
 
-DEEPSEEK_V2 = _Deepseek("deepseek_v2", "DeepseekV2", _COMPUTES, norms=_NORMS, mlp=None)
-DEEPSEEK_V3 = _Deepseek("deepseek_v3", "DeepseekV3", _COMPUTES, norms=_NORMS, mlp=None)
+DEEPSEEK_V2 = _Deepseek("deepseek_v2", "DeepseekV2", _COMPUTES, norms=_NORMS, mlp=None, decode_step=True)
+DEEPSEEK_V3 = _Deepseek("deepseek_v3", "DeepseekV3", _COMPUTES, norms=_NORMS, mlp=None, decode_step=True)

@@ -1,0 +1,62 @@
+"""The attention of a DeepSeek layer's decoding step: six launches, with queries of a low rank seven, and the merge."""
+
+from typing import Any
+
+from torch import Tensor
+from torch import nn
+
+from tilegym.ops import linear_add
+from tilegym.ops import rms_norm_linear
+from tilegym.ops import rope_and_cache
+from tilegym.ops.mla_interface import latent_attention
+from tilegym.transformers.attention import CausalMask
+from tilegym.transformers.decode_graph import DecodeCache
+
+
+def misfit_of_latents(attention: nn.Module) -> str:
+    """Why the parts of a latent attention are not those that the step takes over; empty if they are."""
+    first = attention.q_proj if attention.q_lora_rank is None else attention.q_a_proj
+    if attention.kv_b_proj.bias is not None:
+        return "its kv_b_proj has a bias"
+    if (first.bias is None) != (attention.kv_a_proj_with_mqa.bias is None):
+        return (
+            f"one of its {'q_proj' if attention.q_lora_rank is None else 'q_a_proj'} and kv_a_proj_with_mqa has a bias"
+        )
+    return ""
+
+
+def attend_latents(
+    layer: nn.Module, hidden: Tensor, mask: CausalMask, cache: DecodeCache, embeddings: Any, backend: str | None
+) -> Tensor:
+    """``hidden`` and the layer's attention to the latents that the cache holds, of the new token too."""
+    attention, norm = layer.self_attn, layer.input_layernorm
+    kept, low = cache.layers[attention.layer_idx], attention.q_lora_rank is not None
+    first = attention.q_a_proj if low else attention.q_proj
+    both = first, attention.kv_a_proj_with_mqa
+    biases = None if first.bias is None else [p.bias for p in both]
+    q, compressed = rms_norm_linear(
+        hidden, norm.weight, norm.variance_epsilon, [p.weight for p in both], biases, backend=backend
+    )
+    if low:
+        norm, second = attention.q_a_layernorm, attention.q_b_proj
+        biases = None if second.bias is None else [second.bias]
+        (q,) = rms_norm_linear(q, norm.weight, norm.variance_epsilon, [second.weight], biases, backend=backend)
+    q = q.view(1, 1, -1, attention.qk_head_dim).transpose(1, 2)  # [1, H, 1, D + Dr]
+    q, qpe = q.split((attention.qk_nope_head_dim, attention.qk_rope_head_dim), -1)
+    latents, kpe = compressed[:, None].split((attention.kv_lora_rank, attention.qk_rope_head_dim), -1)
+    latents = attention.kv_a_layernorm(latents)
+    if isinstance(embeddings, Tensor):  # V2's complex numbers
+        cos, sin, one_half, pairs = embeddings.real, embeddings.imag, True, "kept"
+    else:
+        cos, sin, one_half = *embeddings, False
+        pairs = "to halves" if attention.config.rope_interleave else ""
+    # The cache holds latents as keys and rotated keys as values.
+    qpe = rope_and_cache(
+        qpe, kpe, latents, cos, sin, kept.values, kept.keys, cache.length, one_half, pairs, backend=backend
+    )
+    out = latent_attention(
+        q, qpe, kept.keys, kept.values, attention.kv_b_proj.weight, attention.scaling, True, mask.keys, mask.kv_len,
+        backend=backend,
+    )  # fmt: skip
+    project = attention.o_proj
+    return linear_add(out.view(1, 1, -1), project.weight, hidden, project.bias, backend=backend)
