@@ -95,7 +95,7 @@ def rms_norm_forward(m: int, n: int) -> Group:
 
     def variant(kernel, grid, tile, hint):
         cached, warps = kernel is rms.rms_norm_cached_kernel, hint["num_worker_warps"] if tile[0] == 1 else 0
-        flags = (1, False, 0, warps) if cached else ()
+        flags = (1, False, 0, warps, False) if cached else ()
         args = (x, w, x, y, x, EPS, 0.0, n, *tile, *flags, True, False, True, False)
         return Variant(f"{kernel._pyfunc.__name__[9:-7]} {tile}", hint, grid, kernel, args)
 

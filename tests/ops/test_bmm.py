@@ -19,6 +19,8 @@ from tilegym.ops import bmm
 from tilegym.ops.cutile.bmm import _suits
 from tilegym.ops.cutile.bmm import bmm_forward
 from tilegym.ops.cutile.bmm import bmm_kernel
+from tilegym.ops.cutile.bmm import bmm_row_kernel
+from tilegym.ops.cutile.bmm import row_plan
 from tilegym.ops.cutile.bmm import with_unit_stride
 from tilegym.ops.cutile.matmul import _configs
 from tilegym.ops.pytorch.bmm import bmm as reference
@@ -49,6 +51,35 @@ class Test_BMM(PyTestCase):
         kwargs = operands(3, 40, 70, 37, transpose_a, transpose_b, torch.bfloat16)
         extra = {"backend": backend, "static_persistent": static_persistent}
         self.assertCorrectness(bmm, reference, kwargs, extra, gradient=True)
+
+    @backends("bmm")
+    @dtypes()
+    @pytest.mark.parametrize(("n", "k"), [(70, 37), (512, 128), (128, 512), (9, 700)])
+    @pytest.mark.parametrize(("transpose_a", "transpose_b"), TRANSPOSES)
+    def test_a_row_of_each(self, backend, dtype, n, k, transpose_a, transpose_b):
+        kwargs = operands(3, 1, n, k, transpose_a, transpose_b, dtype)
+        with sanitized():
+            self.assertCorrectness(bmm, reference, kwargs, {"backend": backend}, gradient=True)
+
+    @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+    def test_a_row_of_each_is_read_where_it_lies(self):
+        """Heads of queries and parts of a weight, as absorbed in latent attention: one launch, no copy."""
+        q, weight = randn(1, 4, 1, 48)[:, :, 0, :32].transpose(0, 1), randn(4, 32 + 24, 40, seed=1)
+        with recorded_launches() as launches, torch.no_grad():
+            bmm(q, weight[:, :32], backend="cutile")
+            bmm(randn(4, 1, 40), weight[:, 32:], transpose_b=True, backend="cutile")
+        assert [kernel for kernel, _ in launches] == [bmm_row_kernel] * 2
+        (_, absorbed), (_, out) = launches
+        assert absorbed[0].data_ptr() == q.data_ptr() and absorbed[1].data_ptr() == weight.data_ptr()
+        assert out[1].data_ptr() == weight[:, 32:].data_ptr()
+
+    def test_a_row_of_each_compiles(self):
+        for arch in ARCHITECTURES:
+            for n, k, transposed in ((512, 128, False), (128, 512, True)):
+                a, c = (torch.empty(16, 1, size, dtype=torch.bfloat16) for size in (k, n))
+                b = torch.empty(16, 256, 512, dtype=torch.bfloat16)[:, :128]
+                tiles = row_plan.__wrapped__(16, n, k, 16, transposed, 0)
+                assert_compiles(bmm_row_kernel, (a, b, c, *tiles, transposed, arch == "sm_90"), (arch,))
 
     @backends("bmm")
     @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

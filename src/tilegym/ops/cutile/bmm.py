@@ -1,5 +1,7 @@
 """``bmm`` in cuTile: ``matmul``'s tiles, configurations and order of blocks, for every matrix of a batch in turn."""
 
+import functools
+
 import cuda.tile as ct
 import torch
 
@@ -7,6 +9,7 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.autotuner import Config
 from tilegym.backend.cutile.autotuner import SearchSpace
 from tilegym.backend.cutile.autotuner import autotune
+from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.cutile.tuning_key import bucket
 from tilegym.ops.cutile.matmul import DTYPES
@@ -16,10 +19,14 @@ from tilegym.ops.cutile.matmul import tile_of_block
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
+from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.bmm import check_batches
 from tilegym.ops.pytorch.matmul import FP8_DTYPES
 
+ROW_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # Rows of tiles that blocks running at the same time share: with short rows of A and B, as of attention scores, few.
 GROUP_M = 4
 
@@ -71,6 +78,39 @@ def bmm_kernel(
             output_tile(block, a, b, c, *tile)
     else:
         output_tile(ct.bid(0), a, b, c, *tile)
+
+
+@ct.kernel
+def bmm_row_kernel(
+    a,  # [batch, 1, K]
+    b,  # [batch, K, N], or [batch, N, K] if TRANS_B
+    c,  # [batch, 1, N]
+    TILE_N: Int,
+    TILE_K: Int,
+    TRANS_B: Bool,
+    OVERLAP: Bool,
+):
+    begin(OVERLAP)
+    batch, n = ct.bid(1), ct.bid(0) * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+    if TRANS_B:
+        acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
+    else:
+        acc = ct.zeros((TILE_K, TILE_N), dtype=ct.float32)
+    for step in range(ct.cdiv(a.shape[2], TILE_K)):
+        k = step * TILE_K + ct.arange(TILE_K, dtype=ct.int32)
+        row = ct.gather(a, (batch, 0, k)).astype(ct.float32)
+        if TRANS_B:
+            acc = acc + ct.gather(b, (batch, n[:, None], k[None, :])).astype(ct.float32) * row[None, :]
+        else:
+            acc = acc + ct.gather(b, (batch, k[:, None], n[None, :])).astype(ct.float32) * row[:, None]
+    ct.scatter(c, (batch, 0, n), ct.sum(acc, axis=1 if TRANS_B else 0).astype(c.dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def row_plan(batch: int, n: int, k: int, bits: int, transposed: bool, device: int) -> tuple[int, int]:
+    """(TILE_N, TILE_K) for a row times each [k, n]: about 16 KB of it a block, so that all have something to read."""
+    tile_k = min(next_power_of_2(k), 8192 // bits if transposed else 2048 // bits)
+    return max(8, min(next_power_of_2(n), 131072 // bits // tile_k)), tile_k
 
 
 def _tiles(batch: int, m: int, n: int, cfg: Config) -> int:
@@ -151,6 +191,15 @@ def batched_gemm(
     )
 
 
+def row_of_each(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, transposed: bool) -> None:
+    """Launches ``c[i] = a[i] @ b[i]``, or ``@ b[i].T``, for a [batch, 1, K]: bound by reading b, as in decoding."""
+    batch, _, n = c.shape
+    k, device = a.shape[2], a.get_device()
+    tile_n, tile_k = row_plan(batch, n, k, a.dtype.itemsize * 8, transposed, device)
+    overlap = overlaps(device)
+    launch(c, (-(-n // tile_n), batch), bmm_row_kernel, (a, b, c, tile_n, tile_k, transposed, overlap), overlap)
+
+
 def _fake(a, b, transpose_a, transpose_b, static_persistent):
     shape = (a.shape[0], a.shape[2 if transpose_a else 1], b.shape[1 if transpose_b else 2])
     return a.new_empty(shape, dtype=torch.float16) if a.dtype in FP8_DTYPES else a.new_empty(shape)
@@ -163,6 +212,11 @@ def bmm_forward(
     c = _fake(a, b, transpose_a, transpose_b, static_persistent)
     if a.numel() == 0 or b.numel() == 0:
         return c.zero_()
+    if c.shape[1] == 1 and a.dtype in ROW_DTYPES and static_persistent is None:
+        row = a.mT if transpose_a else a
+        b, flipped = with_unit_stride(b)
+        row_of_each(row if row.stride(2) == 1 else row.contiguous(), b, c, transpose_b != flipped)
+        return c
     batched_gemm(a, b, c, transpose_a, transpose_b, static_persistent)
     return c
 

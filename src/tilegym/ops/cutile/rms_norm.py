@@ -36,8 +36,10 @@ from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import row_count
 from tilegym.ops.cutile.tiling import rows_of
 from tilegym.ops.cutile.tiling import size_of
@@ -51,9 +53,10 @@ from tilegym.ops.pytorch.rms_norm import check_rms_norm
 @ct.kernel
 def rms_norm_cached_kernel(
     x, weight, bias, y, rstd, eps, OFFSET: Float, N: Int, TILE_M: Int, TILE_N: Int, PIECES: Int, AT_ONCE: Bool,
-    AXIS: Int, WARPS: Int, WEIGHT: Bool, BIAS: Bool, ROUND: Bool, RSTD: Bool,
+    AXIS: Int, WARPS: Int, OVERLAP: Bool, WEIGHT: Bool, BIAS: Bool, ROUND: Bool, RSTD: Bool,
 ):  # fmt: skip
     """multi_wave_cached: a block reads TILE_M whole rows, as PIECES tiles, and keeps them in registers."""
+    begin(OVERLAP)
     rows = span(ct.bid(AXIS), TILE_M)
     pieces, ws, bs, squares = (), (), (), 0.0
     for piece in ct.static_iter(range(PIECES)):
@@ -109,6 +112,9 @@ def rms_norm_reload_kernel(
         ct.scatter(rstd, rows[:, None], r)
 
 
+OVERLAPPED = 64  # rows up to which a launch begins before the one in front ends, as in decoding
+
+
 @functools.lru_cache(maxsize=1024)
 def forward_plan(
     mode: str | None, rows: int, n: int, device: int, slim: bool
@@ -117,12 +123,13 @@ def forward_plan(
 
     ``slim``: input and weight have 16 bits, and there is no bias.
 
-    The tiles are TILE_M and TILE_N, and where rows are held PIECES, AT_ONCE, AXIS and WARPS.
+    The tiles are TILE_M and TILE_N, and where rows are held PIECES, AT_ONCE, AXIS, WARPS and OVERLAP.
 
     Warps and occupancy are those that were the fastest on an H200 for 8192x4096, 262144x128, 4096x8192, 4096x14336
     and 1024x65536 in bf16: about as much as its registers hold.
     """
     rows = rows if n else 0  # without columns there is nothing to launch
+    overlap = rows <= OVERLAPPED and overlaps(device)
     tile_n = next_power_of_2(n)
     if tile_n > MAX_CACHED or mode == "multi_wave_reload":
         # 1024x65536 with 8 warps: 94 us. 4 warps and half the columns: 106, but shorter rows need no more.
@@ -132,7 +139,7 @@ def forward_plan(
         tile_n, warps, occupancy = piece_plan(n)
         kernel = hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy)
         grid, axis = grid_of(rows)
-        return kernel, grid, (1, tile_n, ct.cdiv(n, tile_n), False, axis, warps)
+        return kernel, grid, (1, tile_n, ct.cdiv(n, tile_n), False, axis, warps, overlap)
     tile_m, tile_n = whole_rows(rows, n, device)
     tiles, elements = ct.cdiv(rows, tile_m), tile_m * tile_n
     if mode == "static_persistent":
@@ -147,7 +154,7 @@ def forward_plan(
         warps, occupancy, early = 8, 4, 4
     kernel = hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy)
     grid, axis = grid_of(tiles)
-    return kernel, grid, (tile_m, tile_n, 1, early > 0, axis, warps if tile_m == 1 else 0)
+    return kernel, grid, (tile_m, tile_n, 1, early > 0, axis, warps if tile_m == 1 else 0, overlap)
 
 
 def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):
@@ -161,7 +168,8 @@ def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):
     b = 0 if bias is None else bias
     flags = (weight is not None, bias is not None, rounded, with_rstd)
     out = y if rows is x else y.view(m, n)
-    launch(x, grid, kernel, (rows, w, b, out, rstd, eps, offset, n, *tiles, *flags))
+    overlap = len(tiles) > 2 and tiles[-1]
+    launch(x, grid, kernel, (rows, w, b, out, rstd, eps, offset, n, *tiles, *flags), overlap)
     return y, rstd
 
 
