@@ -11,6 +11,7 @@ from family_parity import logits
 from family_parity import make
 from family_parity import ops_called
 from test_decode_graph import generate
+from test_decode_graph import rotations
 from tiny_models import assert_close
 from tiny_models import backends
 from tiny_models import observed
@@ -206,6 +207,16 @@ def test_one_sequence_decodes_by_fused_steps(family, options, backend):
             attention.kv_b_proj.register_forward_hook(lambda module, args, out: 0 * out)
             changed = generate(model, ids[1:2], max_new_tokens=14)
         assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
+
+
+def test_one_sequence_takes_rows_of_the_rotary_embedding(family, monkeypatch):
+    """Of V2's complex numbers as of V3's cos and sin."""
+    model, ids = make(family), tokens(1, 11)
+    with decode_graph.eager_steps("cpu"), monkey_patch.apply(model, use_cutile=False):
+        expected = generate(model, ids)
+        counts = rotations(model, monkeypatch)
+        assert torch.equal(generate(model, ids), expected)
+        assert counts == [11, 8]  # the prompt, and all that comes behind it
 
 
 @torch.no_grad()
