@@ -14,6 +14,7 @@ from tilegym.ops.cutile.moe_activation import activated
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import begin
+from tilegym.ops.cutile.tiling import begin_alone
 from tilegym.ops.cutile.tiling import span
 
 NO_GATE, SPLIT, INTERLEAVED = range(3)  # what an expert's first matrix holds
@@ -243,7 +244,7 @@ def moe_combine_kernel(
     OVERLAP: Bool,
 ):
     """out[t] = sum over j of weights[t, j] * y[rows[t, j]] (+ shared[t]), in the order of j."""
-    begin(OVERLAP)
+    begin_alone(OVERLAP)
     tiles = ct.cdiv(out.shape[1], TILE_N)
     token, columns = ct.bid(0) // tiles, span(ct.bid(0) % tiles, TILE_N)
     total = ct.zeros((TILE_N,), dtype=ct.float32)

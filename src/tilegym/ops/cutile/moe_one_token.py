@@ -17,6 +17,7 @@ from tilegym.ops.cutile.moe_activation import activated
 from tilegym.ops.cutile.stream_gemv import sums_of
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin_alone
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import overlaps
@@ -79,10 +80,7 @@ def moe_stream_up_kernel(
     OVERLAP: Bool,
 ):
     pair, first, blocks = ct.bid(0) % PAIRS, ct.bid(0) // PAIRS, ct.num_blocks(0) // PAIRS
-    if OVERLAP:
-        # In this order: what the next launch reads ahead of its wait, ids, was there before this one.
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
+    begin_alone(OVERLAP)  # what the next launch reads ahead of its wait, ids, was there before this one
     end = h.shape[1] // TILE_N
     last = end - 1 - (end - 1 - first) % blocks
     expert, _ = chosen(ids, pair, w_gate.shape[0])

@@ -36,7 +36,7 @@ from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import begin
+from tilegym.ops.cutile.tiling import begin_alone
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
@@ -56,7 +56,7 @@ def rms_norm_cached_kernel(
     AXIS: Int, WARPS: Int, OVERLAP: Bool, WEIGHT: Bool, BIAS: Bool, ROUND: Bool, RSTD: Bool,
 ):  # fmt: skip
     """multi_wave_cached: a block reads TILE_M whole rows, as PIECES tiles, and keeps them in registers."""
-    begin(OVERLAP)
+    begin_alone(OVERLAP)
     rows = span(ct.bid(AXIS), TILE_M)
     pieces, ws, bs, squares = (), (), (), 0.0
     for piece in ct.static_iter(range(PIECES)):
@@ -112,7 +112,7 @@ def rms_norm_reload_kernel(
         ct.scatter(rstd, rows[:, None], r)
 
 
-OVERLAPPED = 64  # rows up to which a launch begins before the one in front ends, as in decoding
+OVERLAPPED = 64  # rows up to which a launch overlaps the one in front, as in decoding
 
 
 @functools.lru_cache(maxsize=1024)

@@ -39,6 +39,19 @@ def begin(OVERLAP: Bool):
         ct.grid_dependency_control_wait()
 
 
+def begin_alone(OVERLAP: Bool):
+    """In a kernel, first of all: waits for what the launch before has written, and only then lets the next one begin.
+
+    For the small launches of a layer with experts. Where they let the next begin at once, so does that, and the kernels
+    that wait take the place of one that runs: on an H200 a step of gpt-oss-20b takes 2.50 ms so, of DeepSeek-V2-Lite
+    2.18; 2.30 and 2.11 with this in rms_norm and the sum of the experts. In the routing it changes nothing, and in the
+    merge of an attention's splits, which has much to read behind it, it costs 0.1 ms.
+    """
+    if OVERLAP:
+        ct.grid_dependency_control_wait()
+        ct.grid_dependency_control_launch_dependents()
+
+
 def let_next_begin(OVERLAP: Bool):
     """In a kernel whose launch waits for the one before, first of all: lets the next launch begin."""
     if OVERLAP:
