@@ -99,7 +99,7 @@ def test_experts_add_the_residual(family, monkeypatch):
             changed = generate(model, ids)
             seen.clear()
             with monkeypatch.context() as patch:
-                patch.setattr(decode_layer, "_are_parts_known", lambda mlp: False)
+                patch.setattr(decode_layer, "_are_parts_known", lambda layer: False)
                 assert torch.equal(generate(model, ids), changed) and not seen
             assert not torch.equal(changed, expected)
             handle.remove()

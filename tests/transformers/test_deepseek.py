@@ -203,10 +203,14 @@ def test_one_sequence_decodes_by_fused_steps(family, options, backend):
             assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
             fused = {"rms_norm_linear", "rope_and_cache", "rms_norm_swiglu", "linear_add"}
             assert fused | {"mla_decoding_split_kv", "fused_moe"} <= {op for op, _ in calls}
-            attention = model.model.layers[1].self_attn
-            attention.kv_b_proj.register_forward_hook(lambda module, args, out: 0 * out)
-            changed = generate(model, ids[1:2], max_new_tokens=14)
-        assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
+        # What somebody listens to is called.
+        last = model.model.layers[1]
+        for part in (last.self_attn.kv_b_proj, last.mlp.shared_experts.up_proj, last.post_attention_layernorm):
+            with monkey_patch.apply(model, use_cutile=backend == "cutile"):
+                handle = part.register_forward_hook(lambda module, args, out: 0 * out)
+                changed = generate(model, ids[1:2], max_new_tokens=14)
+            assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
+            handle.remove()
 
 
 def test_one_sequence_takes_rows_of_the_rotary_embedding(family, monkeypatch):

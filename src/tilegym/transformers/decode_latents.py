@@ -1,4 +1,4 @@
-"""The attention of a DeepSeek layer's decoding step: six launches, with queries of a low rank seven, and the merge."""
+"""The attention of a DeepSeek layer's decoding step: seven launches, with queries of a low rank eight, and the merge."""
 
 from typing import Any
 

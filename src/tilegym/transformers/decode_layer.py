@@ -1,5 +1,5 @@
-"""A decoder layer's decoding step in few launches, for layers in the layout of Llama's: six or seven; where its MLP are
-experts, four or five and theirs.
+"""A decoder layer's decoding step in few launches, for layers in the layout of Llama's, six or seven, and DeepSeek's;
+where its MLP are experts, those of the attention, a norm, the router and the experts, who add the residual.
 
 The parts of a layer are patched one by one elsewhere; with a token at a time what is left is launches, each over one
 vector. Here norms run in the launch that reads the weights behind them, activation and residual in the one before.
@@ -44,7 +44,7 @@ TRIES = 4
 
 
 def _is_gated(layer: nn.Module) -> bool:
-    """Whether behind the attention stands Llama's MLP; experts, or whatever else there is, are called as they are."""
+    """Whether behind the attention stands Llama's MLP, and no experts or whatever else there is."""
     return hasattr(layer.mlp, "gate_proj")
 
 
@@ -52,28 +52,25 @@ def _has_latents(layer: nn.Module) -> bool:
     return hasattr(layer.self_attn, "kv_a_proj_with_mqa")
 
 
-def _are_parts_known(mlp: nn.Module) -> bool:
-    """Whether it is a router, experts, and shared ones or not, that nothing but the model puts together."""
-    own, children = vars(mlp), {name for name, _ in mlp.named_children()}
+def _are_parts_known(layer: nn.Module) -> bool:
+    """Whether its MLP is a router, experts, and shared ones or not, that nothing but the model puts together."""
+    mlp, norm = layer.mlp, layer.post_attention_layernorm
+    children = {name for name, _ in mlp.named_children()}
     if children - {"shared_experts"} not in ({"gate", "experts"}, {"router", "experts"}):
         return False
-    parts = [mlp, mlp.experts, *(mlp.shared_experts.modules() if "shared_experts" in children else ())]
     chosen = getattr(getattr(mlp.experts, "config", None), "_experts_implementation", None)
-    return (
-        "forward" not in own
-        and not mlp.training  # some add noise
-        and chosen in EXPERTS.values()
-        and FORMULA in vars(mlp.experts)
-        and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-        and ("shared_experts" not in children or _is_plain(mlp.shared_experts))
-    )
-
-
-def _is_plain(mlp: nn.Module) -> bool:
-    """Whether a gated MLP has patched linears, of which those behind the norm have no bias."""
-    linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    patched = all(linear is not None and "forward" in vars(linear) for linear in linears)
-    return patched and linears[0].bias is None and linears[1].bias is None
+    if "forward" in vars(mlp) or mlp.training or chosen not in EXPERTS.values() or FORMULA not in vars(mlp.experts):
+        return False  # in training some add noise
+    own = [mlp, mlp.experts]
+    if "shared_experts" in children:
+        shared = mlp.shared_experts
+        taken_over = [norm, shared, *(getattr(shared, f"{name}_proj", None) for name in ("gate", "up", "down"))]
+        if any(part is None or "forward" not in vars(part) for part in taken_over):
+            return False  # it is not patched
+        if shared.gate_proj.bias is not None or shared.up_proj.bias is not None:
+            return False
+        own += taken_over
+    return not any(part._forward_hooks or part._forward_pre_hooks for part in own)
 
 
 def _names_of(layer: nn.Module) -> tuple[str, ...]:
@@ -155,7 +152,7 @@ def feed_forward(layer: nn.Module, hidden: Tensor, backend: str | None) -> Tenso
     mlp, norm = layer.mlp, layer.post_attention_layernorm
     if _is_gated(layer):
         return _gated(mlp, norm, hidden, backend)
-    if not _are_parts_known(mlp):
+    if not _are_parts_known(layer):
         out = mlp(norm(hidden))
         return hidden + (out[0] if isinstance(out, tuple) else out)  # some return what the router found, too
     normed = norm(hidden).view(1, -1)
