@@ -51,6 +51,18 @@ def generate(model, ids, mask=None, **options):
     return model.generate(ids, attention_mask=mask, **{"do_sample": False, "max_new_tokens": 9, **options})
 
 
+def logits_of_steps(model, ids, prompt):
+    """The logits [1, S, V] of the tokens behind the first ``prompt`` of ``ids``, one by one on a DecodeCache."""
+    cache = decode_graph.DecodeCache(model.config.num_hidden_layers, 32, ids.device)
+    model(ids[:, :prompt], past_key_values=cache, use_cache=True)
+    logits = []
+    for n in range(prompt, ids.shape[1]):
+        cache.set_length(n)
+        position = torch.tensor([[n]], device=ids.device)
+        logits.append(model(ids[:, n : n + 1], position_ids=position, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(logits, 1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_tokens(family, steps):
     model = make_model(family)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from test_decode_graph import generate
+from test_decode_graph import logits_of_steps
 from tiny_models import backends
 from tiny_models import make_model
 from tiny_models import observed
@@ -158,14 +159,6 @@ def test_steps_by_the_kernels(family, options, monkeypatch):
     ids = tokens(1, 14)
     exact, expected = copy.deepcopy(model).float()(ids).logits[:, 11:], model(ids).logits[:, 11:]
     with monkey_patch.apply(model, use_cutile=True), observed() as calls:
-        cache = decode_graph.DecodeCache(model.config.num_hidden_layers, 32, ids.device)
-        model(ids[:, :11], past_key_values=cache, use_cache=True)
-        got = []
-        for n in range(11, 14):
-            cache.set_length(n)
-            position = torch.tensor([[n]], device=ids.device)
-            step = model(ids[:, n : n + 1], position_ids=position, past_key_values=cache, use_cache=True)
-            got.append(step.logits)
+        got = logits_of_steps(model, ids, 11)
     assert ("rms_norm_linear", "cutile") in calls
-    error = (torch.cat(got, 1) - exact).norm()
-    assert error <= 2 * (expected - exact).norm()
+    assert (got - exact).norm() <= 2 * (expected - exact).norm()

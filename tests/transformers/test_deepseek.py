@@ -11,6 +11,7 @@ from family_parity import logits
 from family_parity import make
 from family_parity import ops_called
 from test_decode_graph import generate
+from test_decode_graph import logits_of_steps
 from test_decode_graph import rotations
 from tiny_models import assert_close
 from tiny_models import backends
@@ -230,12 +231,6 @@ def test_steps_by_the_kernels(family, monkeypatch):
     model, ids = make(family, torch.bfloat16), tokens(1, 14)
     exact, expected = copy.deepcopy(model).float()(ids).logits[:, 11:], model(ids).logits[:, 11:]
     with monkey_patch.apply(model, use_cutile=True), observed() as calls:
-        cache = decode_graph.DecodeCache(model.config.num_hidden_layers, 32, ids.device)
-        model(ids[:, :11], past_key_values=cache, use_cache=True)
-        got = []
-        for n in range(11, 14):
-            cache.set_length(n)
-            position = torch.tensor([[n]], device=ids.device)
-            got.append(model(ids[:, n : n + 1], position_ids=position, past_key_values=cache, use_cache=True).logits)
+        got = logits_of_steps(model, ids, 11)
     assert ("rope_and_cache", "cutile") in calls
-    assert (torch.cat(got, 1) - exact).norm() <= 2 * (expected - exact).norm()
+    assert (got - exact).norm() <= 2 * (expected - exact).norm()

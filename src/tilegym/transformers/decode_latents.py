@@ -1,4 +1,4 @@
-"""The attention of a DeepSeek layer's decoding step: seven launches, with queries of a low rank eight, and the merge."""
+"""The attention of a DeepSeek layer's decoding step: eight launches, nine where queries are of a low rank."""
 
 from typing import Any
 
