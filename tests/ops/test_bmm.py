@@ -73,6 +73,10 @@ class Test_BMM(PyTestCase):
         assert absorbed[0].data_ptr() == q.data_ptr() and absorbed[1].data_ptr() == weight.data_ptr()
         assert out[1].data_ptr() == weight[:, 32:].data_ptr()
 
+    def test_the_same_row_of_all(self):
+        kwargs = dict(a=randn(1, 1, 40).expand(3, 1, 40), b=randn(40, 24, seed=1).expand(3, 40, 24))
+        self.assertCorrectness(bmm, reference, kwargs, {"backend": "cutile"})
+
     def test_a_row_of_each_compiles(self):
         for arch in ARCHITECTURES:
             for n, k, transposed in ((512, 128, False), (128, 512, True)):

@@ -184,6 +184,7 @@ class Test_RopeAndCache(PyTestCase):
         position = torch.tensor([0], device=device())
         for change, match in (
             (dict(q=randn(1, 4, 2, 8)), "q must be"),
+            (dict(v=randn(1, 2, 1)), "v .*; they are"),
             (dict(keys=randn(1, 3, 5, 8)), "keys and values must be"),
             (dict(position=torch.tensor([0, 1], device=device())), "position must hold one number"),
             (dict(cos=randn(1, 1, 10), sin=randn(1, 1, 10)), "cos and sin must be"),

@@ -206,6 +206,17 @@ class Test_Router(PyTestCase):
         same = (got_ids.sort(-1).values == ids.sort(-1).values).all(-1)
         assert same.all() if dtype == torch.float32 else same.sum() > 15
 
+    @backends("linear")
+    @pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v3"])
+    def test_logits_of_one_token_are_not_rounded(self, backend, model):
+        """In fp32 of bf16, also where a norm under autocast has left hidden states in fp32."""
+        made, hidden = router(model, torch.bfloat16), randn(1, 64, dtype=torch.bfloat16)
+        formula = prepare_router(made)
+        for x in (hidden, hidden.float()):
+            logits, _, _ = router_forward(made, x, formula=formula, backend=backend)
+            assert logits.dtype == torch.float32
+            torch.testing.assert_close(logits, made(x)[0], rtol=1e-5, atol=1e-5)
+
     def test_unknown_router(self):
         made = router("mixtral", torch.float32)
         with pytest.raises(UnsupportedError, match="not prepared"):

@@ -206,7 +206,7 @@ def _router_logits(
 ) -> torch.Tensor:
     x, weight, bias = hidden_states, module.weight, getattr(module, "bias", None)
     x = x.reshape(-1, weight.shape[1])
-    if wide and len(x) == 1 and bias is None:
+    if wide and len(x) == 1 and bias is None and x.dtype is weight.dtype:
         return linear(x, weight, None, torch.float32, backend=backend)
     if wide:
         return linear(x.float(), weight.float(), bias, backend=backend)

@@ -91,7 +91,8 @@ def bmm_row_kernel(
     OVERLAP: Bool,
 ):
     begin(OVERLAP)
-    batch, n = ct.bid(1), ct.bid(0) * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+    tiles = ct.cdiv(c.shape[2], TILE_N)
+    batch, n = ct.bid(0) // tiles, ct.bid(0) % tiles * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
     if TRANS_B:
         acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     else:
@@ -197,7 +198,7 @@ def row_of_each(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, transposed: b
     k, device = a.shape[2], a.get_device()
     tile_n, tile_k = row_plan(batch, n, k, a.dtype.itemsize * 8, transposed, device)
     overlap = overlaps(device)
-    launch(c, (-(-n // tile_n), batch), bmm_row_kernel, (a, b, c, tile_n, tile_k, transposed, overlap), overlap)
+    launch(c, (batch * -(-n // tile_n),), bmm_row_kernel, (a, b, c, tile_n, tile_k, transposed, overlap), overlap)
 
 
 def _fake(a, b, transpose_a, transpose_b, static_persistent):
@@ -215,7 +216,8 @@ def bmm_forward(
     if c.shape[1] == 1 and a.dtype in ROW_DTYPES and static_persistent is None:
         row = a.mT if transpose_a else a
         b, flipped = with_unit_stride(b)
-        row_of_each(row if row.stride(2) == 1 else row.contiguous(), b, c, transpose_b != flipped)
+        lies_well = row.stride(2) == 1 and row.stride(0) > 0
+        row_of_each(row if lies_well else row.contiguous(), b, c, transpose_b != flipped)
         return c
     batched_gemm(a, b, c, transpose_a, transpose_b, static_persistent)
     return c

@@ -12,7 +12,7 @@ def check_cache(
     q, k, v, cos, sin, keys, values, position, one_half=False, pairs: str = "", op: str = "rope_and_cache"
 ) -> None:
     """Raises ValueError or TypeError for arguments that no backend accepts."""
-    if q.dim() != 4 or q.shape[2] != 1 or k.dim() != 4 or k.shape[2] != 1 or k.shape[:3] != v.shape[:3]:
+    if {q.dim(), k.dim(), v.dim()} != {4} or q.shape[2] != 1 or k.shape[2] != 1 or k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"{op}: q must be [B, Hq, 1, D], k [B, Hkv, 1, D] and v [B, Hkv, 1, Dv]; they are {tuple(q.shape)}, "
             f"{tuple(k.shape)}, {tuple(v.shape)}"
