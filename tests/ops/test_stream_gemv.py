@@ -1,5 +1,7 @@
 """Rows of weights behind a norm in turns: rms_norm_linear and rms_norm_swiglu of one row, as in a captured step."""
 
+import functools
+
 import pytest
 import torch
 from common import ARCHITECTURES
@@ -126,16 +128,16 @@ def test_compile():
 def test_projections_in_a_graph(name, bias):
     """Against fp64: at most twice PyTorch's error; replayed with another row, the same bits each time."""
     rows, k, *_ = PROJECTIONS[name]
-    randn_ = lambda *shape, seed: randn(*shape, dtype=torch.bfloat16, seed=seed)  # noqa: E731
-    x, norm = randn_(1, k, seed=0), randn_(k, seed=1)
-    weights = [randn_(n, k, seed=2 + i) / 64 for i, n in enumerate(rows)]
-    biases = [randn_(n, seed=5 + i) for i, n in enumerate(rows)] if bias else None
+    made = functools.partial(randn, dtype=torch.bfloat16)
+    x, norm = made(1, k, seed=0), made(k, seed=1)
+    weights = [made(n, k, seed=2 + i) / 64 for i, n in enumerate(rows)]
+    biases = [made(n, seed=5 + i) for i, n in enumerate(rows)] if bias else None
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
         rms_norm_linear(x, norm, 1e-5, weights, biases, backend="cutile")
         with torch.cuda.graph(graph):
             found = rms_norm_linear(x, norm, 1e-5, weights, biases, backend="cutile")
-        x.copy_(randn_(1, k, seed=9))
+        x.copy_(made(1, k, seed=9))
         replays = []
         for _ in range(3):
             graph.replay()

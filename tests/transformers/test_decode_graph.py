@@ -51,6 +51,11 @@ def generate(model, ids, mask=None, **options):
     return model.generate(ids, attention_mask=mask, **{"do_sample": False, "max_new_tokens": 9, **options})
 
 
+def one_by_one(model, ids, mask, **options):
+    """What each row of ``ids`` [B, S] is continued with, alone."""
+    return [generate(model, row[None], m[None], **options) for row, m in zip(ids, mask, strict=True)]
+
+
 def logits_of_steps(model, ids, prompt):
     """The logits [1, S, V] of the tokens behind the first ``prompt`` of ``ids``, one by one on a DecodeCache."""
     cache = decode_graph.DecodeCache(model.config.num_hidden_layers, 32, ids.device)

@@ -12,6 +12,7 @@ from family_parity import make
 from family_parity import ops_called
 from test_decode_graph import generate
 from test_decode_graph import logits_of_steps
+from test_decode_graph import one_by_one
 from test_decode_graph import rotations
 from tiny_models import assert_close
 from tiny_models import backends
@@ -196,11 +197,11 @@ def test_one_sequence_decodes_by_fused_steps(family, options, backend):
     model = make(family, **options)
     ids, mask = padded([5, 11, 8], "left")
     with decode_graph.eager_steps("cpu"):
-        expected = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
+        expected = one_by_one(model, ids, mask, max_new_tokens=14)
         with monkey_patch.apply(model, use_cutile=backend == "cutile") as report:
             assert len([e for e in report.patched if e.compute == "decode_step"]) == 2
             with observed() as calls:
-                got = [generate(model, row[None], m[None], max_new_tokens=14) for row, m in zip(ids, mask, strict=True)]
+                got = one_by_one(model, ids, mask, max_new_tokens=14)
             assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
             fused = {"rms_norm_linear", "rope_and_cache", "rms_norm_swiglu", "linear_add"}
             assert fused | {"mla_decoding_split_kv", "fused_moe"} <= {op for op, _ in calls}
@@ -208,9 +209,10 @@ def test_one_sequence_decodes_by_fused_steps(family, options, backend):
         last = model.model.layers[1]
         for part in (last.self_attn.kv_b_proj, last.mlp.shared_experts.up_proj, last.post_attention_layernorm):
             with monkey_patch.apply(model, use_cutile=backend == "cutile"):
-                handle = part.register_forward_hook(lambda module, args, out: 0 * out)
+                handle = part.register_forward_hook(lambda module, args, out: -9 * out)
                 changed = generate(model, ids[1:2], max_new_tokens=14)
             assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
+            assert not torch.equal(changed, expected[1])
             handle.remove()
 
 

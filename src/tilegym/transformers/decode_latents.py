@@ -11,17 +11,16 @@ from tilegym.ops import rope_and_cache
 from tilegym.ops.mla_interface import latent_attention
 from tilegym.transformers.attention import CausalMask
 from tilegym.transformers.decode_graph import DecodeCache
+from tilegym.transformers.deepseek2.attention import expands_by_its_weight
 
 
 def misfit_of_latents(attention: nn.Module) -> str:
     """Why the parts of a latent attention are not those that the step takes over; empty if they are."""
     first = attention.q_proj if attention.q_lora_rank is None else attention.q_a_proj
-    if attention.kv_b_proj.bias is not None:
-        return "its kv_b_proj has a bias"
+    if not expands_by_its_weight(attention.kv_b_proj):
+        return "its kv_b_proj is more than a weight"
     if (first.bias is None) != (attention.kv_a_proj_with_mqa.bias is None):
-        return (
-            f"one of its {'q_proj' if attention.q_lora_rank is None else 'q_a_proj'} and kv_a_proj_with_mqa has a bias"
-        )
+        return "one of the projections behind its first norm has a bias"
     return ""
 
 

@@ -59,9 +59,11 @@ def _are_parts_known(layer: nn.Module) -> bool:
     if children - {"shared_experts"} not in ({"gate", "experts"}, {"router", "experts"}):
         return False
     chosen = getattr(getattr(mlp.experts, "config", None), "_experts_implementation", None)
-    if "forward" in vars(mlp) or mlp.training or chosen not in EXPERTS.values() or FORMULA not in vars(mlp.experts):
-        return False  # in training some add noise
     own = [mlp, mlp.experts]
+    if any("forward" in vars(part) for part in own) or chosen not in EXPERTS.values():
+        return False
+    if mlp.training or FORMULA not in vars(mlp.experts):
+        return False  # in training some add noise
     if "shared_experts" in children:
         shared = mlp.shared_experts
         taken_over = [norm, shared, *(getattr(shared, f"{name}_proj", None) for name in ("gate", "up", "down"))]
