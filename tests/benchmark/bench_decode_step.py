@@ -78,6 +78,22 @@ def add_work(itemsize, tokens, n, k):
     return Work(read=read, written=itemsize * tokens * n, flops=2 * tokens * n * k)
 
 
+def norm_add_inputs(make, tokens, hidden):
+    return {"x": make(tokens, hidden), "weight": make(hidden), "residual": make(tokens, hidden)}
+
+
+def ours_norm_add(x, weight, residual):
+    return ops.rms_norm_add(x, weight, EPS, residual)
+
+
+def formula_norm_add(x, weight, residual):
+    return residual + F.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+def norm_add_work(itemsize, tokens, hidden):
+    return Work(read=itemsize * hidden * (2 * tokens + 1), written=itemsize * tokens * hidden)
+
+
 def cache_inputs(make, batch, heads, kv_heads, head_dim, capacity):
     q = make(batch, heads, 1, head_dim)
     k, v = (make(batch, kv_heads, 1, head_dim) for _ in range(2))
@@ -203,6 +219,16 @@ BENCHMARKS = [
         of_models(lambda m: {"tokens": 1, "n": m.hidden, "k": m.intermediate}, DENSE),
         host={"tokens": 1, "n": 64, "k": 1024},
         small=(shape(tokens=1, n=96, k=128),),
+    ),
+    benchmark(
+        "rms_norm_add",
+        norm_add_inputs,
+        ours_norm_add,
+        formula_norm_add,
+        norm_add_work,
+        of_models(lambda m: {"tokens": 1, "hidden": m.hidden}, DENSE),
+        host={"tokens": 1, "hidden": 1024},
+        small=(shape(tokens=1, hidden=128), shape(tokens=3, hidden=72)),
     ),
     benchmark(
         "rope_and_cache",

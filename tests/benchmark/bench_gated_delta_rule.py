@@ -10,8 +10,9 @@ from tilegym.bench.spec import Work
 from tilegym.bench.spec import shape
 from tilegym.bench_cli import main
 from tilegym.ops.pytorch import gated_delta_rule as pytorch
+from tilegym.ops.pytorch.gated_delta_step import gated_delta_step
 
-DIM, CHUNK, FP32 = 128, 64, 4
+DIM, CHUNK, FP32, TAPS = 128, 64, 4, 4
 MODELS = (("Qwen3.5-0.8B", 16, 16), ("Qwen3-Next-80B", 16, 32))  # key and value heads
 
 
@@ -44,6 +45,39 @@ def fla_step(q, k, v, g, beta, state):
     return fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
     )
+
+
+def layer_inputs(make, batch, key_heads, heads):
+    channels = (2 * key_heads + heads) * DIM
+    return {
+        "qkv": make(batch, 1, channels),
+        "z": make(batch, 1, heads * DIM),
+        "b": make(batch, 1, heads),
+        "a": make(batch, 1, heads),
+        "conv_state": make(batch, channels, TAPS),
+        "state": make(batch, heads, DIM, DIM).float(),
+        "conv_weight": make(channels, TAPS),
+        "decays": make(heads),
+        "norm": make(DIM),
+    }
+
+
+def layer_step(qkv, z, b, a, conv_state, state, conv_weight, decays, norm):
+    fixed = (conv_weight, None, decays, decays, norm, 1e-6)
+    return ops.gated_delta_step(qkv, z, b, a, conv_state, state, *fixed), conv_state, state
+
+
+def layer_formula(qkv, z, b, a, conv_state, state, conv_weight, decays, norm):
+    fixed = (conv_weight, None, decays, decays, norm, 1e-6)
+    return gated_delta_step(qkv, z, b, a, conv_state, state, *fixed), conv_state, state
+
+
+def layer_work(itemsize, batch, key_heads, heads):
+    channels = (2 * key_heads + heads) * DIM
+    states = batch * (FP32 * heads * DIM * DIM + itemsize * channels * TAPS)
+    filters = itemsize * (channels * TAPS + heads + DIM)
+    rows = itemsize * batch * (channels + heads * (DIM + 2))
+    return Work(read=states + filters + rows, written=states + itemsize * batch * heads * DIM)
 
 
 def chunked(q, k, v, g, beta):
@@ -94,7 +128,24 @@ def of(batch, tokens, key_heads=16, heads=32, model=""):
     return shape(name, model, batch=batch, tokens=tokens, key_heads=key_heads, heads=heads)
 
 
+def of_layer(batch, key_heads=16, heads=32, model=""):
+    return shape(f"B{batch} H{key_heads}/{heads} D{DIM}", model, batch=batch, key_heads=key_heads, heads=heads)
+
+
 BENCHMARKS = [
+    Benchmark(
+        op="gated_delta_step",
+        inputs=layer_inputs,
+        ours=layer_step,
+        oracle=layer_formula,
+        baseline=PYTORCH,
+        peers={PYTORCH: Provider(layer_formula), "torch.compile": Provider(layer_formula, compile=True)},
+        forward=layer_work,
+        host={"batch": 1, "key_heads": 2, "heads": 4},
+        shapes=tuple(of_layer(batch, *heads, model) for model, *heads in MODELS for batch in (1, 16, 64)),
+        quick=(of_layer(1), of_layer(64)),
+        small=(of_layer(1, 1, 2), of_layer(2, 1, 1)),
+    ),
     Benchmark(
         op="recurrent_gated_delta_rule",
         inputs=step_inputs,

@@ -127,6 +127,7 @@ SAMPLES: dict[str, Sample] = {
     "recurrent_gated_delta_rule": _delta_rule,
     "relu": lambda make: ((make(make.tokens, 40),), {}),
     "rms_norm": lambda make: ((make(make.tokens, 24), 24, make(24), 1e-6), {"bias": make(24)}),
+    "rms_norm_add": lambda make: ((make(make.tokens, 24), make(24), 1e-6, make(make.tokens, 24)), {"offset": 1.0}),
     "rms_norm_linear": lambda make: (
         (make(make.tokens, 24), make(24), 1e-6, [make(20, 24), make(12, 24)], [make(20), make(12)]), {}
     ),
@@ -152,6 +153,7 @@ ROWWISE = (
     "layer_norm",
     "relu",
     "rms_norm",
+    "rms_norm_add",
     "rms_norm_gated",
     "sigmoid_mul",
     "silu_and_mul",
@@ -173,4 +175,4 @@ NOT_DIFFERENTIABLE = {
 TWICE_DIFFERENTIABLE = {"bmm", "linear", "linear_add", "matmul"}
 
 # Ops that change what they are given from run to run; their own tests see to them.
-WITHOUT_SAMPLE = {"causal_conv1d_update", "rope_and_cache", "rope_fmha_decode"}
+WITHOUT_SAMPLE = {"causal_conv1d_update", "gated_delta_step", "rope_and_cache", "rope_fmha_decode"}

@@ -1,4 +1,4 @@
-"""rms_norm_linear, rms_norm_swiglu, linear_add and rope_and_cache."""
+"""rms_norm_linear, rms_norm_swiglu and linear_add."""
 
 import pytest
 import torch
@@ -17,11 +17,10 @@ from common import sanitized
 
 from tilegym.backend import recording
 from tilegym.interpreter import compile_kernel
+from tilegym.ops import geglu
 from tilegym.ops import linear_add
-from tilegym.ops import modules
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu
-from tilegym.ops import rope_and_cache
 from tilegym.ops.cutile import fused_gemv
 from tilegym.ops.cutile import linear
 from tilegym.ops.cutile import stream_gemv
@@ -32,9 +31,7 @@ from tilegym.ops.cutile.early_weights import rows_fit
 from tilegym.ops.cutile.fused_gemv import gemv_add
 from tilegym.ops.cutile.fused_gemv import norm_gemv
 from tilegym.ops.cutile.fused_gemv import norm_swiglu
-from tilegym.ops.cutile.rope_cache import rope_cache_forward
 from tilegym.ops.pytorch import fused_gemv as reference
-from tilegym.ops.pytorch.rope_cache import rope_and_cache as rope_reference
 
 # x and the N of the weights: one row, in one tile, in several and not a multiple of it; several rows.
 SHAPES = [
@@ -42,6 +39,9 @@ SHAPES = [
     ((1, 128), (136, 8, 16)),
     ((1, 1, 200), (24, 13, 40)),
     ((77,), (9, 16)),
+    ((1, 96), (24, 16, 8, 16)),
+    ((1, 50), (12, 9, 17, 3)),
+    ((2, 30), (12, 9, 17, 16)),
     ((3, 70), (40, 8, 24)),
     ((2, 2, 33), (5,)),
 ]
@@ -81,7 +81,7 @@ class Test_RMSNormLinear(PyTestCase):
         if len(small) == len(kwargs):
             self.assertCorrectness(call(rms_norm_linear), call(reference.rms_norm_linear), kwargs, extra, gradient=True)
 
-    @pytest.mark.parametrize("count", [0, 4])
+    @pytest.mark.parametrize("count", [0, 5])
     @backends("rms_norm_linear")
     def test_wrong_arguments(self, backend, count):
         x, weight = randn(1, 8), randn(8)
@@ -98,12 +98,31 @@ class Test_RMSNormSwiGLU(PyTestCase):
     @dtypes()
     @norms
     @shapes
-    def test_op(self, backend, dtype, shape, widths, casting):
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+    def test_op(self, backend, dtype, shape, widths, casting, activation):
         gate, up = weights_of(shape[-1], widths[:1] * 2, dtype)
         kwargs = dict(x=randn(*shape, dtype=dtype), norm_weight=randn(shape[-1], dtype=dtype, seed=2))
-        kwargs |= dict(gate_weight=gate, up_weight=up, eps=1e-5, casting=casting)
+        kwargs |= dict(gate_weight=gate, up_weight=up, eps=1e-5, casting=casting, activation=activation)
         extra, gradient = {"backend": backend}, gate.numel() < 10**5
         self.assertCorrectness(rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, extra, gradient=gradient)
+
+    @backends("rms_norm_swiglu")
+    @pytest.mark.parametrize(("activation", "approximate"), [("gelu_tanh", "tanh"), ("gelu", "none")])
+    def test_gelu_is_that_of_geglu(self, backend, activation, approximate):
+        """To the last bit of bf16, of sums that are exact; the other approximation is farther off at both ends."""
+        x, one = torch.ones(1, 64, device=device(), dtype=torch.bfloat16), torch.ones(64, device=device()).bfloat16()
+        gate, up = torch.zeros(2, 48, 64, device=device(), dtype=torch.bfloat16)
+        gate[:, 0], up[:, 1] = torch.linspace(-4, 4, 48).bfloat16(), torch.linspace(3, -2, 48).bfloat16()
+        with torch.no_grad():
+            found = rms_norm_swiglu(x, one, 0.0, gate, up, activation=activation, backend=backend)
+            expected = geglu(gate[None, :, 0].contiguous(), up[None, :, 1].contiguous(), approximate, backend=backend)
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+
+    @backends("rms_norm_swiglu")
+    def test_wrong_arguments(self, backend):
+        x, weight = randn(1, 8), randn(4, 8)
+        with pytest.raises(ValueError, match="activation is 'relu', allowed are 'silu', 'gelu_tanh', 'gelu'"):
+            rms_norm_swiglu(x, randn(8), 1e-5, weight, weight, activation="relu", backend=backend)
 
 
 class Test_LinearAdd(PyTestCase):
@@ -135,71 +154,6 @@ class Test_LinearAdd(PyTestCase):
         )
 
 
-class Test_RopeAndCache(PyTestCase):
-    @backends("rope_and_cache")
-    @dtypes()
-    @pytest.mark.parametrize(("dim", "rotary"), [(16, 16), (24, 16), (80, 80), (12, 6)])
-    @pytest.mark.parametrize("batch", [1, 3])
-    @pytest.mark.parametrize("one_half", [False, True], ids=["", "one_half"])
-    @pytest.mark.parametrize(("pairs", "v_dim"), [("", 0), ("kept", 40), ("to halves", 0)], ids=str)
-    def test_op(self, backend, dtype, dim, rotary, batch, one_half, pairs, v_dim):
-        """q and the whole of both caches are those of the reference; neighbours are not touched."""
-        # As a model has them: heads behind tokens in memory.
-        v_dim = v_dim or dim
-        sizes = (6, dim), (2, dim), (2, v_dim)
-        q, k, v = (randn(batch, 1, *size, dtype=dtype, seed=s).transpose(1, 2) for s, size in enumerate(sizes))
-        angles = randn(batch, 1, rotary // 2, seed=5).repeat(1, 1, 1 if one_half else 2)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        caches = [randn(batch, 2, 7, d, dtype=dtype, seed=s) for s, d in ((6, dim), (7, v_dim))]
-
-        def call(function, **options):
-            def run(q, k, v, cos, sin, keys, values, **rest):
-                keys, values = keys.clone(), values.clone()
-                position = torch.tensor([5], device=device())
-                out = function(q, k, v, cos, sin, keys, values, position, one_half, pairs, **rest)
-                return out, keys, values
-
-            return run
-
-        kwargs = dict(q=q, k=k, v=v, cos=cos, sin=sin, keys=caches[0], values=caches[1])
-        self.assertCorrectness(call(rope_and_cache), call(rope_reference), kwargs, {"backend": backend})
-
-    @backends("rope_and_cache")
-    @pytest.mark.parametrize("name", ["apply_rotary_emb", "apply_rotary_pos_emb_interleave"])
-    def test_pairs_are_those_of_deepseek(self, backend, name):
-        """V2's complex numbers, and V3's neighbours that come out as halves, of parts of heads."""
-        q, k = randn(1, 4, 1, 24)[..., 16:], randn(1, 1, 1, 8, seed=1)
-        angles, zero = randn(1, 1, 4, seed=2), torch.tensor([0], device=device())
-        cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
-        kept = name == "apply_rotary_emb"
-        embeddings = (torch.polar(torch.ones_like(angles), angles),) if kept else (cos, sin)
-        expected = getattr(modules, name)(q, k, *embeddings, backend="pytorch")
-        keys, values, pairs = randn(1, 1, 3, 8), randn(1, 1, 3, 6), "kept" if kept else "to halves"
-        out = rope_and_cache(q, k, values[:, :, 2:].clone(), cos, sin, keys, values, zero, pairs=pairs, backend=backend)
-        torch.testing.assert_close((out, keys[:, :, :1]), expected)
-
-    @backends("rope_and_cache")
-    def test_wrong_arguments(self, backend):
-        q, k, cache, angle = randn(1, 4, 1, 8), randn(1, 2, 1, 8), randn(1, 2, 5, 8), randn(1, 1, 8)
-        position = torch.tensor([0], device=device())
-        for change, match in (
-            (dict(q=randn(1, 4, 2, 8)), "q must be"),
-            (dict(v=randn(1, 2, 1)), "v .*; they are"),
-            (dict(keys=randn(1, 3, 5, 8)), "keys and values must be"),
-            (dict(position=torch.tensor([0, 1], device=device())), "position must hold one number"),
-            (dict(cos=randn(1, 1, 10), sin=randn(1, 1, 10)), "cos and sin must be"),
-            (dict(cos=randn(1, 1, 5), sin=randn(1, 1, 5)), "must be two halves"),
-            (dict(one_half=True), "R <= 4"),
-            (dict(v=randn(1, 2, 1, 6)), "with D 8 and 6"),
-            (dict(pairs="interleaved"), "pairs must be one of '', 'kept', 'to halves'"),
-        ):
-            arguments = dict(q=q, k=k, v=k, cos=angle, sin=angle, keys=cache, values=cache, position=position) | change
-            with pytest.raises(ValueError, match=match):
-                rope_and_cache(**arguments, backend=backend)
-        with pytest.raises(TypeError, match="rope_and_cache: q is"):
-            rope_and_cache(q.half(), k, k, angle, angle, cache, cache, position, backend=backend)
-
-
 def one_row(dtype=torch.bfloat16, k=4096, n=1024):
     x, norm = torch.zeros(1, 1, k, dtype=dtype, device=device()), torch.ones(k, dtype=dtype, device=device())
     return x, norm, torch.zeros(n, k, dtype=dtype, device=device())
@@ -209,12 +163,12 @@ def launches():
     x, norm, weight = one_row()
     gemma = (1e-5, [weight, weight], [weight[0, :1024]] * 2, 1.0, False)
     norm_gemv(x, norm, 1e-5, [weight] * 3, [], 0.0, True)
+    norm_gemv(x, norm, 1e-5, [weight] * 4, [], 0.0, True)
     norm_gemv(x, norm, *gemma)
-    norm_swiglu(x, norm, 1e-5, weight, weight, 0.0, True)
+    norm_swiglu(x, norm, 1e-5, weight, weight, 0.0, True, "silu")
+    norm_swiglu(x, norm, 1e-5, weight, weight, 0.0, True, "gelu")
+    norm_swiglu(x, norm, 1e-5, weight, weight, 1.0, False, "gelu_tanh")
     gemv_add(x, weight, x[..., :1024].contiguous(), None)
-    q, k = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16)
-    cache, angle = torch.zeros(1, 2, 300, 128, dtype=torch.bfloat16), torch.zeros(1, 1, 128, dtype=torch.bfloat16)
-    rope_cache_forward(q, k, k, angle, angle, cache, cache, torch.zeros(1, dtype=torch.int64), False, "")
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
@@ -236,13 +190,8 @@ def test_overlapping_launches_compile():
 def test_operators(dtype):
     x, norm, weight = randn(1, 24, dtype=dtype), randn(24, dtype=dtype), randn(9, 24, dtype=dtype)
     torch.library.opcheck(norm_gemv.operator, (x, norm, 1e-5, [weight, weight], [], 0.0, True))
-    torch.library.opcheck(norm_swiglu.operator, (x, norm, 1e-5, weight, weight, 0.0, True))
+    torch.library.opcheck(norm_swiglu.operator, (x, norm, 1e-5, weight, weight, 0.0, True, "silu"))
     torch.library.opcheck(gemv_add.operator, (x, weight, randn(1, 9, dtype=dtype), None))
-    q, k, cache, angle = (randn(1, *s, dtype=dtype) for s in ((4, 1, 8), (2, 1, 8), (2, 5, 8), (1, 8)))
-    position = torch.tensor([3], device=device())
-    torch.library.opcheck(
-        rope_cache_forward.operator, (q, k, k, angle, angle, cache, cache.clone(), position, False, "kept")
-    )
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -13,11 +13,13 @@ from common import randn
 from common import recorded_launches
 from common import sanitized
 
+from tilegym.backend import recording
 from tilegym.interpreter import compile_kernel
 from tilegym.ops import fmha_decode
 from tilegym.ops import rope_and_cache
 from tilegym.ops import rope_fmha_decode
 from tilegym.ops.cutile import rope_decode
+from tilegym.ops.cutile.rope_cache import rope_cache_kernel
 from tilegym.ops.cutile.rope_decode import rope_decode_forward
 from tilegym.ops.cutile.rope_decode import tile_n_of
 from tilegym.ops.pytorch.rope_decode import rope_fmha_decode as reference
@@ -88,6 +90,19 @@ class Test_RopeFMHADecode(PyTestCase):
         ours, theirs = called(rope_fmha_decode, case[-1], **options), called(reference, case[-1], **options)
         kwargs = arguments(case, dtype) | {"q_norm": q_norm, "k_norm": k_norm}
         self.assertCorrectness(ours, theirs, kwargs, {"backend": backend})
+
+    @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+    def test_norms_are_no_launches_of_their_own(self):
+        """Where separate ops serve it: the heads' norms are in the launch that rotates."""
+        given = arguments(CASES[7], torch.bfloat16)
+        norms = {name: randn(80, dtype=torch.bfloat16) for name in ("q_norm", "k_norm")}
+        recording.forget()
+        with recorded_launches(run=True) as plain, torch.no_grad():
+            called(rope_fmha_decode, 21, backend="cutile")(**given)
+        recording.forget()
+        with recorded_launches(run=True) as normed, torch.no_grad():
+            called(rope_fmha_decode, 21, backend="cutile")(**given, **norms)
+        assert [kernel for kernel, _ in normed] == [kernel for kernel, _ in plain] and rope_cache_kernel is plain[0][0]
 
     @backends("rope_fmha_decode")
     @pytest.mark.parametrize("settled", [False, True])

@@ -23,7 +23,7 @@ from tilegym.ops.cutile.tiling import hinted
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
 @pytest.mark.parametrize("k", [64, 128, 192])
 @pytest.mark.parametrize("n", [4, 12, 20, 24, 28, 32])
-@pytest.mark.parametrize("form", [(0.0, "llama"), (1.0, "gemma")])
+@pytest.mark.parametrize("form", [(0.0, "llama"), (1.0, "gemma"), (1.0, "gemma", "gelu_tanh"), (0.0, "llama", "gelu")])
 def test_rows_in_turn_change_no_bit(n, k, form, monkeypatch):
     """All of them at once, one turn ahead, two; with turns that fill the blocks and turns that do not."""
     x, norm, gate, up = (randn(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate(((1, k), (k,), (n, k), (n, k))))
@@ -43,10 +43,12 @@ def test_rows_in_turn_change_no_bit(n, k, form, monkeypatch):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-@pytest.mark.parametrize("widths", [(12,), (8, 4), (20, 8, 6), (4, 4, 2), (36, 12, 12)], ids=str)
+@pytest.mark.parametrize(
+    "widths", [(12,), (8, 4), (20, 8, 6), (4, 4, 2), (36, 12, 12), (20, 12, 4, 16), (8, 4, 2, 2)], ids=str
+)
 @pytest.mark.parametrize("k", [160, 192])
 def test_projections_in_turn_change_no_bit(widths, k, monkeypatch):
-    """Of one to three weights, one turn ahead and two, in turns that end within a round of blocks or with it.
+    """Of one to four weights, one turn ahead and two, in turns that end within a round of blocks or with it.
 
     With biases or not, and of 160 columns with a last tile of which half is beyond them.
     """
@@ -77,6 +79,7 @@ PROJECTIONS = {
     "Llama-3.2-1B": ((2048, 512, 512), 2048, (2, 1024, 2), 512),
     "Qwen3-14B": ((5120, 1024, 1024), 5120, (1, 1024, 1), 512),
     "Qwen2.5-7B": ((3584, 512, 512), 3584, (2, 1024, 1), 461),
+    "a fourth of few rows": ((4096, 1024, 1024, 16), 5120, (1, 1024, 1), 514),
     "gpt-oss-20b": ((4096, 512, 512), 2880, (2, 1024, 1), 512),
     "no pairs of rows": ((2880, 513), 2880, None, 0),
     "16 bytes' columns": ((2880, 512), 2884, None, 0),
@@ -113,13 +116,17 @@ def test_compile():
     for arch in ARCHITECTURES:
         for k, *tiles in ((4096, 1, 1024, 2), (8192, 1, 1024, 1), (1024, 8, 256, 0)):
             gate = torch.empty(512, k, dtype=torch.bfloat16)
-            args = (gate[:1], gate[0], gate, gate, out, 1e-5, 0.0, True, k, *tiles, arch == "sm_90")
+            args = (gate[:1], gate[0], gate, gate, out, 1e-5, 0.0, True, 0, k, *tiles, arch == "sm_90")
+            assert_compiles(hinted(stream_gemv.stream_swiglu_kernel, occupancy=stream_gemv.BLOCKS), args, (arch,))
+            args = (*args[:8], 1, *args[9:])
             assert_compiles(hinted(stream_gemv.stream_swiglu_kernel, occupancy=stream_gemv.BLOCKS), args, (arch,))
         for k, *tiles in ((4096, 4, 1024, 0), (2048, 2, 1024, 2), (2880, 2, 1024, 1)):
             q = torch.empty(512, k, dtype=torch.bfloat16)
             row = (q[:1], q[0], *[q] * 3, *[0] * 3, *[out] * 3)
-            args = (*row, 128, 256, 384, 1e-5, 0.0, True, False, k, *tiles, arch == "sm_90")
-            assert_compiles(hinted(stream_gemv.stream_norm_gemv_kernel, occupancy=4), args, (arch,))
+            form = (0.0, True, False, k, *tiles, arch == "sm_90")
+            for fourth in ((0, 0, 0, 384, False), (q, 0, out, 384, True)):
+                args = (*row, 128, 256, 512 if fourth[-1] else 384, 1e-5, *fourth, *form)
+                assert_compiles(hinted(stream_gemv.stream_norm_gemv_kernel, occupancy=4), args, (arch,))
 
 
 @gpu

@@ -1,5 +1,6 @@
 """A layer's fused decoding step, within generate; on a CPU each step is run anew."""
 
+import contextlib
 import copy
 
 import pytest
@@ -18,6 +19,16 @@ from tilegym.transformers import decode_layer
 from tilegym.transformers import monkey_patch
 
 
+@contextlib.contextmanager
+def decode_graph_off(model):
+    """``generate`` as transformers has it."""
+    patched = vars(model).pop("generate")
+    try:
+        yield
+    finally:
+        model.generate = patched
+
+
 @pytest.fixture(autouse=True)
 def on_every_device():
     with decode_graph.eager_steps("cpu"):
@@ -34,6 +45,9 @@ def on_every_device():
         ("qwen3_moe", {"sliding_window": None}),
         ("mixtral", {"sliding_window": None}),
         ("gpt_oss", {}),
+        ("phi3", {}),
+        ("phi3", {"sliding_window": None}),
+        ("gemma3", {}),
     ],
     ids=str,
 )
@@ -41,7 +55,7 @@ def on_every_device():
 def test_one_sequence_decodes_by_fused_steps(family, options, backend):
     """As the layers do, padded or not; and what the fused step does not serve, the layers do."""
     model = make_model(family, **options)
-    experts = not hasattr(model.model.layers[0].mlp, "gate_proj")
+    experts = not hasattr(model.model.layers[0].mlp, "down_proj")
     ids, mask = padded([5, 11, 8], "left")
     expected = one_by_one(model, ids, mask, max_new_tokens=14)
     with monkey_patch.apply(model, use_cutile=backend == "cutile") as report:
@@ -52,7 +66,8 @@ def test_one_sequence_decodes_by_fused_steps(family, options, backend):
         # Of windows and sinks the one launch knows nothing.
         attends = {"rope_and_cache", "fmha_decode"} if model.config.sliding_window else {"rope_fmha_decode"}
         rest = {"fused_moe"} if experts else {"rms_norm_swiglu"}
-        assert {"rms_norm_linear", *attends, "linear_add", *rest} <= {op for op, _ in calls}
+        behind = {"linear", "rms_norm_add"} if family == "gemma3" else {"linear_add"}
+        assert {"rms_norm_linear", *attends, *behind, *rest} <= {op for op, _ in calls}
         with observed() as calls:
             generate(model, ids, mask)
         assert not {"rms_norm_linear", "rms_norm_swiglu"} & {op for op, _ in calls}
@@ -61,6 +76,39 @@ def test_one_sequence_decodes_by_fused_steps(family, options, backend):
         hooked.register_forward_hook(lambda module, args, out: 0 * out)
         changed = generate(model, ids[1:2], max_new_tokens=14)
     assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("phi3", ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp", "self_attn", "post_attention_layernorm")),
+        (
+            "gemma3",
+            ("pre_feedforward_layernorm", "post_feedforward_layernorm", "post_attention_layernorm", "mlp.act_fn"),
+        ),
+    ],
+)
+def test_whoever_listens_to_a_part_hears_it(family, parts):
+    model, ids = make_model(family), tokens(1, 7)
+    with monkey_patch.apply(model, use_cutile=False):
+        for name in parts:
+            part = model.get_submodule(f"model.layers.1.{name}")
+            handle = part.register_forward_hook(
+                lambda module, args, out: (0 * out[0], *out[1:]) if isinstance(out, tuple) else 0 * out
+            )
+            changed = generate(model, ids)
+            with decode_graph_off(model):
+                assert torch.equal(generate(model, ids), changed), name
+            handle.remove()
+
+
+def test_what_drops_out_is_left_to_the_layer():
+    model = make_model("phi3", resid_pdrop=0.5)
+    layer = model.model.layers[0]
+    with monkey_patch.apply(model, use_cutile=False):
+        assert decode_layer.misfit(layer) == ""
+        layer.train()
+        assert decode_layer.misfit(layer) == "it drops out what its parts give"
 
 
 def test_norms_of_heads_are_a_part_of_the_attention(monkeypatch):

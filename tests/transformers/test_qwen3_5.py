@@ -10,10 +10,14 @@ from family_parity import logits
 from family_parity import make
 from family_parity import ops_called
 from tiny_models import assert_close
+from tiny_models import backends
 from tiny_models import observed
+from tiny_models import padded
 from tiny_models import tokens
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from tilegym.transformers import decode_graph
+from tilegym.transformers import decode_layer
 from tilegym.transformers import monkey_patch
 
 pytestmark = pytest.mark.skipif(
@@ -102,6 +106,49 @@ def test_one_token_reads_and_writes_the_states_of_the_cache(family):
         assert got.abs().max() > 0
         assert_close(got, expected)
     assert {"recurrent_gated_delta_rule", "causal_conv1d_update"} <= {op for op, _ in calls}
+
+
+@backends
+def test_one_sequence_decodes_by_fused_steps(family, backend):
+    """Padded or not; and what somebody listens to is called."""
+    model, (ids, mask) = make(family), padded([5, 11], "left")
+    prompts = (ids[:1], mask[:1]), (ids[1:], mask[1:])
+    options = dict(max_new_tokens=9, do_sample=False)
+    expected = [model.generate(i, attention_mask=m, **options) for i, m in prompts]
+    linear = family is not QWEN3_NEXT  # of whose linear attention the projections are others
+    with decode_graph.eager_steps("cpu"), monkey_patch.apply(model, use_cutile=backend == "cutile") as report:
+        assert len([e for e in report.patched if e.compute == "decode_step"]) == 1 + linear
+        for (i, m), wanted in zip(prompts, expected, strict=True):
+            with observed() as calls:
+                assert torch.equal(model.generate(i, attention_mask=m, **options), wanted)
+            ops = {op for op, _ in calls}
+            assert ops >= {"rms_norm_linear", "rope_and_cache", "fmha_decode", "sigmoid_mul", "linear_add"}
+            assert ("gated_delta_step" in ops) == linear and ("recurrent_gated_delta_rule" in ops) == (not linear)
+        layers = model.model.layers
+        for part in (layers[0].linear_attn.conv1d, layers[0].linear_attn.norm, layers[1].self_attn.q_norm):
+            handle = part.register_forward_hook(lambda module, args, out: 0 * out)
+            assert (decode_layer.misfit(layers[0]) != "") == (part is not layers[1].self_attn.q_norm or not linear)
+            assert (decode_layer.misfit(layers[1]) != "") == (part is layers[1].self_attn.q_norm)
+            handle.remove()
+
+
+def test_three_positions_alike_take_rows_of_the_rotary_embedding(monkeypatch):
+    model, cls = make(QWEN3_5), modeling_qwen3_5.Qwen3_5TextRotaryEmbedding
+    counts, former = [], cls.forward
+
+    def forward(self, x, position_ids):
+        out = former(self, x, position_ids)
+        counts.append(position_ids.shape[-1])
+        return out
+
+    options = dict(max_new_tokens=9, do_sample=False)
+    expected = model.generate(tokens(1, 7), **options)
+    monkeypatch.setattr(cls, "forward", forward)
+    with decode_graph.eager_steps("cpu"), monkey_patch.apply(model, use_cutile=False):
+        counts.clear()
+        assert torch.equal(model.generate(tokens(1, 7), **options), expected)
+        # The prompt; what is tried: the ends, all, the first one alone and as three; the rows. No step computes any.
+        assert counts == [7, 1, 1, 8, 1, 1, 8]
 
 
 def test_packed_sequences_are_kept_apart():

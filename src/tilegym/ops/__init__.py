@@ -12,6 +12,7 @@ from tilegym.ops.attention_ops import mla_decoding
 from tilegym.ops.attention_ops import mla_decoding_split_kv
 from tilegym.ops.decode_ops import argmax
 from tilegym.ops.decode_ops import linear_add
+from tilegym.ops.decode_ops import rms_norm_add
 from tilegym.ops.decode_ops import rms_norm_linear
 from tilegym.ops.decode_ops import rms_norm_swiglu
 from tilegym.ops.decode_ops import rope_and_cache
@@ -52,6 +53,7 @@ from tilegym.ops.ops import swiglu
 from tilegym.ops.recurrent_ops import causal_conv1d_fn
 from tilegym.ops.recurrent_ops import causal_conv1d_update
 from tilegym.ops.recurrent_ops import chunk_gated_delta_rule
+from tilegym.ops.recurrent_ops import gated_delta_step
 from tilegym.ops.recurrent_ops import recurrent_gated_delta_rule
 
 importlib.import_module("tilegym.ops.pytorch")

@@ -23,7 +23,7 @@ def rms_norm_linear(
     offset: float = 0.0,
     casting: str = "llama",
 ) -> list[Tensor]:
-    """:func:`rms_norm` of x, and :func:`linear` of the result by each of one to three weights: q, k and v.
+    """:func:`rms_norm` of x, and :func:`linear` of the result by each of one to four weights: q, k and v.
 
     Args:
         x: [..., K], fp32, fp16 or bf16.
@@ -46,6 +46,7 @@ def rms_norm_swiglu(
     up_weight: Tensor,
     offset: float = 0.0,
     casting: str = "llama",
+    activation: str = "silu",
 ) -> Tensor:
     """``silu(linear(y, gate_weight)) * linear(y, up_weight)`` of ``y = rms_norm(x)``: an MLP up to its down projection.
 
@@ -54,9 +55,13 @@ def rms_norm_swiglu(
         norm_weight: [K], x's dtype.
         eps, offset, casting: as in :func:`rms_norm`.
         gate_weight, up_weight: [N, K], x's dtype.
+        activation: "silu", as :func:`swiglu`; "gelu_tanh" or "gelu", as :func:`geglu` with "tanh" or "none".
 
     Returns:
         [..., N] in x's dtype. Differentiable. One launch for a single row; else as separate ops.
+
+    Raises:
+        ValueError: activation is none of these, or as the separate ops.
     """
 
 
@@ -75,6 +80,33 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None 
     """
 
 
+@dispatch("rms_norm_add")
+def rms_norm_add(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor:
+    """``residual + rms_norm(x)``: the norms behind attention and MLP of Gemma 3, and the additions behind them.
+
+    Args:
+        x: [..., N], fp32, fp16 or bf16.
+        weight: [N].
+        eps, offset, casting: as in :func:`rms_norm`, whose result is rounded to x's dtype before the addition.
+        residual: [..., N], x's dtype.
+
+    Returns:
+        [..., N] in x's dtype. Differentiable. One launch for up to 64 rows of up to 16384 columns without gradients;
+        else as separate ops.
+
+    Raises:
+        ValueError: residual has another shape than x, weight is not [N], or casting is none of those allowed.
+        TypeError: residual has another dtype than x, or x is not floating point.
+    """
+
+
 @dispatch("rope_and_cache")
 def rope_and_cache(
     q: Tensor,
@@ -87,8 +119,15 @@ def rope_and_cache(
     position: Tensor,
     one_half: bool = False,
     pairs: str = "",
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
 ) -> Tensor:
     """Rotates q and k of one token, as :func:`apply_rope_base`, and writes k and v into a cache, in place.
+
+    With a norm of each head of q and k first, where it is given.
 
     Keys and values may be of several widths, as DeepSeek's rotated keys and the latents beside them.
 
@@ -102,9 +141,17 @@ def rope_and_cache(
         pairs: what is rotated by an angle: "" an element of the first half of R and one of the second, as Llama; "kept"
             neighbours, as DeepSeek-V2's complex numbers; "to halves" neighbours too, but the first ones of them are the
             first half of what comes out, as of DeepSeek-V3's ``apply_rotary_pos_emb_interleave``.
+        q_norm, k_norm: [D], q's dtype: the weights of :func:`rms_norm` over D, of what is not rotated too; both or
+            neither.
+        eps, offset, casting: of the norms, as in :func:`rms_norm`.
 
     Returns:
         The rotated q, [B, Hq, 1, D]. Not differentiable.
+
+    Raises:
+        ValueError: shapes do not fit together, one norm is given without the other, or pairs or casting is none of
+            those allowed.
+        TypeError: dtypes differ.
     """
 
 

@@ -121,3 +121,50 @@ def causal_conv1d_update(
     Returns:
         [B, C, T] in the dtype of hidden_states. Differentiable, by the pytorch backend.
     """
+
+
+@dispatch("gated_delta_step")
+def gated_delta_step(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    settled: bool = False,
+) -> Tensor:
+    """The linear attention of Qwen3-Next and Qwen3.5 for one new token, between its projections and the one behind it.
+
+    :func:`causal_conv1d_update` with SiLU of qkv, of which the channels are Hk queries, Hk keys and Hv values;
+    :func:`recurrent_gated_delta_rule` with ``beta = sigmoid(b)``, ``g = -exp(a_log) * softplus(a + dt_bias)`` and
+    normalised queries and keys; :func:`rms_norm_gated` of each head with z. Rounded where these round.
+
+    Args:
+        qkv: [B, 1, C] with C = 2 * Hk * Dk + Hv * Dv, fp32, fp16 or bf16; Hk divides Hv.
+        z: [B, 1, Hv * Dv], the gates of the norm, qkv's dtype.
+        b, a: [B, 1, Hv], qkv's dtype.
+        conv_state: [B, C, L] with L at least K - 1: the inputs of the convolution before this one. Changed in place.
+        state: [B, Hv, Dk, Dv], in fp32 as a rule. Changed in place.
+        conv_weight: [C, K].
+        conv_bias: [C] or None.
+        a_log, dt_bias: [Hv], any floating-point dtype.
+        norm_weight: [Dv].
+        eps: of the norm.
+        settled: whether conv_state and state were written before the launches in front of this one began, as in a
+            model's step, which visits a layer once: on a GPU they are read then before these launches end. Else a
+            launch that still writes there would be overtaken.
+
+    Returns:
+        [B, 1, Hv * Dv] in qkv's dtype. Not differentiable. One launch, if Dk and Dv are powers of two from 8 to 128, K
+        is 2 or 4, and L is K; other sizes are served by the pytorch backend.
+
+    Raises:
+        ValueError: shapes do not fit together.
+        TypeError: qkv, z, b and a differ in dtype.
+    """

@@ -40,7 +40,7 @@ from tilegym.transformers.side_stream import LateFlag
 DEVICES = ("cuda",)
 ROUND_CAPACITY = 256  # caches hold a multiple of as many tokens, so that similar lengths share a graph
 _LAYERS = ("full_attention", "sliding_attention")
-_RECURRENT = "linear_attention"  # layers with states of fixed size, which they change in place
+RECURRENT = "linear_attention"  # layers with states of fixed size, which they change in place
 # Arguments of generate that only its own loops know, and arguments of forward that the session sees to.
 _SPECIAL = {"custom_generate", "streamer", "tokenizer", "assistant_model", "synced_gpus", "past_key_values"}
 # Settings that choose a loop with arguments of its own.
@@ -97,7 +97,7 @@ class DecodeCache(Cache):
         self.length, self.positions = self._counters[:1], self._counters[1:, None]
         self.started = False
         self._positions: Tensor | None = None
-        recurrent = [i < len(kinds) and kinds[i] == _RECURRENT for i in range(num_layers)]
+        recurrent = [i < len(kinds) and kinds[i] == RECURRENT for i in range(num_layers)]
         super().__init__(layers=[LinearAttentionLayer() if linear else _Layer(self) for linear in recurrent])
         self._recurrent = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
         self._first = next(layer for layer in self.layers if isinstance(layer, _Layer))
@@ -278,8 +278,8 @@ def suits(model: nn.Module) -> str:
     """Why the steps of ``model`` cannot be captured; empty if nothing is known to stand against it."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ()
-    others = sorted({kind for kind in kinds if kind not in (*_LAYERS, _RECURRENT)})
-    if not others and kinds and all(kind == _RECURRENT for kind in kinds):
+    others = sorted({kind for kind in kinds if kind not in (*_LAYERS, RECURRENT)})
+    if not others and kinds and all(kind == RECURRENT for kind in kinds):
         return "it has no attention"
     if others:
         return f"it has layers of another kind than attention: {', '.join(others)}"

@@ -12,6 +12,7 @@ from tilegym.ops.mla_interface import latent_attention
 from tilegym.transformers.attention import CausalMask
 from tilegym.transformers.decode_graph import DecodeCache
 from tilegym.transformers.deepseek2.attention import expands_by_its_weight
+from tilegym.transformers.layers import arguments_of_norm
 
 
 def misfit_of_latents(attention: nn.Module) -> str:
@@ -28,18 +29,18 @@ def attend_latents(
     layer: nn.Module, hidden: Tensor, mask: CausalMask, cache: DecodeCache, embeddings: Any, backend: str | None
 ) -> Tensor:
     """``hidden`` and the layer's attention to the latents that the cache holds, of the new token too."""
-    attention, norm = layer.self_attn, layer.input_layernorm
+    attention = layer.self_attn
     kept, low = cache.layers[attention.layer_idx], attention.q_lora_rank is not None
     first = attention.q_a_proj if low else attention.q_proj
     both = first, attention.kv_a_proj_with_mqa
     biases = None if first.bias is None else [p.bias for p in both]
-    q, compressed = rms_norm_linear(
-        hidden, norm.weight, norm.variance_epsilon, [p.weight for p in both], biases, backend=backend
-    )
+    norm, eps, *form = arguments_of_norm(layer.input_layernorm)
+    q, compressed = rms_norm_linear(hidden, norm, eps, [p.weight for p in both], biases, *form, backend=backend)
     if low:
-        norm, second = attention.q_a_layernorm, attention.q_b_proj
+        second = attention.q_b_proj
         biases = None if second.bias is None else [second.bias]
-        (q,) = rms_norm_linear(q, norm.weight, norm.variance_epsilon, [second.weight], biases, backend=backend)
+        norm, eps, *form = arguments_of_norm(attention.q_a_layernorm)
+        (q,) = rms_norm_linear(q, norm, eps, [second.weight], biases, *form, backend=backend)
     q = q.view(1, 1, -1, attention.qk_head_dim).transpose(1, 2)  # [1, H, 1, D + Dr]
     q, qpe = q.split((attention.qk_nope_head_dim, attention.qk_rope_head_dim), -1)
     latents, kpe = compressed[:, None].split((attention.kv_lora_rank, attention.qk_rope_head_dim), -1)

@@ -1,11 +1,13 @@
-"""A decoder layer's decoding step in few launches, for layers in the layout of Llama's, six or seven, and DeepSeek's;
-where its MLP are experts, those of the attention, a norm, the router and the experts, who add the residual.
+"""A decoder layer's decoding step in few launches, for layers in the layout of Llama's, six or seven, of Gemma 3's,
+which have norms behind attention and MLP, of Qwen3.5's, whose attention is gated or linear, and of DeepSeek's; where
+its MLP are experts, those of the attention, a norm, the router and the experts, who add the residual.
 
 The parts of a layer are patched one by one elsewhere; with a token at a time what is left is launches, each over one
 vector. Here norms run in the launch that reads the weights behind them, activation and residual in the one before.
 Anything else than one new token of one sequence, on a :class:`DecodeCache`, runs the layer as it was.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,42 +16,83 @@ from torch import Tensor
 from torch import nn
 
 from tilegym.ops import fmha_decode
+from tilegym.ops import linear
 from tilegym.ops import linear_add
+from tilegym.ops import rms_norm_add
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu
 from tilegym.ops import rope_and_cache
 from tilegym.ops import rope_fmha_decode
+from tilegym.ops import sigmoid_mul
 from tilegym.ops.moe_interface import FORMULA
 from tilegym.ops.moe_interface import experts_forward
+from tilegym.transformers import layers
 from tilegym.transformers.attention import CausalMask
+from tilegym.transformers.decode_graph import RECURRENT
 from tilegym.transformers.decode_graph import DecodeCache
 from tilegym.transformers.decode_latents import attend_latents
 from tilegym.transformers.decode_latents import misfit_of_latents
+from tilegym.transformers.decode_linear import LINEAR
+from tilegym.transformers.decode_linear import attend_linear
+from tilegym.transformers.decode_linear import has_states
+from tilegym.transformers.decode_linear import misfit_of_linear
 from tilegym.transformers.experts import NAMES as EXPERTS
+from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import reproducible
+from tilegym.transformers.rotary_rows import rotary_of
 
 # The parts that the step takes over; those after the first one, or the first two, own the parameters.
-_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_ATTENTION = ("self_attn", "input_layernorm", *_LINEARS)
+_ATTENTION = ("self_attn", "self_attn.o_proj")
+_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_JOINT = ("self_attn.qkv_proj",)  # Phi-3's
 _NORMS = ("self_attn.q_norm", "self_attn.k_norm")  # of each head, where there are
 # Of DeepSeek's latent attention, whose queries may have a low rank.
 _LATENTS = (
-    "self_attn", "input_layernorm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.kv_b_proj",
-    "self_attn.o_proj",
+    *_ATTENTION, "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.kv_b_proj",
 )  # fmt: skip
 _LOW_RANK = ("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
 _FULL_RANK = ("self_attn.q_proj",)
-_MLP = ("mlp", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_MLP = ("mlp", "mlp.down_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_JOINT_GATE_UP = ("mlp.gate_up_proj",)
+_INTO_MLP = ("gate_proj", "up_proj", "gate_up_proj")
+_DROPOUTS = ("resid_attn_dropout", "resid_mlp_dropout")
 TRIES = 4
 
 
 def _is_gated(layer: nn.Module) -> bool:
     """Whether behind the attention stands Llama's MLP, and no experts or whatever else there is."""
-    return hasattr(layer.mlp, "gate_proj")
+    return hasattr(layer.mlp, "gate_proj") or hasattr(layer.mlp, "gate_up_proj")
+
+
+def _norms_around(layer: nn.Module) -> tuple[str, ...]:
+    """The names of the norm in front of the MLP, and of those behind attention and MLP, where there are."""
+    if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma's
+        return "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+    return ("post_attention_layernorm",)
+
+
+def _norm_behind(layer: nn.Module, attention: bool) -> nn.Module | None:
+    names = _norms_around(layer)[1:]
+    return getattr(layer, names[0 if attention else 1]) if names else None
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return hasattr(layer, "linear_attn")
 
 
 def _has_latents(layer: nn.Module) -> bool:
-    return hasattr(layer.self_attn, "kv_a_proj_with_mqa")
+    return hasattr(layer, "self_attn") and hasattr(layer.self_attn, "kv_a_proj_with_mqa")
+
+
+def _is_patched(part: nn.Module | None) -> bool:
+    return part is not None and isinstance(vars(part).get("forward"), BoundForward)
+
+
+def _activation_of(mlp: nn.Module) -> str:
+    """Of a gated MLP that is patched; empty if it has another patch than those here."""
+    make, args = mlp.forward.func.recipe
+    return args[2] if make is layers.gated_mlp_forward else ""
 
 
 def _are_parts_known(layer: nn.Module) -> bool:
@@ -67,8 +110,8 @@ def _are_parts_known(layer: nn.Module) -> bool:
     if "shared_experts" in children:
         shared = mlp.shared_experts
         taken_over = [norm, shared, *(getattr(shared, f"{name}_proj", None) for name in ("gate", "up", "down"))]
-        if any(part is None or "forward" not in vars(part) for part in taken_over):
-            return False  # it is not patched
+        if not all(_is_patched(part) for part in taken_over) or not _activation_of(shared):
+            return False
         if shared.gate_proj.bias is not None or shared.up_proj.bias is not None:
             return False
         own += taken_over
@@ -76,12 +119,19 @@ def _are_parts_known(layer: nn.Module) -> bool:
 
 
 def _names_of(layer: nn.Module) -> tuple[str, ...]:
-    if _has_latents(layer):
+    if _is_linear(layer):
+        attention = LINEAR
+    elif _has_latents(layer):
         low = getattr(layer.self_attn, "q_lora_rank", None) is not None
         attention = (*_LATENTS, *(_LOW_RANK if low else _FULL_RANK))
     else:
-        attention = (*_ATTENTION, *(_NORMS if hasattr(layer.self_attn, "q_norm") else ()))
-    return (*attention, *(_MLP if _is_gated(layer) else ()))
+        projections = _JOINT if hasattr(layer.self_attn, "qkv_proj") else _LINEARS
+        attention = (*_ATTENTION, *projections, *(_NORMS if hasattr(layer.self_attn, "q_norm") else ()))
+    before, *behind = _norms_around(layer)
+    if not _is_gated(layer):
+        return ("input_layernorm", *attention, *behind)
+    gate_up = _JOINT_GATE_UP if hasattr(layer.mlp, "gate_up_proj") else _GATE_UP
+    return ("input_layernorm", *attention, *behind, *_MLP, before, *gate_up)
 
 
 def misfit(layer: nn.Module) -> str:
@@ -92,29 +142,63 @@ def misfit(layer: nn.Module) -> str:
     except AttributeError as error:
         return str(error)
     for name, part in zip(names, parts, strict=True):
-        if "forward" not in vars(part) or part._forward_hooks or part._forward_pre_hooks:
-            return f"its {name} is not patched" if "forward" not in vars(part) else f"its {name} has hooks"
-    attention, mlp = layer.self_attn, layer.mlp
-    if len({p.dtype for part in parts for p in part.parameters(recurse=False)}) > 1:
+        if not _is_patched(part) or part._forward_hooks or part._forward_pre_hooks:
+            return f"its {name} is not patched" if not _is_patched(part) else f"its {name} has hooks"
+    owners = [part for name, part in zip(names, parts, strict=True) if name != "linear_attn"]
+    if len({p.dtype for part in owners for p in part.parameters(recurse=False)}) > 1:
         return "its parameters are of several dtypes"
-    if _is_gated(layer) and (mlp.gate_proj.bias is not None or mlp.up_proj.bias is not None):
-        return "its MLP has biases"
+    mlp = layer.mlp
+    if _is_gated(layer):
+        if any(part.bias is not None for name in _INTO_MLP if (part := getattr(mlp, name, None)) is not None):
+            return "its MLP has biases"
+        if not _activation_of(mlp):
+            return "its MLP has another patch"
+    elif len(_norms_around(layer)) > 1:
+        return "it has a norm behind its experts"
+    if any(part.training and part.p for name in _DROPOUTS if (part := getattr(layer, name, None)) is not None):
+        return "it drops out what its parts give"
+    if _is_linear(layer):
+        return misfit_of_linear(layer.linear_attn)
     if _has_latents(layer):
-        return misfit_of_latents(attention)
+        return misfit_of_latents(layer.self_attn)
+    return _misfit_of_attention(layer.self_attn)
+
+
+def _misfit_of_attention(attention: nn.Module) -> str:
+    if not getattr(attention, "is_causal", True):
+        return "its attention is not causal"
+    if hasattr(attention, "qkv_proj"):
+        return "its projections have biases" if attention.qkv_proj.bias is not None else ""
     if len({p.bias is None for p in (attention.q_proj, attention.k_proj, attention.v_proj)}) > 1:
         return "some of q, k and v have biases"
     return ""
 
 
-def _norms_of(attention: nn.Module) -> tuple[Tensor, Tensor, float] | tuple[()]:
-    """The weights and the epsilon of the norms of q and k, where ``rope_fmha_decode`` takes them."""
-    if not hasattr(attention, "q_norm"):
-        return ()
-    q_norm, k_norm = attention.q_norm, attention.k_norm
-    same = q_norm.weight.shape == k_norm.weight.shape == (attention.head_dim,)
-    if not same or q_norm.variance_epsilon != k_norm.variance_epsilon:
-        return ()
-    return q_norm.weight, k_norm.weight, q_norm.variance_epsilon
+def _norms_of(attention: nn.Module) -> tuple[Tensor, Tensor, float, float, str] | None:
+    """The weights of the norms of q's and k's heads, and what else :func:`rope_and_cache` needs to know of them."""
+    norms = [layers.arguments_of_norm(norm) for norm in (attention.q_norm, attention.k_norm)]
+    if any(weight.shape != (attention.head_dim,) for weight, *_ in norms) or norms[0][1:] != norms[1][1:]:
+        return None
+    return norms[0][0], norms[1][0], *norms[0][1:]
+
+
+def _projected(layer: nn.Module, hidden: Tensor, backend: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k and v [1, 1, H, D] of the layer's norm, and the gate of Qwen3.5's attention, as q is."""
+    attention, biases = layer.self_attn, None
+    if hasattr(attention, "qkv_proj"):
+        joint, width = attention.qkv_proj.weight, attention.o_proj.weight.shape[1]
+        rest = (joint.shape[0] - width) // 2
+        weights = list(joint.split((width, rest, rest)))
+    else:
+        parts = attention.q_proj, attention.k_proj, attention.v_proj
+        weights = [p.weight for p in parts]
+        biases = None if attention.q_proj.bias is None else [p.bias for p in parts]
+    norm, eps, *form = layers.arguments_of_norm(layer.input_layernorm)
+    q, k, v = rms_norm_linear(hidden, norm, eps, weights, biases, *form, backend=backend)
+    dim, gate = attention.head_dim, None
+    if q.shape[-1] == 2 * attention.o_proj.weight.shape[1]:
+        q, gate = q.view(1, 1, -1, 2 * dim).chunk(2, -1)
+    return *(t.view(1, 1, -1, dim) if t.dim() == 3 else t for t in (q, k, v)), gate
 
 
 def attend(
@@ -122,93 +206,87 @@ def attend(
 ) -> Tensor:
     """``hidden`` and the layer's attention to what the cache holds, of the new token too."""
     attention, sinks = layer.self_attn, getattr(layer.self_attn, "sinks", None)
-    norm, kept, (cos, sin) = layer.input_layernorm, cache.layers[attention.layer_idx], embeddings
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
-    biases = None if attention.q_proj.bias is None else [p.bias for p in projections]
-    q, k, v = rms_norm_linear(
-        hidden, norm.weight, norm.variance_epsilon, [p.weight for p in projections], biases, backend=backend
-    )
-    q, k, v = (t.view(1, 1, -1, attention.head_dim) for t in (q, k, v))
-    plain = mask.window is None and mask.keys is None and sinks is None
-    norms = _norms_of(attention) if plain else ()
-    if hasattr(attention, "q_norm") and not norms:
-        q, k = attention.q_norm(q), attention.k_norm(k)
+    kept, (cos, sin) = cache.layers[attention.layer_idx], embeddings
+    q, k, v, gate = _projected(layer, hidden, backend)
+    norms = _norms_of(attention) if hasattr(attention, "q_norm") else ()
+    if norms is None:
+        q, k, norms = attention.q_norm(q), attention.k_norm(k), ()
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, 1, D]
     into = q, k, v, cos, sin, kept.keys, kept.values, cache.length
-    if plain:
+    plain = mask.window is None and mask.keys is None and sinks is None
+    if plain and (not norms or norms[3:] == (0.0, "llama")):
         # Between the steps are launches of PyTorch's, which nothing behind them overtakes.
-        out = rope_fmha_decode(*into, attention.scaling, True, mask.kv_len, *norms, backend=backend)
+        out = rope_fmha_decode(*into, attention.scaling, True, mask.kv_len, *norms[:3], backend=backend)
     else:
         one_half = sinks is not None and 2 * cos.shape[-1] == attention.head_dim  # as gpt-oss's
-        q = rope_and_cache(*into, one_half, backend=backend)
+        q = rope_and_cache(*into, one_half, "", *norms, backend=backend)
         out = fmha_decode(
             q, kept.keys, kept.values, attention.scaling, None, mask.kv_len, mask.window, None, sinks, mask.keys,
             backend=backend,
         )  # fmt: skip
-    project = attention.o_proj
-    return linear_add(out.view(1, 1, -1), project.weight, hidden, project.bias, backend=backend)
+    if gate is not None:
+        out = sigmoid_mul(out.view(gate.shape), gate, backend=backend)
+    return _into(hidden, out.view(1, 1, -1), attention.o_proj, _norm_behind(layer, True), backend)
+
+
+def _into(residual: Tensor, x: Tensor, project: nn.Module, norm: nn.Module | None, backend: str | None) -> Tensor:
+    """``residual`` and what ``project`` makes of x, behind a ``norm`` or not."""
+    if norm is None:
+        return linear_add(x, project.weight, residual, project.bias, backend=backend)
+    weight, eps, *form = layers.arguments_of_norm(norm)
+    out = linear(x, project.weight, project.bias, backend=backend)
+    return rms_norm_add(out, weight, eps, residual, *form, backend=backend)
 
 
 def feed_forward(layer: nn.Module, hidden: Tensor, backend: str | None) -> Tensor:
     """``hidden`` and the layer's MLP, or experts, behind its norm."""
-    mlp, norm = layer.mlp, layer.post_attention_layernorm
+    mlp, norm = layer.mlp, getattr(layer, _norms_around(layer)[0])
     if _is_gated(layer):
-        return _gated(mlp, norm, hidden, backend)
+        return _gated(mlp, norm, hidden, _norm_behind(layer, False), backend)
     if not _are_parts_known(layer):
         out = mlp(norm(hidden))
         return hidden + (out[0] if isinstance(out, tuple) else out)  # some return what the router found, too
     normed = norm(hidden).view(1, -1)
     _, weights, ids = (mlp.gate if hasattr(mlp, "gate") else mlp.router)(normed)
     if hasattr(mlp, "shared_experts"):
-        hidden = _gated(mlp.shared_experts, norm, hidden, backend)
+        hidden = _gated(mlp.shared_experts, norm, hidden, None, backend)
     out = experts_forward(mlp.experts, normed, ids, weights, shared_output=hidden.view(1, -1), backend=backend)
     return out.view_as(hidden)
 
 
-def _gated(mlp: nn.Module, norm: nn.Module, hidden: Tensor, backend: str | None) -> Tensor:
-    inner = rms_norm_swiglu(
-        hidden, norm.weight, norm.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight, backend=backend
-    )
-    return linear_add(inner, mlp.down_proj.weight, hidden, mlp.down_proj.bias, backend=backend)
+def _gated(mlp: nn.Module, norm: nn.Module, hidden: Tensor, behind: nn.Module | None, backend: str | None) -> Tensor:
+    joint = getattr(mlp, "gate_up_proj", None)
+    gate, up = (mlp.gate_proj.weight, mlp.up_proj.weight) if joint is None else joint.weight.chunk(2)
+    weight, eps, *form = layers.arguments_of_norm(norm)
+    inner = rms_norm_swiglu(hidden, weight, eps, gate, up, *form, _activation_of(mlp), backend=backend)
+    return _into(hidden, inner, mlp.down_proj, behind, backend)
 
 
 @reproducible
 def decode_forward(backend: str | None) -> Callable:
     """Forward for a decoder layer whose parts are patched, as :func:`misfit` has checked."""
 
-    def step(layer: nn.Module, hidden: Tensor, mask: CausalMask, cache: DecodeCache, embeddings: Any) -> Tensor:
-        attends = attend_latents if _has_latents(layer) else attend
-        return feed_forward(layer, attends(layer, hidden, mask, cache, embeddings, backend), backend)
+    def step(layer: nn.Module, hidden: Tensor, mask: CausalMask | None, cache: DecodeCache, embeddings: Any) -> Tensor:
+        if _is_linear(layer):
+            hidden = attend_linear(layer, hidden, cache, backend)
+        else:
+            attends = attend_latents if _has_latents(layer) else attend
+            hidden = attends(layer, hidden, mask, cache, embeddings, backend)
+        return feed_forward(layer, hidden, backend)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: Any = None,
-        **kwargs,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         if (
-            past_key_values.__class__ is DecodeCache
-            and past_key_values.started
-            and attention_mask.__class__ is CausalMask
+            cache.__class__ is DecodeCache
+            and cache.started
+            and not args
             and hidden_states.numel() == hidden_states.shape[-1]
             and not torch.is_grad_enabled()
             and not misfit(self)
+            and (mask is None and has_states(self, cache) if _is_linear(self) else mask.__class__ is CausalMask)
         ):
-            return step(self, hidden_states, attention_mask, past_key_values, position_embeddings)
-        return type(self).forward(
-            self,
-            hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+            return step(self, hidden_states, mask, cache, kwargs.get("position_embeddings"))
+        return type(self).forward(self, hidden_states, *args, **kwargs)
 
     return forward
 
@@ -232,7 +310,12 @@ def _same_behind(seed: int, layer: nn.Module, rotary: nn.Module, forward: Callab
     weight = layer.input_layernorm.weight
     numbers = torch.randn(1, 10, weight.shape[0], generator=torch.Generator().manual_seed(seed))
     hidden = numbers.to(weight.device, weight.dtype)
-    embeddings = rotary(hidden, torch.arange(10, device=weight.device)[None])
+    linear_attention = _is_linear(layer)
+    index = (layer.linear_attn if linear_attention else layer.self_attn).layer_idx
+    kinds = (*([""] * index), RECURRENT if linear_attention else "", "")
+    by_type = "layer_type" in inspect.signature(type(rotary).forward).parameters  # as Gemma's
+    types = (layer.self_attn.layer_type,) if by_type else ()
+    embeddings = rotary_of(rotary, hidden, torch.arange(10, device=weight.device)[None], types)
     alone = isinstance(embeddings, Tensor)  # complex numbers, as DeepSeek-V2's
 
     def run(forward: Callable, cache: DecodeCache, tokens: slice) -> Tensor:
@@ -243,7 +326,7 @@ def _same_behind(seed: int, layer: nn.Module, rotary: nn.Module, forward: Callab
         return forward(
             layer,
             hidden[:, tokens],
-            attention_mask=CausalMask((1, 1, count, cache.capacity), None, filled, None),
+            attention_mask=None if linear_attention else CausalMask((1, 1, count, cache.capacity), None, filled, None),
             past_key_values=cache,
             use_cache=True,
             position_embeddings=embeddings[:, tokens] if alone else tuple(t[:, tokens] for t in embeddings),
@@ -251,7 +334,7 @@ def _same_behind(seed: int, layer: nn.Module, rotary: nn.Module, forward: Callab
 
     results = []
     for step in (type(layer).forward, forward):
-        cache = DecodeCache(layer.self_attn.layer_idx + 1, 16, weight.device)
+        cache = DecodeCache(len(kinds), 16, weight.device, kinds)
         run(type(layer).forward, cache, slice(0, 9))
         results.append(run(step, cache, slice(9, 10)))
     expected, got = results

@@ -61,6 +61,12 @@ def rms_norm_forward(backend: str | None, formula: NormFormula) -> Callable:
     return forward if casting == "llama" else forward_in_fp32
 
 
+def arguments_of_norm(norm: nn.Module) -> tuple[Tensor, float, float, str]:
+    """Weight, eps, offset and casting of a norm that has a forward of :func:`rms_norm_forward`."""
+    _, (eps, offset, casting) = norm.forward.func.recipe[1]
+    return norm.weight, getattr(norm, eps), offset, casting
+
+
 class MLPFormula(NamedTuple):
     """A gated MLP: its linears and its activation. ``linears`` are those that are multiplied, or the one for both."""
 

@@ -15,6 +15,7 @@ from tilegym.ops.cutile import fused_gemv
 from tilegym.ops.cutile import fused_linear_cross_entropy
 from tilegym.ops.cutile import gated_delta_rule
 from tilegym.ops.cutile import gated_delta_rule_chunk
+from tilegym.ops.cutile import gated_delta_step
 from tilegym.ops.cutile import geglu
 from tilegym.ops.cutile import gemma_attention
 from tilegym.ops.cutile import group_gemm
@@ -29,6 +30,7 @@ from tilegym.ops.cutile import moe_fused
 from tilegym.ops.cutile import moe_routing
 from tilegym.ops.cutile import ragged_group_gemm
 from tilegym.ops.cutile import rms_norm
+from tilegym.ops.cutile import rms_norm_add
 from tilegym.ops.cutile import rms_norm_gated
 from tilegym.ops.cutile import rope
 from tilegym.ops.cutile import rope_cache

@@ -28,7 +28,6 @@ from tilegym.ops.cutile.pointwise import plan as plan_of_tiles
 from tilegym.ops.cutile.pointwise import small_or_flat
 from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.row_norms import scaled
-from tilegym.ops.cutile.swiglu import gated
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
@@ -37,10 +36,14 @@ from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import size_of
 from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.pytorch.fused_gemv import ACTIVATIONS
+from tilegym.ops.pytorch.fused_gemv import check_activation
 from tilegym.ops.pytorch.fused_gemv import check_residual
 from tilegym.ops.pytorch.fused_gemv import check_weights
 from tilegym.ops.pytorch.linear import check_operands
 from tilegym.ops.pytorch.rms_norm import check_rms_norm
+
+PLACES = {activation: place for place, activation in enumerate(ACTIVATIONS)}
 
 
 def _rstd(x, eps, K: Int, TILE_K: Int):
@@ -69,11 +72,11 @@ def _norm_gemv(
 
 @ct.kernel
 def norm_gemv_kernel(
-    x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, eps, nothing, EARLY: Int, COLS: Int, OFFSET: Float,
-    ROUND: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
+    x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, eps, nothing, w4, b4, y4, third, EARLY: Int, COLS: Int,
+    FOUR: Bool, OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
 ):  # fmt: skip
     # x [1, K], norm [K]; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i], with blocks up to ``first`` for the first one,
-    # up to ``second`` for the second, and the others for the third.
+    # up to ``second`` for the second, and the others for the third, if FOUR up to ``third``; else w4, b4, y4 are 0.
     n = ct.bid(0)
     begin_early((w1,), n, y1, nothing, TILE_N, min(EARLY, first), COLS, OVERLAP)
     rstd = _rstd(x, eps, K, TILE_K)
@@ -81,14 +84,19 @@ def norm_gemv_kernel(
         _norm_gemv(x, norm, rstd, w1, b1, y1, n, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K)
     elif n < second:
         _norm_gemv(x, norm, rstd, w2, b2, y2, n - first, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K)
+    elif FOUR:
+        if n < third:
+            _norm_gemv(x, norm, rstd, w3, b3, y3, n - second, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K)
+        else:
+            _norm_gemv(x, norm, rstd, w4, b4, y4, n - third, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K)
     else:
         _norm_gemv(x, norm, rstd, w3, b3, y3, n - second, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K)
 
 
 @ct.kernel
 def norm_swiglu_kernel(
-    x, norm, gate, up, out, eps, nothing, OFFSET: Float, ROUND: Bool, K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int,
-    COLS: Int, OVERLAP: Bool,
+    x, norm, gate, up, out, eps, nothing, OFFSET: Float, ROUND: Bool, ACTIVATION: Int, K: Int, TILE_N: Int, TILE_K: Int,
+    EARLY: Int, COLS: Int, OVERLAP: Bool,
 ):  # fmt: skip
     # x [1, K], norm [K], gate and up [N, K], out [1, N]
     n = ct.bid(0)
@@ -100,7 +108,8 @@ def norm_swiglu_kernel(
         y = _normed(x, norm, k, rstd, OFFSET, ROUND, TILE_K)
         gates = gates + weight_tile(gate, n, k, TILE_N, TILE_K) * y
         ups = ups + weight_tile(up, n, k, TILE_N, TILE_K) * y
-    y = gated(ct.sum(gates, axis=1).astype(out.dtype), ct.sum(ups, axis=1).astype(out.dtype))
+    gates, ups = ct.sum(gates, axis=1).astype(out.dtype), ct.sum(ups, axis=1).astype(out.dtype)
+    y = stream_gemv.activated(gates, ups, ACTIVATION)
     ct.store(out, (0, n), y.reshape((1, TILE_N)))
 
 
@@ -137,25 +146,26 @@ def norm_gemv(
     """x [..., K] with one row; the outputs [..., N_i]. No biases: an empty list."""
     outs = _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded)
     k = x.shape[-1]
-    absent = 3 - len(weights)
+    four, absent = len(weights) == 4, 3 - len(weights)
     rows = [y.view(1, y.shape[-1]) for y in outs]
-    arrays = [ts + ts[-1:] * absent for ts in (list(weights), list(biases) or [0] * len(weights), rows)]
+    arrays = [ts[:3] + ts[-1:] * absent for ts in (list(weights), list(biases) or [0] * len(weights), rows)]
     arrays = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2])
-    form = (offset, rounded, len(biases) > 0, k)
+    fourth = (weights[3], biases[3] if biases else 0, rows[3]) if four else (0, 0, 0)
+    form = (four, offset, rounded, len(biases) > 0, k)
     streamed = stream_gemv.norm_plan(weights)
     if streamed is not None:
-        kernel, blocks, ends, tiles = streamed
-        launch(x, (blocks,), kernel, (*arrays, *ends, eps, *form, *tiles), tiles[-1])
+        kernel, blocks, (first, second, third, end), tiles = streamed
+        launch(x, (blocks,), kernel, (*arrays, first, second, end, eps, *fourth, third, *form, *tiles), tiles[-1])
         return outs
     kernel, tile_n, tile_k, early, cols, overlap = plan(norm_gemv_kernel, k, x.dtype.itemsize * 8, x.get_device())
     blocks = [-(-w.shape[0] // tile_n) for w in weights]
-    early_args = (NOTHING, early, early_columns(weights[0], tile_n, cols))
-    args = (*arrays, blocks[0], sum(blocks[:2]), eps, *early_args, *form, tile_n, tile_k, overlap)
+    fourth = (*fourth, sum(blocks[:3]), early, early_columns(weights[0], tile_n, cols))
+    args = (*arrays, blocks[0], sum(blocks[:2]), eps, NOTHING, *fourth, *form, tile_n, tile_k, overlap)
     launch(x, (sum(blocks),), kernel, args, overlap)
     return outs
 
 
-def _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded):
+def _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded, activation):
     return x.new_empty(*x.shape[:-1], gate.shape[0])
 
 
@@ -168,19 +178,21 @@ def norm_swiglu(
     up: torch.Tensor,
     offset: float,
     rounded: bool,
+    activation: str,
 ) -> torch.Tensor:
     """x [..., K] with one row; [..., N]."""
-    out = _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded)
+    out = _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded, activation)
     n, k = gate.shape
+    form = (offset, rounded, PLACES[activation], k)
     streamed = stream_gemv.plan(gate)
     if streamed is not None:
         kernel, blocks, tiles = streamed
-        args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, offset, rounded, k, *tiles)
+        args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, *form, *tiles)
         launch(x, (blocks,), kernel, args, tiles[-1])
         return out
     kernel, tile_n, tile_k, early, cols, overlap = plan(norm_swiglu_kernel, k, x.dtype.itemsize * 8, x.get_device())
-    tiles = (k, tile_n, tile_k, early, early_columns(gate, tile_n, cols), overlap)
-    args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, NOTHING, offset, rounded, *tiles)
+    tiles = (tile_n, tile_k, early, early_columns(gate, tile_n, cols), overlap)
+    args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, NOTHING, *form, *tiles)
     launch(x, (-(-n // tile_n),), kernel, args, overlap)
     return out
 
@@ -253,16 +265,20 @@ def rms_norm_swiglu(
     up_weight: torch.Tensor,
     offset: float = 0.0,
     casting: str = "llama",
+    activation: str = "silu",
 ) -> torch.Tensor:
+    check_activation(activation)
     one_row = norm_weight.dtype is x.dtype and _is_one_row(x, norm_weight, gate_weight, up_weight)
     if one_row and gate_weight.shape == up_weight.shape:
         check_operands(x, gate_weight, None)
         check_operands(x, up_weight, None)
         check_rms_norm(x, norm_weight.shape, norm_weight, None, None, casting)
         check_supported(x, DTYPES)
-        return norm_swiglu(x, norm_weight, eps, gate_weight, up_weight, offset, casting == "llama")
+        return norm_swiglu(x, norm_weight, eps, gate_weight, up_weight, offset, casting == "llama", activation)
     gate, up = rms_norm_linear(x, norm_weight, eps, [gate_weight, up_weight], None, offset, casting)
-    return ops.swiglu(gate, up, backend="cutile")
+    if activation == "silu":
+        return ops.swiglu(gate, up, backend="cutile")
+    return ops.geglu(gate, up, ACTIVATIONS[activation], backend="cutile")
 
 
 @register_impl("linear_add", "cutile")

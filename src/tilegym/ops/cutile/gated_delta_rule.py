@@ -43,6 +43,20 @@ def _column(x, batch, token, head, TILE_K: Int):
     return ct.sum(ct.gather(x, (batch, token, head, places)).astype(ct.float32), axis=1, keepdims=True)
 
 
+def read_and_write(state, q, k, v, decay, rate, scale, NORM: Bool):
+    """In a kernel: what a token reads from a head's ``state`` [Dk, Dv], [1, Dv], and the state behind it, in fp32.
+
+    q, k: [Dk, 1]; v: [1, Dv]. NORM: q and k are normalised first.
+    """
+    # Both readings from the old state, norms and decay as factors behind the sums: so all can be under way at once,
+    # and those together for whose results the threads wait for each other.
+    held, read = ct.reduce((state * k, state * q), 0, _add_pairs, (0.0, 0.0), keepdims=True)
+    kk, qq, qk = ct.reduce((k * k, q * q, q * k), 0, _add_triples, (0.0, 0.0, 0.0), keepdims=True)
+    of_k, of_q = (ct.rsqrt(kk + NORM_EPS), ct.rsqrt(qq + NORM_EPS)) if NORM else (1.0, 1.0)
+    write = (v - held * (decay * of_k)) * (rate * of_k)
+    return (read * decay + qk * write) * (of_q * scale), state * decay + k * write
+
+
 @ct.kernel
 def recurrent_kernel(
     q, k, v, g, beta, initial, out, final, scale, GROUP: Int, TILE_K: Int, TILE_V: Int, NORM: Bool, INITIAL: Bool,
@@ -62,15 +76,8 @@ def recurrent_kernel(
         vt = ct.gather(v, (batch, t, head, cols)).astype(ct.float32)
         decay = ct.exp(ct.gather(g, (batch, t, head)).astype(ct.float32))
         rate = ct.gather(beta, (batch, t, head)).astype(ct.float32)
-        # Both readings from the old state, norms and decay as factors behind the sums: so all can be under way at once,
-        # and those together for whose results the threads wait for each other.
-        held, read = ct.reduce((state * kt, state * qt), 0, _add_pairs, (0.0, 0.0), keepdims=True)
-        kk, qq, qk = ct.reduce((kt * kt, qt * qt, qt * kt), 0, _add_triples, (0.0, 0.0, 0.0), keepdims=True)
-        of_k, of_q = (ct.rsqrt(kk + NORM_EPS), ct.rsqrt(qq + NORM_EPS)) if NORM else (1.0, 1.0)
-        write = (vt - held * (decay * of_k)) * (rate * of_k)
-        read = (read * decay + qk * write) * (of_q * scale)
+        read, state = read_and_write(state, qt, kt, vt, decay, rate, scale, NORM)
         ct.scatter(out, (batch, t, head, cols), read.astype(out.dtype))
-        state = state * decay + kt * write
     if FINAL:
         ct.scatter(final, at_state, state)
 

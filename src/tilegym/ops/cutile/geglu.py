@@ -111,8 +111,13 @@ def geglu_kernel(a, b, y, TILE_M: Int, TILE_N: Int, GRID: Int, CHECK: Bool, TANH
     let_next_begin(OVERLAP)
     at = tile_of(y, TILE_M, TILE_N, GRID)
     gate, up = ct.gather(a, at, check_bounds=CHECK), ct.gather(b, at, check_bounds=CHECK)
-    gelu = gelu_of(gate.astype(ct.float32), gate.dtype, TANH).astype(y.dtype)
-    ct.scatter(y, at, (gelu.astype(ct.float32) * up.astype(ct.float32)).astype(y.dtype), check_bounds=CHECK)
+    ct.scatter(y, at, gelu_gated(gate, up, TANH), check_bounds=CHECK)
+
+
+def gelu_gated(gate, up, TANH: Bool):
+    """In a kernel: gelu(gate) * up, in their dtype."""
+    gelu = gelu_of(gate.astype(ct.float32), gate.dtype, TANH).astype(gate.dtype)
+    return (gelu.astype(ct.float32) * up.astype(ct.float32)).astype(gate.dtype)
 
 
 @ct.kernel

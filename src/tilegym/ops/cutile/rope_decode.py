@@ -20,7 +20,6 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
-from tilegym.ops import ops
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.flash_decode import fmha_decode
 from tilegym.ops.cutile.flash_decode_plan import MAX_TILE_N
@@ -232,7 +231,5 @@ def rope_fmha_decode(
     if fits(q, cos, keys, values, scaling):
         norms = (q_norm, k_norm, float(eps))
         return rope_decode_forward(q, k, v, cos, sin, keys, values, position, float(scaling), settled, *norms)
-    if q_norm is not None:
-        q, k = (ops.rms_norm(x, w.shape, w, eps, backend="cutile") for x, w in ((q, q_norm), (k, k_norm)))
-    q = rope_and_cache(q, k, v, cos, sin, keys, values, position)
+    q = rope_and_cache(q, k, v, cos, sin, keys, values, position, q_norm=q_norm, k_norm=k_norm, eps=eps)
     return fmha_decode(q, keys, values, scaling, None, filled_to(position, q) if kv_len is None else kv_len)

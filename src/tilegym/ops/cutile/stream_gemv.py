@@ -15,6 +15,7 @@ from tilegym.ops.cutile.early_weights import HALF_BYTES
 from tilegym.ops.cutile.early_weights import row_at_once
 from tilegym.ops.cutile.early_weights import rows_at_once
 from tilegym.ops.cutile.early_weights import waits_in_graph
+from tilegym.ops.cutile.geglu import gelu_gated
 from tilegym.ops.cutile.linear import total
 from tilegym.ops.cutile.row_norms import add_pairs
 from tilegym.ops.cutile.row_norms import rstd_of
@@ -60,15 +61,26 @@ def sums_of(weights, xs, K: Int, TILE_N: Int, TILE_K: Int):
     return ct.reduce((gates, ups), 1, add_pairs, (0.0, 0.0))
 
 
-def gated_rows(weights, ys, out, n, K: Int, TILE_N: Int, TILE_K: Int):
+def activated(gate, up, ACTIVATION: Int):
+    """In a kernel: the activation of ``gate``, by its place in ACTIVATIONS, times ``up``, in their dtype."""
+    if ACTIVATION == 0:
+        y = gated(gate, up)
+    else:
+        y = gelu_gated(gate, up, ACTIVATION == 1)
+    return y
+
+
+def gated_rows(weights, ys, out, n, ACTIVATION: Int, K: Int, TILE_N: Int, TILE_K: Int):
     """In a kernel: stores TILE_N elements, the n-th so many."""
     gate, up = sums_of(weights, ys, K, TILE_N, TILE_K)
-    ct.store(out, (0, n), gated(gate.astype(out.dtype), up.astype(out.dtype)).reshape((1, TILE_N)))
+    y = activated(gate.astype(out.dtype), up.astype(out.dtype), ACTIVATION)
+    ct.store(out, (0, n), y.reshape((1, TILE_N)))
 
 
 @ct.kernel
 def stream_swiglu_kernel(
-    x, norm, gate, up, out, eps, OFFSET: Float, ROUND: Bool, K: Int, TILE_N: Int, TILE_K: Int, AHEAD: Int, OVERLAP: Bool
+    x, norm, gate, up, out, eps, OFFSET: Float, ROUND: Bool, ACTIVATION: Int, K: Int, TILE_N: Int, TILE_K: Int,
+    AHEAD: Int, OVERLAP: Bool,
 ):  # fmt: skip
     # x [1, K], norm [K], gate and up [N, K], out [1, N]; N is a multiple of TILE_N, K of TILE_K. AHEAD: turns whose
     # weights are on their way, one or two; 0: each block has one. What is behind a block's last turn is that once more.
@@ -84,83 +96,102 @@ def stream_swiglu_kernel(
         ct.grid_dependency_control_wait()
     ys = normed_row(x, norms, eps, OFFSET, ROUND, K, TILE_K)
     if AHEAD == 0:
-        gated_rows(one, ys, out, first, K, TILE_N, TILE_K)
+        gated_rows(one, ys, out, first, ACTIVATION, K, TILE_N, TILE_K)
     elif AHEAD == 1:
         for n in range(first, end, blocks):
             now = one
             one = both_at_once(gate, up, min(n + blocks, last), K, TILE_N, TILE_K)
-            gated_rows(now, ys, out, n, K, TILE_N, TILE_K)
+            gated_rows(now, ys, out, n, ACTIVATION, K, TILE_N, TILE_K)
     else:
         for n in range(first, end - blocks, 2 * blocks):
             now = one
             one = both_at_once(gate, up, min(n + 2 * blocks, last), K, TILE_N, TILE_K)
-            gated_rows(now, ys, out, n, K, TILE_N, TILE_K)
+            gated_rows(now, ys, out, n, ACTIVATION, K, TILE_N, TILE_K)
             now = two
             two = both_at_once(gate, up, min(n + 3 * blocks, last), K, TILE_N, TILE_K)
-            gated_rows(now, ys, out, n + blocks, K, TILE_N, TILE_K)
+            gated_rows(now, ys, out, n + blocks, ACTIVATION, K, TILE_N, TILE_K)
         if (last - first) % (2 * blocks) == 0:
-            gated_rows(one, ys, out, last, K, TILE_N, TILE_K)
+            gated_rows(one, ys, out, last, ACTIVATION, K, TILE_N, TILE_K)
 
 
-def one_of(weights, n, first, second, K: Int, TILE_N: Int, TILE_K: Int):
-    """In a kernel: the n-th TILE_N rows of three weights one below the other; n of the second begins with ``first``."""
+def one_of(weights, n, ends, FOUR: Bool, K: Int, TILE_N: Int, TILE_K: Int):
+    """In a kernel: the n-th TILE_N rows of weights one below the other; n of the second begins with the first of the
+    ``ends``."""
+    first, second, third = ends
     if n < first:
         tiles = rows_at_once(weights[0], n, K, TILE_N, TILE_K)
     elif n < second:
         tiles = rows_at_once(weights[1], n - first, K, TILE_N, TILE_K)
+    elif FOUR:
+        if n < third:
+            tiles = rows_at_once(weights[2], n - second, K, TILE_N, TILE_K)
+        else:
+            tiles = rows_at_once(weights[3], n - third, K, TILE_N, TILE_K)
     else:
         tiles = rows_at_once(weights[2], n - second, K, TILE_N, TILE_K)
     return tiles
 
 
-def put_one(tiles, ys, biases, outs, n, first, second, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int):
+def put_one(tiles, ys, biases, outs, n, ends, FOUR: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int):
     """In a kernel: stores the products of such rows."""
+    first, second, third = ends
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     for k in ct.static_iter(range((K + TILE_K - 1) // TILE_K)):
         acc = acc + tiles[k].astype(ct.float32) * ys[k].astype(ct.float32)
     if n < first:
-        ct.store(outs[0], (0, n), total(acc, biases[0], n, BIAS, TILE_N).astype(outs[0].dtype))
+        put_total(acc, biases[0], outs[0], n, BIAS, TILE_N)
     elif n < second:
-        ct.store(outs[1], (0, n - first), total(acc, biases[1], n - first, BIAS, TILE_N).astype(outs[1].dtype))
+        put_total(acc, biases[1], outs[1], n - first, BIAS, TILE_N)
+    elif FOUR:
+        if n < third:
+            put_total(acc, biases[2], outs[2], n - second, BIAS, TILE_N)
+        else:
+            put_total(acc, biases[3], outs[3], n - third, BIAS, TILE_N)
     else:
-        ct.store(outs[2], (0, n - second), total(acc, biases[2], n - second, BIAS, TILE_N).astype(outs[2].dtype))
+        put_total(acc, biases[2], outs[2], n - second, BIAS, TILE_N)
+
+
+def put_total(acc, bias, out, n, BIAS: Bool, TILE_N: Int):
+    ct.store(out, (0, n), total(acc, bias, n, BIAS, TILE_N).astype(out.dtype))
 
 
 @ct.kernel
 def stream_norm_gemv_kernel(
-    x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, end, eps, OFFSET: Float, ROUND: Bool, BIAS: Bool,
-    K: Int, TILE_N: Int, TILE_K: Int, AHEAD: Int, OVERLAP: Bool,
+    x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, end, eps, w4, b4, y4, third, FOUR: Bool,
+    OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int, AHEAD: Int, OVERLAP: Bool,
 ):  # fmt: skip
     # x [1, K], norm [K]; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i]; N_i are multiples of TILE_N. Of ``end`` turns
-    # those up to ``first`` are for w1, those up to ``second`` for w2. AHEAD as above.
+    # those up to ``first`` are for w1, those up to ``second`` for w2, and if FOUR those from ``third`` on for w4; else
+    # w4, b4 and y4 are 0. AHEAD as above.
     let_next_begin(OVERLAP)
     begin, blocks = ct.bid(0), ct.num_blocks(0)
     last = end - 1 - (end - 1 - begin) % blocks
-    weights, biases, outs = (w1, w2, w3), (b1, b2, b3), (y1, y2, y3)
-    one = one_of(weights, begin, first, second, K, TILE_N, TILE_K)
+    weights, biases, outs = (w1, w2, w3, w4), (b1, b2, b3, b4), (y1, y2, y3, y4)
+    ends = first, second, third
+    one = one_of(weights, begin, ends, FOUR, K, TILE_N, TILE_K)
     if AHEAD == 2:
-        two = one_of(weights, min(begin + blocks, last), first, second, K, TILE_N, TILE_K)
+        two = one_of(weights, min(begin + blocks, last), ends, FOUR, K, TILE_N, TILE_K)
     norms = row_at_once(norm, K, TILE_K)
     if OVERLAP:
         ct.grid_dependency_control_wait()
     ys = normed_row(x, norms, eps, OFFSET, ROUND, K, TILE_K)
     if AHEAD == 0:
-        put_one(one, ys, biases, outs, begin, first, second, BIAS, K, TILE_N, TILE_K)
+        put_one(one, ys, biases, outs, begin, ends, FOUR, BIAS, K, TILE_N, TILE_K)
     elif AHEAD == 1:
         for n in range(begin, end, blocks):
             now = one
-            one = one_of(weights, min(n + blocks, last), first, second, K, TILE_N, TILE_K)
-            put_one(now, ys, biases, outs, n, first, second, BIAS, K, TILE_N, TILE_K)
+            one = one_of(weights, min(n + blocks, last), ends, FOUR, K, TILE_N, TILE_K)
+            put_one(now, ys, biases, outs, n, ends, FOUR, BIAS, K, TILE_N, TILE_K)
     else:
         for n in range(begin, end - blocks, 2 * blocks):
             now = one
-            one = one_of(weights, min(n + 2 * blocks, last), first, second, K, TILE_N, TILE_K)
-            put_one(now, ys, biases, outs, n, first, second, BIAS, K, TILE_N, TILE_K)
+            one = one_of(weights, min(n + 2 * blocks, last), ends, FOUR, K, TILE_N, TILE_K)
+            put_one(now, ys, biases, outs, n, ends, FOUR, BIAS, K, TILE_N, TILE_K)
             now = two
-            two = one_of(weights, min(n + 3 * blocks, last), first, second, K, TILE_N, TILE_K)
-            put_one(now, ys, biases, outs, n + blocks, first, second, BIAS, K, TILE_N, TILE_K)
+            two = one_of(weights, min(n + 3 * blocks, last), ends, FOUR, K, TILE_N, TILE_K)
+            put_one(now, ys, biases, outs, n + blocks, ends, FOUR, BIAS, K, TILE_N, TILE_K)
         if (last - begin) % (2 * blocks) == 0:
-            put_one(one, ys, biases, outs, last, first, second, BIAS, K, TILE_N, TILE_K)
+            put_one(one, ys, biases, outs, last, ends, FOUR, BIAS, K, TILE_N, TILE_K)
 
 
 @functools.lru_cache(maxsize=256)
@@ -203,7 +234,7 @@ def _norm_plan(
         blocks = -(-turns // -(-turns // at_once))
     kernel = stream_norm_gemv_kernel if device < 0 else hinted(stream_norm_gemv_kernel, occupancy=occupancy)
     tiles = (tile_n, 64 if device < 0 else 1024, ahead, overlaps(device))
-    return kernel, blocks, (rows[0] // tile_n, sum(rows[:2]) // tile_n, turns), tiles
+    return kernel, blocks, tuple(sum(rows[:i]) // tile_n for i in (1, 2, 3, 4)), tiles
 
 
 def _norm_tiles(n: int, k: int, on_cpu: bool) -> tuple[int, int, int]:
@@ -222,7 +253,7 @@ def _norm_tiles(n: int, k: int, on_cpu: bool) -> tuple[int, int, int]:
 def norm_plan(
     weights: list[torch.Tensor],
 ) -> tuple[ct.kernel, int, tuple[int, ...], tuple[int, int, int, bool]] | None:
-    """(kernel, blocks, (first, second, end), (TILE_N, TILE_K, AHEAD, OVERLAP)) for up to three weights [N_i, k].
+    """(kernel, blocks, ends, (TILE_N, TILE_K, AHEAD, OVERLAP)) for up to four weights [N_i, k]; ends: of their turns.
 
     None: norm_gemv_kernel is for them. In a graph, in 16 bits, k at most 8192. A layer takes so on an H200, with
     norm_gemv_kernel, or rows at once where the same kernel takes no turns (1024, 4096), in brackets: with the widths of

@@ -14,6 +14,7 @@ from tilegym.ops.pytorch import fused_add_rms_norm
 from tilegym.ops.pytorch import fused_gemv
 from tilegym.ops.pytorch import fused_linear_cross_entropy
 from tilegym.ops.pytorch import gated_delta_rule
+from tilegym.ops.pytorch import gated_delta_step
 from tilegym.ops.pytorch import geglu
 from tilegym.ops.pytorch import gemma_attention
 from tilegym.ops.pytorch import group_gemm

@@ -1,17 +1,29 @@
-"""``rms_norm_linear``, ``rms_norm_swiglu`` and ``linear_add`` as the ops that they stand for, one after the other."""
+"""``rms_norm_linear``, ``rms_norm_swiglu``, ``linear_add``, ``rms_norm_add``: the ops that they stand for, in a row."""
 
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_floating
+from tilegym.ops.pytorch.checks import check_option
+from tilegym.ops.pytorch.geglu import geglu
 from tilegym.ops.pytorch.linear import linear
+from tilegym.ops.pytorch.rms_norm import check_rms_norm
 from tilegym.ops.pytorch.rms_norm import rms_norm
 from tilegym.ops.pytorch.swiglu import swiglu
 
+ACTIVATIONS = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # and how geglu approximates them
+
+
+def check_activation(activation: str) -> None:
+    """Raises ValueError unless ``rms_norm_swiglu`` has the activation."""
+    if activation not in ACTIVATIONS:
+        check_option("rms_norm_swiglu", "activation", activation, tuple(ACTIVATIONS))
+
 
 def check_weights(op: str, weights: list[torch.Tensor], biases: list[torch.Tensor] | None) -> None:
-    """Raises ValueError unless there are one to three weights, and a bias for each if for any."""
-    if not 1 <= len(weights) <= 3:
-        raise ValueError(f"{op}: {len(weights)} weights, allowed are 1 to 3")
+    """Raises ValueError unless there are one to four weights, and a bias for each if for any."""
+    if not 1 <= len(weights) <= 4:
+        raise ValueError(f"{op}: {len(weights)} weights, allowed are 1 to 4")
     if biases is not None and len(biases) != len(weights):
         raise ValueError(f"{op}: {len(biases)} biases for {len(weights)} weights")
 
@@ -23,6 +35,16 @@ def check_residual(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
         raise ValueError(f"linear_add: residual has shape {tuple(residual.shape)}, the product has {shape}")
     if residual.dtype is not x.dtype:
         raise TypeError(f"linear_add: residual is {residual.dtype}, x is {x.dtype}")
+
+
+def check_rms_norm_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, casting: str) -> None:
+    """Raises ValueError or TypeError for arguments that no backend accepts."""
+    check_floating("rms_norm_add", x=x)
+    check_rms_norm(x, weight.shape, weight, None, None, casting)
+    if residual.shape != x.shape:
+        raise ValueError(f"rms_norm_add: residual has shape {tuple(residual.shape)}, x has {tuple(x.shape)}")
+    if residual.dtype is not x.dtype:
+        raise TypeError(f"rms_norm_add: residual is {residual.dtype}, x is {x.dtype}")
 
 
 @register_impl("rms_norm_linear", "pytorch")
@@ -49,8 +71,11 @@ def rms_norm_swiglu(
     up_weight: torch.Tensor,
     offset: float = 0.0,
     casting: str = "llama",
+    activation: str = "silu",
 ) -> torch.Tensor:
-    return swiglu(*rms_norm_linear(x, norm_weight, eps, [gate_weight, up_weight], None, offset, casting))
+    check_activation(activation)
+    gate, up = rms_norm_linear(x, norm_weight, eps, [gate_weight, up_weight], None, offset, casting)
+    return swiglu(gate, up) if activation == "silu" else geglu(gate, up, ACTIVATIONS[activation])
 
 
 @register_impl("linear_add", "pytorch")
@@ -59,3 +84,16 @@ def linear_add(
 ) -> torch.Tensor:
     check_residual(x, weight, residual)
     return residual + linear(x, weight, bias)
+
+
+@register_impl("rms_norm_add", "pytorch")
+def rms_norm_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> torch.Tensor:
+    check_rms_norm_add(x, weight, residual, casting)
+    return residual + rms_norm(x, weight.shape, weight, eps, None, None, offset, casting)

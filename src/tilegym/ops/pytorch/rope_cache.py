@@ -1,8 +1,11 @@
-"""``rope_and_cache``: the rotation, and two writes at a position that the device knows."""
+"""``rope_and_cache``: norms, the rotation, and two writes at a position that the device knows."""
 
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import CASTINGS
+from tilegym.ops.pytorch.checks import check_option
+from tilegym.ops.pytorch.rms_norm import rms_norm
 from tilegym.ops.pytorch.rope import apply_rope_base
 
 PAIRS = ("", "kept", "to halves")
@@ -41,6 +44,20 @@ def check_cache(
         raise TypeError(f"{op}: q is {q.dtype}, k {k.dtype}, v {v.dtype}, the cache {keys.dtype}")
 
 
+def check_head_norms(op: str, q, k, q_norm, k_norm, casting: str = "llama") -> None:
+    """Raises ValueError or TypeError unless there is no norm, or one for the heads of q and one for those of k."""
+    if casting not in CASTINGS:
+        check_option(op, "casting", casting, CASTINGS)
+    if q_norm is None and k_norm is None:
+        return
+    for name, norm, x in (("q_norm", q_norm, q), ("k_norm", k_norm, k)):
+        if norm is None or norm.shape != x.shape[3:]:
+            found = "None" if norm is None else tuple(norm.shape)
+            raise ValueError(f"{op}: {name} must be [{x.shape[3]}] like the other norm, it is {found}")
+        if norm.dtype != x.dtype:
+            raise TypeError(f"{op}: {name} is {norm.dtype}, {name[0]} is {x.dtype}")
+
+
 @register_impl("rope_and_cache", "pytorch")
 def rope_and_cache(
     q: torch.Tensor,
@@ -53,8 +70,16 @@ def rope_and_cache(
     position: torch.Tensor,
     one_half: bool = False,
     pairs: str = "",
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
 ) -> torch.Tensor:
     check_cache(q, k, v, cos, sin, keys, values, position, one_half, pairs)
+    check_head_norms("rope_and_cache", q, k, q_norm, k_norm, casting)
+    if q_norm is not None:
+        q, k = (rms_norm(x, w.shape, w, eps, None, None, offset, casting) for x, w in ((q, q_norm), (k, k_norm)))
     if one_half:
         cos, sin = (torch.cat((t, t), dim=-1) for t in (cos, sin))
     width = cos.shape[-1]

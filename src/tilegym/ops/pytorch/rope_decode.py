@@ -1,11 +1,11 @@
-"""``rope_fmha_decode`` in plain PyTorch: norms, ``rope_and_cache``, ``fmha_decode`` over what the cache then holds."""
+"""``rope_fmha_decode`` in plain PyTorch: ``rope_and_cache``, and ``fmha_decode`` over what the cache then holds."""
 
 import torch
 
 from tilegym.backend import register_impl
 from tilegym.ops.pytorch.flash_decode import fmha_decode
-from tilegym.ops.pytorch.rms_norm import rms_norm
 from tilegym.ops.pytorch.rope_cache import check_cache
+from tilegym.ops.pytorch.rope_cache import check_head_norms
 from tilegym.ops.pytorch.rope_cache import rope_and_cache
 
 
@@ -23,14 +23,7 @@ def check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len, q_norm,
         raise ValueError(
             f"rope_fmha_decode: kv_len must be [{q.shape[0]}] int32, it is {tuple(kv_len.shape)} {kv_len.dtype}"
         )
-    if q_norm is None and k_norm is None:
-        return
-    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if norm is None or norm.shape != q.shape[3:]:
-            found = "None" if norm is None else tuple(norm.shape)
-            raise ValueError(f"rope_fmha_decode: {name} must be [{q.shape[3]}] like the other norm, it is {found}")
-        if norm.dtype != q.dtype:
-            raise TypeError(f"rope_fmha_decode: {name} is {norm.dtype}, q is {q.dtype}")
+    check_head_norms("rope_fmha_decode", q, k, q_norm, k_norm)
 
 
 @register_impl("rope_fmha_decode", "pytorch")
@@ -51,9 +44,7 @@ def rope_fmha_decode(
     eps: float = 1e-6,
 ) -> torch.Tensor:
     check_rope_decode(q, k, v, cos, sin, keys, values, position, kv_len, q_norm, k_norm)
-    if q_norm is not None:
-        q, k = rms_norm(q, q_norm.shape, q_norm, eps), rms_norm(k, k_norm.shape, k_norm, eps)
-    q = rope_and_cache(q, k, v, cos, sin, keys, values, position)
+    q = rope_and_cache(q, k, v, cos, sin, keys, values, position, q_norm=q_norm, k_norm=k_norm, eps=eps)
     if kv_len is None:
         kv_len = (position.view(1) + 1).to(torch.int32).expand(q.shape[0]).contiguous()
     return fmha_decode(q, keys, values, sm_scale, None, kv_len)

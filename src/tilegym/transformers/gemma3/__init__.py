@@ -12,6 +12,7 @@ FAMILY = Family(
     "gemma3_text",
     "Gemma3",
     (ROPE, RMS_NORM, GEGLU, LINEAR, ATTN, GRAPH),
+    decode_step=True,
     package="gemma3",
     norms=(
         "input_layernorm",

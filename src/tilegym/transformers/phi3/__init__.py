@@ -3,4 +3,4 @@
 from tilegym.transformers.computes import DENSE
 from tilegym.transformers.family import Family
 
-FAMILY = Family("phi3", "Phi3", DENSE)
+FAMILY = Family("phi3", "Phi3", DENSE, decode_step=True)

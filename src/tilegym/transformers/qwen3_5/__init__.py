@@ -119,6 +119,8 @@ _MODEL = (computes.LINEAR, computes.ATTN, computes.GRAPH)
 _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 _WITH_EXPERTS = (*_LAYERS, computes.MOE, *_MODEL)
 
-QWEN3_5 = Family("qwen3_5_text", "Qwen3_5", _LAYERS + _MODEL, package="qwen3_5", norms=_NORMS)
-QWEN3_5_MOE = Family("qwen3_5_moe_text", "Qwen3_5Moe", _WITH_EXPERTS, package="qwen3_5_moe", norms=_NORMS, mlp=None)
-QWEN3_NEXT = Family("qwen3_next", "Qwen3Next", _WITH_EXPERTS, norms=_NORMS, mlp=None)
+QWEN3_5 = Family("qwen3_5_text", "Qwen3_5", _LAYERS + _MODEL, package="qwen3_5", norms=_NORMS, decode_step=True)
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text", "Qwen3_5Moe", _WITH_EXPERTS, package="qwen3_5_moe", norms=_NORMS, mlp=None, decode_step=True
+)
+QWEN3_NEXT = Family("qwen3_next", "Qwen3Next", _WITH_EXPERTS, norms=_NORMS, mlp=None, decode_step=True)

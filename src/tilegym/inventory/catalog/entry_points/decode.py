@@ -2,6 +2,7 @@
 
 from tilegym.ops import argmax as argmax_op
 from tilegym.ops import linear_add as linear_add_op
+from tilegym.ops import rms_norm_add as rms_norm_add_op
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu as rms_norm_swiglu_op
 from tilegym.ops import rope_and_cache as rope_and_cache_op
@@ -18,6 +19,10 @@ def rms_norm_swiglu(x, norm_weight, eps, gate_weight, up_weight):
 
 def linear_add(x, weight, residual):
     return linear_add_op(x, weight, residual, backend="cutile")
+
+
+def rms_norm_add(hidden_states, weight, eps, residual):
+    return rms_norm_add_op(hidden_states, weight, eps, residual, 1.0, "gemma", backend="cutile")
 
 
 def rope_and_cache(q, k, v, cos, sin, keys, values, position):

@@ -3,6 +3,7 @@
 from tilegym.ops import causal_conv1d_fn
 from tilegym.ops import causal_conv1d_update as causal_conv1d_update_op
 from tilegym.ops import chunk_gated_delta_rule as chunk_gated_delta_rule_op
+from tilegym.ops import gated_delta_step as gated_delta_step_op
 from tilegym.ops import recurrent_gated_delta_rule as recurrent_gated_delta_rule_op
 
 
@@ -23,3 +24,9 @@ def causal_conv1d(x, weight):
 
 def causal_conv1d_update(x, conv_state, weight):
     return causal_conv1d_update_op(x, conv_state, weight, None, "silu", backend="cutile")
+
+
+def gated_delta_step(qkv, z, b, a, conv_state, state, conv_weight, A_log, dt_bias, norm_weight, eps):
+    return gated_delta_step_op(
+        qkv, z, b, a, conv_state, state, conv_weight, None, A_log, dt_bias, norm_weight, eps, backend="cutile"
+    )
