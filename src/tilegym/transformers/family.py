@@ -39,8 +39,8 @@ class Family:
         mlp: the attribute of a layer that holds its gated MLP; None where it may hold something else.
         attention: the attribute of a layer that holds its attention.
         rope: the module's function that rotates queries and keys.
-        decode_step: whether a layer's parts are Llama's, or its attention is DeepSeek's, so that :mod:`.decode_layer`
-            may run its decoding step.
+        decode_step: whether a layer's parts are laid out as :mod:`.decode_layer` knows, so that it may run its decoding
+            step.
     """
 
     model_type: str
