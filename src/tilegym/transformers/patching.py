@@ -180,6 +180,16 @@ class PatchSet:
             raise PatchError(f"{describe(cls)} has no method {name!r} to replace")
         return self._replace(cls, name, new, entry)
 
+    def replace_property(self, cls: type, name: str, new: property, entry: Entry) -> bool:
+        """Makes ``new`` the property ``name`` of ``cls``, as :meth:`replace_method` does with methods.
+
+        Raises:
+            PatchError: the class has no such property.
+        """
+        if not isinstance(getattr(cls, name, None), property):
+            raise PatchError(f"{describe(cls)} has no property {name!r} to replace")
+        return self._replace(cls, name, new, entry)
+
     def replace_forward(self, module: nn.Module, function: Callable, entry: Entry) -> bool:
         """Makes ``function(module, ...)`` the forward of one instance; its class and its siblings stay as they are.
 
