@@ -22,7 +22,7 @@ from tilegym.transformers.general import Place
 ROOT = Path(__file__).parents[2]
 TINY_LLAMA = str(ROOT / "examples/models/tiny-llama")
 TILEGYM = ["--use_tilegym", "--use_cutile", "--use_attn"]
-COMPUTES = {"rms_norm", "rope", "swiglu", "linear", "attn", "graph", "decode_step"}
+COMPUTES = {"rms_norm", "rope", "swiglu", "linear", "attn", "graph", "decode_step", "loss"}
 SHORT = ["--output_length", "6", "--num_runs", "1", "--warmup_runs", "0"]
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 

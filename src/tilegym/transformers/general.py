@@ -214,7 +214,8 @@ def _put_attention(patches: PatchSet, model: nn.Module, place: Place, backend: s
 
 def _put_loss(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
     entry, new = _at(entry, type(model).__name__), held(place.replacement(backend))
-    loss.put_loss_function(patches, model, new, resolve(place.of), entry)
+    if loss.put_loss_function(patches, model, new, resolve(place.of), entry):
+        loss.put_late_logits(patches, model, entry)
 
 
 _PUT = {"forward": _put_forward, "function": _put_function, "attention": _put_attention, "loss": _put_loss}

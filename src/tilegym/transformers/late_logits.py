@@ -134,6 +134,8 @@ class LateLogits(Tensor):
             return None
         if function is _aten.detach.default:
             return LateLogits(self._product, self._steps, self._box)
+        if function is _aten.clone.default:  # as DistributedDataParallel does
+            return LateLogits(self._product, self._steps)
         to_fp32 = function is _aten._to_copy.default and options == {"dtype": torch.float32}
         scaled = function in _FACTORS and type(arguments[0]) in (int, float) and not options
         if to_fp32 or scaled:
@@ -209,7 +211,7 @@ def late_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
     weight, bias, kind = head.weight, head.bias, hidden.device.type
     given = [t for t in (hidden, weight, bias) if t is not None]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    usual = dtype in DTYPES and hidden.dim() > 1 and hidden.numel() > 0
+    usual = dtype in DTYPES and hidden.dim() > 1 and not torch._C._are_functorch_transforms_active()
     for t in given:
         usual = usual and type(t) in (Tensor, nn.Parameter) and t.device == hidden.device and t.dtype in DTYPES
         usual = usual and (t.dtype is dtype or torch.is_autocast_enabled(kind))
@@ -220,18 +222,16 @@ def late_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 def is_plain(head: nn.Module | None) -> bool:
     """Whether it is a linear layer and nothing but that: no adapter, quantisation, hook, or forward of others."""
-    from tilegym.transformers.layers import linear_forward
-
     if type(head) is not nn.Linear:
         return False
     own = vars(head).get("forward")
-    ours = isinstance(own, BoundForward) and getattr(own.func, "recipe", (None,))[0] is linear_forward
+    ours = isinstance(own, BoundForward) and getattr(own.func, "is_linear", False)
     hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
     return (own is None or ours) and not hooks
 
 
 def twin_of(module: nn.Module, **own: Any) -> nn.Module:
     """Another module object with everything that ``module`` has, but for its ``own``."""
-    twin = module.__new__(type(module))
+    twin = object.__new__(type(module))  # FSDP2 gives classes a __new__ that makes another model
     twin.__dict__ = {**vars(module), **own}
     return twin

@@ -4,9 +4,11 @@ The loss function is exchanged, and in the model's forward the output layer give
 which this function takes hidden states and weight. What transformers does in between stays as it is.
 """
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,6 +84,7 @@ def output_layer(model: nn.Module) -> tuple[str, nn.Module | None]:
 def put_late_logits(patches: PatchSet, model: nn.Module, entry: Entry) -> None:
     """Lets the forward of ``model``, a causal language model, give late logits to its loss function."""
     name, head = output_layer(model)
+    forward = type(model).forward
     if head is None:
         why = "it has no output layer of its own"
     elif not late_logits.is_plain(head):
@@ -89,10 +92,12 @@ def put_late_logits(patches: PatchSet, model: nn.Module, entry: Entry) -> None:
         why += ", with hooks or another forward" if type(head) is nn.Linear else ""
     elif getattr(model.config, "final_logit_softcapping", None):
         why = "its logits are computed, to be capped (final_logit_softcapping)"
-    elif "labels" not in inspect.signature(type(model).forward).parameters:
+    elif "labels" not in inspect.signature(forward).parameters:
         why = "its forward takes no labels"
+    elif any(step.opname == "STORE_ATTR" for step in dis.get_instructions(inspect.unwrap(forward))):
+        why = "its forward keeps something in the model"  # and would in the twin
     else:
-        patches.replace_forward(model, forward_with_late_logits(_original(type(model).forward)), entry)
+        patches.replace_forward(model, forward_with_late_logits(_original(forward)), entry)
         return
     patches.skip(entry, why)
 
@@ -103,17 +108,16 @@ def _original(forward: Callable) -> Callable:
 
 
 def put_loss_function(patches: PatchSet, model: nn.Module, new: HeldFunction, expected: Callable, entry: Entry) -> bool:
-    """Makes ``new`` the loss function of ``model`` if that is ``expected``; returns whether it is then."""
-    own, current = vars(model), model.loss_function
-    if current is new:
-        patches.skip(entry, ALREADY_PATCHED)
-        return True
+    """Makes ``new`` the loss function of ``model`` if that is ``expected``; returns whether it is now."""
+    current, entry = model.loss_function, _of_function(entry)
     if current is not expected and not _is_ours(current):
         return patches.skip(entry, f"its loss is {describe(current)}")
-    if "_loss_function" not in own:
-        model.loss_function = current  # now the instance itself holds it
-        patches.on_revert(functools.partial(own.pop, "_loss_function", None))
-    return patches.replace_attribute(model, "_loss_function", new, entry)
+    patches.replace_attribute(model, "_loss_function", new, entry, own=False)
+    return True
+
+
+def _of_function(entry: Entry) -> Entry:
+    return replace(entry, module=f"{entry.module}.loss_function")
 
 
 class _LossProperty(property):
@@ -128,13 +132,13 @@ class _LossProperty(property):
         self.original, self.new = original, new
 
 
-def put_in_class(patches: PatchSet, cls: type[nn.Module], backend: str | None, expected: Callable, entry: Entry) -> None:
-    """Both for a class of causal language models."""
+def put_in_class(patches: PatchSet, cls: type, backend: str | None, expected: Callable, entry: Entry) -> None:
+    """Both for a class of causal language models; whether the output layer is a linear layer shows when it runs."""
     current, new = cls.loss_function, loss_function(backend)
     if isinstance(current, _LossProperty):
         if current.new is new:
             patches.skip(entry, ALREADY_PATCHED)
             return
         current = current.original
-    patches.replace_property(cls, "loss_function", _LossProperty(current, new, expected), entry)
+    patches.replace_property(cls, "loss_function", _LossProperty(current, new, expected), _of_function(entry))
     patches.replace_method(cls, "forward", forward_with_late_logits(_original(cls.forward)), entry)
