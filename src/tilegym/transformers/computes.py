@@ -325,8 +325,12 @@ def _loss_in_model(patches: PatchSet, family: Family, backend: str | None, model
     else:
         for path, module in found:
             where = entry(path or type(module).__name__, "loss", backend)
-            if loss.put_loss_function(patches, module, loss.loss_function(backend), ForCausalLMLoss, where):
+            if not loss.put_loss_function(patches, module, loss.loss_function(backend), ForCausalLMLoss, where):
+                continue
+            if type(module).forward is cls.forward:
                 loss.put_late_logits(patches, module, where)
+            else:
+                patches.skip(where, f"its logits are computed: it is a {describe(type(module))}, not a {cls.__name__}")
 
 
 def _loss_in_class(patches: PatchSet, family: Family, backend: str | None) -> None:
