@@ -202,7 +202,7 @@ class Test_Patched:
     def test_without_attention(self):
         _, summary = infer_json("--model_id", TINY_LLAMA, "--use_tilegym", *SHORT)
         computes = {entry["compute"] for entry in summary["patched_modules"]}
-        assert computes == {"rms_norm", "rope", "swiglu", "linear"}
+        assert computes == {"rms_norm", "rope", "swiglu", "linear", "loss"}
 
     def test_compare_alone_patches_everything(self):
         result, summary = infer_json("--model_id", TINY_LLAMA, "--compare", *SHORT)
