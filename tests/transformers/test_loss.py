@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import HAS_GPU
 from common import device
+from common import gpu
 from family_parity import make
 from late_loss import FUSED
 from late_loss import WHOLE
@@ -152,6 +153,45 @@ def test_frozen_parameters(frozen):
         assert got.logits.requires_grad == expected.logits.requires_grad == (frozen != "all")
         assert_same_step((got.loss, found), (expected.loss, gradients))
     assert losses_of(calls) == {FUSED}
+
+
+@pytest.mark.parametrize("what", ["meta", "float64", "functorch"])
+def test_tensors_for_which_logits_are_computed(what):
+    """Of no memory, of a dtype that the kernels have not, and of functorch's, which have another graph."""
+    model, ids = make_model("llama").train(), tokens(2, 9)
+    if what == "meta":
+        model, ids = model.to("meta"), ids.to("meta")
+    elif what == "float64":
+        model = model.to(torch.float64)
+
+    def step(weight):
+        return torch.func.functional_call(model, {"lm_head.weight": weight}, (ids,), {"labels": ids}).loss
+
+    def run():
+        if what == "functorch":
+            return torch.func.grad(step)(model.lm_head.weight.detach())
+        return model(ids, labels=ids).loss
+
+    expected = run()
+    with only_loss("llama", model), observed() as calls:
+        got = run()
+    assert losses_of(calls) == {WHOLE} and got.device == expected.device
+    if what != "meta":
+        assert_close(got, expected.to(got.dtype))
+
+
+def test_weights_that_a_call_brings(computed):
+    model, ids = make_model("llama").train(), tokens(2, 9)
+    weight = torch.nn.Parameter(2 * model.lm_head.weight.detach())
+    call = (model, {"lm_head.weight": weight}, (ids,), {"labels": ids})
+    expected = torch.func.functional_call(*call)
+    [gradient] = torch.autograd.grad(expected.loss, weight)
+    with only_loss("llama", model), observed() as calls:
+        got = torch.func.functional_call(*call)
+        assert_close(got.loss, expected.loss)
+        assert_close(torch.autograd.grad(got.loss, weight)[0], gradient)
+        assert losses_of(calls) == {FUSED} and not computed
+        assert_close(got.logits, expected.logits)
 
 
 class Adapter(nn.Module):
@@ -373,3 +413,22 @@ def test_peak_memory(computed, monkeypatch):
     with only_loss("llama", model, use_cutile=True):
         after = peak()
     assert before > 5 * logits and after < logits / 2 and not computed
+
+
+@gpu
+def test_peak_memory_on_a_gpu():
+    model, ids = make_model("llama", torch.bfloat16, vocab_size=128_256).train(), tokens(2, 2048)
+
+    def peak():
+        model.zero_grad(set_to_none=False)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    peak()
+    before, logits = peak(), 2 * ids.numel() * 128_256
+    with only_loss("llama", model, use_cutile=True):
+        peak()
+        after = peak()
+    assert before > 5 * logits and after < logits / 4

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from common import HAS_GPU
 from common import device
 from late_loss import FUSED
 from late_loss import WHOLE
@@ -120,7 +121,9 @@ def test_a_forward_around_it_is_bound_anew():
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_distributed_data_parallel(options, tmp_path, computed):
     """Which looks for the tensors in what the forward gives."""
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "nccl" if HAS_GPU else "gloo", f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         model, ids = make_model("llama").train(), tokens(2, 9)
         expected = loss_and_gradients(model)
@@ -138,7 +141,9 @@ def test_fully_sharded_data_parallel(tmp_path, computed):
     """Its hooks gather an output layer that is sharded by itself: that one is called."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "nccl" if HAS_GPU else "gloo", f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         for apart in (False, True):
             model = make_model("llama").train()

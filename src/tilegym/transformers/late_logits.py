@@ -209,12 +209,14 @@ _FACTORS = (_aten.div.Tensor, _aten.mul.Tensor)
 def late_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
     """The output of ``head``, late if what it is given is as usual."""
     weight, bias, kind = head.weight, head.bias, hidden.device.type
-    given = [t for t in (hidden, weight, bias) if t is not None]
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    usual = dtype in DTYPES and hidden.dim() > 1 and not torch._C._are_functorch_transforms_active()
-    for t in given:
-        usual = usual and type(t) in (Tensor, nn.Parameter) and t.device == hidden.device and t.dtype in DTYPES
-        usual = usual and (t.dtype is dtype or torch.is_autocast_enabled(kind))
+    if kind == "meta" or torch._C._are_functorch_transforms_active():
+        return head(hidden)
+    casts = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
+    usual = dtype in DTYPES and hidden.dim() > 1
+    for t in (hidden, weight) if bias is None else (hidden, weight, bias):
+        usual = usual and type(t) in (Tensor, nn.Parameter) and t.device == hidden.device
+        usual = usual and t.dtype in (DTYPES if casts else (dtype,))
     if not usual:
         return head(hidden)
     return _Late.apply(_Product(hidden, weight, bias, dtype), hidden, weight, bias)
