@@ -32,6 +32,8 @@ from tilegym.transformers import monkey_patch
 from tilegym.transformers.late_logits import LateLogits
 from tilegym.transformers.patching import ALREADY_PATCHED
 
+NETWORK = "nccl" if HAS_GPU else "gloo"
+
 
 @pytest.fixture
 def computed(monkeypatch):
