@@ -33,6 +33,10 @@ class ModelError(TileGymError, ValueError):
     """A model, config or input cannot be used the way it was asked for."""
 
 
+class LateLogitsError(TileGymError, RuntimeError):
+    """Logits that a patched model did not compute beside its loss cannot be computed any more, or not be used so."""
+
+
 class InventoryError(TileGymError, ValueError):
     """A Definition or Solution is missing, breaks a rule, or cannot be run."""
 

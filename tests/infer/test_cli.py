@@ -22,7 +22,7 @@ from tilegym.transformers.general import Place
 ROOT = Path(__file__).parents[2]
 TINY_LLAMA = str(ROOT / "examples/models/tiny-llama")
 TILEGYM = ["--use_tilegym", "--use_cutile", "--use_attn"]
-COMPUTES = {"rms_norm", "rope", "swiglu", "linear", "attn", "graph", "decode_step"}
+COMPUTES = {"rms_norm", "rope", "swiglu", "linear", "attn", "graph", "decode_step", "loss"}
 SHORT = ["--output_length", "6", "--num_runs", "1", "--warmup_runs", "0"]
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 
@@ -202,7 +202,7 @@ class Test_Patched:
     def test_without_attention(self):
         _, summary = infer_json("--model_id", TINY_LLAMA, "--use_tilegym", *SHORT)
         computes = {entry["compute"] for entry in summary["patched_modules"]}
-        assert computes == {"rms_norm", "rope", "swiglu", "linear"}
+        assert computes == {"rms_norm", "rope", "swiglu", "linear", "loss"}
 
     def test_compare_alone_patches_everything(self):
         result, summary = infer_json("--model_id", TINY_LLAMA, "--compare", *SHORT)

@@ -171,7 +171,7 @@ class Parity:
 
     def test_each_compute_alone(self, family):
         expected = logits(make(family))
-        off = dict.fromkeys((*family.computes, "linear", "graph"), False)
+        off = dict.fromkeys((*family.computes, "linear", "graph", "loss"), False)
         for compute, ops in family.computes.items():
             model = make(family)
             with family.apply(model=model, **{**off, compute: True}) as report:
@@ -181,7 +181,7 @@ class Parity:
 
     def test_computes_one_after_the_other(self, family):
         """Parts of one forward, put in by calls of their own, in another order, and taken out again."""
-        model, off = make(family), dict.fromkeys((*family.computes, "linear", "graph"), False)
+        model, off = make(family), dict.fromkeys((*family.computes, "linear", "graph", "loss"), False)
         expected, reports, ops = logits(model), [], set()
         for compute in reversed(family.computes):
             reports.append(family.apply(model=model, **{**off, compute: True}))
@@ -199,7 +199,7 @@ class Parity:
             model = make(family)
             assert ops_called(model) == {op for ops in family.computes.values() for op in ops}
             assert_close(logits(model), expected)
-            assert {e.compute for e in report.patched} == set(family.computes)
+            assert {e.compute for e in report.patched} == {*family.computes, "loss"}
             again = family.apply()
             assert not again.patched
         assert not ops_called(make(family)) and torch.equal(logits(make(family)), expected)
@@ -215,7 +215,7 @@ class Parity:
         assert refused == changed
         assert_close(logits(model), expected)
         report.revert()
-        only = {name: name in changed for name in (*family.computes, "linear", "graph")}
+        only = {name: name in changed for name in (*family.computes, "linear", "graph", "loss")}
         if "attn" not in changed:
             with pytest.raises(PatchError, match="computes something else"):
                 family.apply(model=model, **only)

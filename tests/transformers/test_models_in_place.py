@@ -117,11 +117,13 @@ def test_checkpointing(family, dtype, reentrant, written):
 
 
 def test_a_family_without_a_patch_of_its_own(written):
-    """GPT-NeoX: two norms read each layer's input; the first backward pass leaves it to the other. And the loss."""
+    """GPT-NeoX: two norms read each layer's input; the first backward pass leaves it to the other. And the loss,
+    for which there are logits where a hook wants to see them."""
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=61)
     config = AutoConfig.for_model("gpt_neox", **sizes, hidden_dropout=0.0, attention_dropout=0.0)
     torch.manual_seed(0)
     model, ids = AutoModelForCausalLM.from_config(config).to(device()).train(), tokens(2, 8)
+    model.lm_head.register_forward_hook(lambda *_: None)
     with tilegym.apply(model, graph=False), tilegym.use_backend("cutile"):
         expected = step(model, ids)
         with tilegym.set_gradients_in_place(True):

@@ -106,6 +106,7 @@ def test_the_report_names_every_module(family):
         "moe": ("TopKRouter", "ForCausalLM"),
         "attn": "ForCausalLM",
         "graph": "ForCausalLM",
+        "loss": "ForCausalLM",
     }
     with monkey_patch.apply(model, use_cutile=False) as report:
         patched = {(e.compute, e.module) for e in report.patched}
@@ -116,6 +117,9 @@ def test_the_report_names_every_module(family):
                 for path, module in model.named_modules()
                 if type(module).__name__.endswith(kinds[compute])
             }
+            if compute == "loss":
+                expected |= {f"{name}.loss_function" for name in expected}
+                expected -= {type(model).__name__} if family == "gemma3" else set()  # its logits are capped
             assert {module for name, module in patched if name == compute} == expected, compute
         assert {e.backend for e in report.patched} == {get_current_backend()}
         # Llama's has MLPs with biases here.
@@ -123,7 +127,7 @@ def test_the_report_names_every_module(family):
         steps = {"model.layers.0", "model.layers.1"} if family in stepping else set()
         entries = report.skipped if family == "llama" else report.patched
         assert {e.module for e in entries if e.compute == "decode_step"} == steps
-        assert {e.compute for e in report.skipped} <= {"decode_step"} | ({"graph"} - {captured})
+        assert {e.compute for e in report.skipped} <= {"decode_step", "loss"} | ({"graph"} - {captured})
         assert "model.layers.*.self_attn" in str(report)
 
 
@@ -220,8 +224,8 @@ def test_revert_leaves_what_others_have_patched():
 def test_two_backends_one_over_the_other_revert_in_any_order(first):
     model = make_model("llama")
     sets = monkey_patch.apply(model, use_cutile=False), monkey_patch.apply(model, use_cutile=True)
-    # The graph is not one backend's.
-    assert {e.backend for e in sets[1].patched} == {"cutile"} and len(sets[1].patched) == len(sets[0].patched) - 1
+    # The graph is not one backend's, nor are late logits.
+    assert {e.backend for e in sets[1].patched} == {"cutile"} and len(sets[1].patched) == len(sets[0].patched) - 2
     assert model.config._attn_implementation == "tilegym_cutile"
     sets[first].revert()
     assert model.config._attn_implementation == ("tilegym_cutile" if first == 0 else "tilegym")
@@ -247,9 +251,9 @@ def test_an_unsupported_family_is_an_error_that_names_the_supported_ones():
 def test_what_matches_nothing_is_an_error_and_leaves_nothing():
     model = make_model("llama", hidden_act="gelu")
     with pytest.raises(PatchError, match="LlamaForCausalLM: swiglu at model.layers.0.mlp: its activation is GELU"):
-        apply_to("llama", model=model, rope=False, rms_norm=False, attn=False, linear=False, graph=False)
+        apply_to("llama", model=model, rope=False, rms_norm=False, attn=False, linear=False, graph=False, loss=False)
     with pytest.raises(PatchError, match="no compute was asked for"):
-        nothing = dict.fromkeys(("rope", "rms_norm", "attn", "swiglu", "linear", "graph"), False)
+        nothing = dict.fromkeys(("rope", "rms_norm", "attn", "swiglu", "linear", "graph", "loss"), False)
         apply_to("llama", model=model, **nothing)
     assert not PatchSet.active(model)
 
@@ -290,7 +294,7 @@ def test_a_class_whose_math_has_changed_is_skipped(monkeypatch):
     expected = logits(model)
     for patched in (monkey_patch.apply(model, use_cutile=False), apply_to("llama")):
         with patched as report:
-            assert {e.compute for e in report.patched} - {"linear", "graph"} == {"attn"}
+            assert {e.compute for e in report.patched} - {"linear", "graph", "loss"} == {"attn"}
             skipped = [e for e in report.skipped if e.compute != "decode_step"]
             assert {e.compute for e in skipped} == {"rope", "rms_norm", "swiglu"}
             assert all("computes something else" in e.why for e in skipped)

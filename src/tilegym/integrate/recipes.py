@@ -32,7 +32,7 @@ _SPANNING = {
     "add_norm": "the addition stands in the layer's forward; the norm is served by itself",
     "gate_mul": "the product stands in the middle of a forward",
     "routing": "the choice of experts stands in the middle of a forward",
-    "linear_cross_entropy": "the output layer and the loss are called apart; the loss is served by itself",
+    "linear_cross_entropy": "the output layer and the loss are called apart; the compute loss serves both",
 }
 
 

@@ -1,4 +1,4 @@
-"""What families share: norms, rotations, gated MLPs, experts, linears, attention, and decoding as a graph.
+"""What families share: norms, rotations, gated MLPs, experts, linears, attention, decoding as a graph, and the loss.
 
 Each is a :class:`~tilegym.transformers.family.Compute`, with a function that patches one model and, where that can be,
 one that patches transformers itself for the models made afterwards. A family whose parts need another treatment makes a
@@ -308,5 +308,46 @@ def _decode_steps_in_model(patches: PatchSet, family: Family, backend: str | Non
 GRAPH = Compute("graph", _graph_in_model)
 
 
-DENSE = (ROPE, RMS_NORM, SWIGLU, LINEAR, ATTN, GRAPH)  # as Llama
-WITH_EXPERTS = (ROPE, RMS_NORM, MOE, LINEAR, ATTN, GRAPH)  # as Mixtral
+# The loss.
+
+
+def _loss_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    from tilegym.transformers import loss
+
+    cls, where = family.class_of("ForCausalLM"), entry(type(model).__name__, "loss", backend)
+    found = [(path, module) for path, module in model.named_modules() if isinstance(module, cls)]
+    if not found:
+        patches.skip(where, f"there is no {cls.__name__} in it")
+    elif not loss.computes_causal_lm_loss(ForCausalLMLoss):
+        patches.skip(where, CHANGED)
+    else:
+        for path, module in found:
+            where = entry(path or type(module).__name__, "loss", backend)
+            if not loss.put_loss_function(patches, module, loss.loss_function(backend), ForCausalLMLoss, where):
+                continue
+            if type(module).forward is cls.forward:
+                loss.put_late_logits(patches, module, where)
+            else:
+                patches.skip(where, f"its logits are computed: it is a {describe(type(module))}, not a {cls.__name__}")
+
+
+def _loss_in_class(patches: PatchSet, family: Family, backend: str | None) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    from tilegym.transformers import loss
+
+    cls = family.class_of("ForCausalLM")
+    where = entry(describe(cls), "loss", backend)
+    if loss.computes_causal_lm_loss(ForCausalLMLoss):
+        loss.put_in_class(patches, cls, backend, ForCausalLMLoss, where)
+    else:
+        patches.skip(where, CHANGED)
+
+
+LOSS = Compute("loss", _loss_in_model, _loss_in_class)
+
+
+DENSE = (ROPE, RMS_NORM, SWIGLU, LINEAR, ATTN, GRAPH, LOSS)  # as Llama
+WITH_EXPERTS = (ROPE, RMS_NORM, MOE, LINEAR, ATTN, GRAPH, LOSS)  # as Mixtral

@@ -42,6 +42,11 @@ class BoundForward(functools.partial):
     (a bound method is pickled by name, which would silently give the class's own forward back).
     """
 
+    @property
+    def __func__(self) -> Callable:
+        """As a bound method has it: who puts a forward around this one binds it anew, as accelerate does."""
+        return self.func
+
     def __deepcopy__(self, memo: dict) -> "BoundForward":
         return BoundForward(self.func, *copy.deepcopy(self.args, memo))
 

@@ -19,6 +19,7 @@ from tilegym.backend import assert_backend_available
 from tilegym.backend import name_of
 from tilegym.errors import PatchError
 from tilegym.transformers import general_kernels
+from tilegym.transformers import loss
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import describe
 from tilegym.transformers.forwards import held
@@ -212,16 +213,9 @@ def _put_attention(patches: PatchSet, model: nn.Module, place: Place, backend: s
 
 
 def _put_loss(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
-    entry, new, own = _at(entry, type(model).__name__), held(place.replacement(backend)), vars(model)
-    if own.get("_loss_function") is new:
-        patches.skip(entry, ALREADY_PATCHED)
-    elif model.loss_function is not resolve(place.of):
-        patches.skip(entry, f"its loss is {describe(model.loss_function)}")
-    else:
-        if "_loss_function" not in own:
-            model.loss_function = model.loss_function  # now the instance itself holds it
-            patches.on_revert(functools.partial(own.pop, "_loss_function", None))
-        patches.replace_attribute(model, "_loss_function", new, entry)
+    entry, new = _at(entry, type(model).__name__), held(place.replacement(backend))
+    if loss.put_loss_function(patches, model, new, resolve(place.of), entry):
+        loss.put_late_logits(patches, model, entry)
 
 
 _PUT = {"forward": _put_forward, "function": _put_function, "attention": _put_attention, "loss": _put_loss}

@@ -20,6 +20,7 @@ from tilegym.errors import UnsupportedError
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.general_rope import rope
 from tilegym.transformers.general_rope import rope_sample
+from tilegym.transformers.late_logits import LateLogits
 
 _GATED = {"silu": ops.swiglu, "gelu": ops.geglu, "gelu_tanh": ops.geglu}
 _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -193,15 +194,22 @@ def attention(backend: str | None = None) -> Callable:
 
 
 def cross_entropy(shift: bool = True, backend: str | None = None) -> Callable:
-    """Stands in for transformers' ``ForCausalLMLoss``."""
+    """Stands in for transformers' ``ForCausalLMLoss``; of late logits it needs no more than what they are made of."""
 
     def loss(logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift else labels
         target = shift_labels.to(logits.device).reshape(-1)
-        flat, reduction = logits.reshape(-1, logits.shape[-1]), "mean" if num_items_in_batch is None else "sum"
-        total = ops.cross_entropy(flat, target, ignore_index, reduction=reduction, backend=backend)
-        return total if num_items_in_batch is None else total / torch.as_tensor(num_items_in_batch).to(total.device)
+        options = {"reduction": "mean" if num_items_in_batch is None else "sum", "backend": backend}
+        if isinstance(logits, LateLogits) and not logits.is_whole:
+            hidden, weight, bias = logits.factors()
+            hidden = hidden.reshape(-1, hidden.shape[-1])
+            total = ops.fused_linear_cross_entropy(hidden, weight, target, bias, ignore_index, **options)
+        else:
+            total = ops.cross_entropy(logits.reshape(-1, logits.shape[-1]), target, ignore_index, **options)
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total if num_items_in_batch is None else total / num_items_in_batch
 
     return loss
 

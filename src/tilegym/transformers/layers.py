@@ -127,6 +127,7 @@ def linear_forward(backend: str | None) -> Callable:
             return nn.functional.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias, backend=backend)
 
+    forward.is_linear = True  # and nothing else: another way to compute it may stand in for it
     return forward
 
 

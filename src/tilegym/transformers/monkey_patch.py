@@ -76,7 +76,8 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
             ``swiglu`` or ``geglu``, ``moe`` (routers and experts) and ``linear`` say themselves what they are; flags
             for what a family does not have are ignored. ``graph`` lets ``generate`` replay its decoding steps as a CUDA
             graph; it needs the attention and does nothing on a CPU. The graph's cache stays allocated for the next call
-            until the patch is reverted.
+            until the patch is reverted. ``loss`` takes the loss from hidden states: with labels, logits are computed
+            only when somebody reads them (docs/training.md).
 
     Returns:
         The report; ``revert()`` on it, or using it as a context manager, restores the model.

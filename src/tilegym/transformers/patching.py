@@ -180,6 +180,16 @@ class PatchSet:
             raise PatchError(f"{describe(cls)} has no method {name!r} to replace")
         return self._replace(cls, name, new, entry)
 
+    def replace_property(self, cls: type, name: str, new: property, entry: Entry) -> bool:
+        """Makes ``new`` the property ``name`` of ``cls``, as :meth:`replace_method` does with methods.
+
+        Raises:
+            PatchError: the class has no such property.
+        """
+        if not isinstance(getattr(cls, name, None), property):
+            raise PatchError(f"{describe(cls)} has no property {name!r} to replace")
+        return self._replace(cls, name, new, entry)
+
     def replace_forward(self, module: nn.Module, function: Callable, entry: Entry) -> bool:
         """Makes ``function(module, ...)`` the forward of one instance; its class and its siblings stay as they are.
 
@@ -210,13 +220,16 @@ class PatchSet:
             return self.skip(entry, ALREADY_PATCHED)
         return self._replace(module, name, BoundForward(function, module), entry)
 
-    def replace_attribute(self, module: nn.Module, name: str, new: Any, entry: Entry) -> bool:
+    def replace_attribute(self, module: nn.Module, name: str, new: Any, entry: Entry, own: bool = True) -> bool:
         """Makes ``new`` what one instance holds under ``name``, such as a function that its constructor stored there.
 
+        Args:
+            own: the instance itself has to hold something of that name; else it may have it from its class.
+
         Raises:
-            PatchError: the instance itself holds nothing of that name, or a parameter, buffer or submodule.
+            PatchError: the instance holds nothing of that name, or a parameter, buffer or submodule.
         """
-        if _read(module, name) is MISSING:
+        if own and _read(module, name) is MISSING:
             raise PatchError(f"{describe(type(module))} has no attribute {name!r} of its own to replace")
         return self._replace(module, name, new, entry)
 

@@ -76,6 +76,7 @@ _COMPUTES = (
     computes.LINEAR,
     Compute("attn", _attn_in_model, _attn_in_class),
     computes.GRAPH,
+    computes.LOSS,
 )
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "q_a_layernorm", "kv_a_layernorm")
 

@@ -4,6 +4,7 @@ from tilegym.transformers.computes import ATTN
 from tilegym.transformers.computes import GEGLU
 from tilegym.transformers.computes import GRAPH
 from tilegym.transformers.computes import LINEAR
+from tilegym.transformers.computes import LOSS
 from tilegym.transformers.computes import RMS_NORM
 from tilegym.transformers.computes import ROPE
 from tilegym.transformers.family import Family
@@ -11,7 +12,7 @@ from tilegym.transformers.family import Family
 FAMILY = Family(
     "gemma3_text",
     "Gemma3",
-    (ROPE, RMS_NORM, GEGLU, LINEAR, ATTN, GRAPH),
+    (ROPE, RMS_NORM, GEGLU, LINEAR, ATTN, GRAPH, LOSS),
     decode_step=True,
     package="gemma3",
     norms=(

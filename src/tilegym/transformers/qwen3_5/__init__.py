@@ -115,7 +115,7 @@ _LAYERS = (
     _of_attention("sigmoid_mul"),
     computes.SWIGLU,
 )
-_MODEL = (computes.LINEAR, computes.ATTN, computes.GRAPH)
+_MODEL = (computes.LINEAR, computes.ATTN, computes.GRAPH, computes.LOSS)
 _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 _WITH_EXPERTS = (*_LAYERS, computes.MOE, *_MODEL)
 

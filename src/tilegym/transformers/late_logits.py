@@ -1,0 +1,239 @@
+"""Logits that are computed when somebody reads them.
+
+A model that is trained needs a loss, for which all its logits need not exist at a time
+(:func:`tilegym.ops.fused_linear_cross_entropy`). Within a forward pass with labels the output layer therefore returns
+:class:`LateLogits`: a tensor with the shape, dtype, device and gradient of its logits, from which the loss takes what
+they are the product of. Whatever else is done with it is done with the logits themselves, computed then.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map_only
+
+from tilegym.errors import LateLogitsError
+from tilegym.transformers.forwards import BoundForward
+
+_aten = torch.ops.aten
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Steps:
+    """How often optimizers have stepped: those that are fused do not count in the versions of parameters."""
+
+    taken = 0
+
+
+@register_optimizer_step_post_hook
+def _count_step(*_) -> None:
+    _Steps.taken += 1
+
+
+class _Product:
+    """``hidden @ weight.T + bias`` in ``dtype``: what logits are computed from, with the graph behind it."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.given, self.dtype = (hidden, weight, bias), dtype
+        self.states = self._states()
+
+    def _states(self) -> list[int]:
+        """What differs once one of them holds other numbers, or none."""
+        states = [_Steps.taken] if self.given[1].requires_grad else []
+        for t in self.given:
+            if t is not None:
+                states += t.data_ptr(), 0 if t.is_inference() else t._version
+        return states
+
+    def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias in the dtype of the product, as autocast would have them.
+
+        Raises:
+            LateLogitsError: they do not hold any more what they held.
+        """
+        if self._states() != self.states:
+            raise LateLogitsError(
+                "these logits were not computed in the forward pass, which needed the loss alone, and cannot be any "
+                "more: the output layer's weight, or the hidden states, have changed since, as by an optimizer's step. "
+                "Read outputs.logits before that, or patch the model with loss=False"
+            )
+        return tuple(t if t is None or t.dtype is self.dtype else t.to(self.dtype) for t in self.given)
+
+
+class _Late(torch.autograd.Function):
+    """The linear layer, to autograd: its forward pass computes nothing."""
+
+    @staticmethod
+    def forward(ctx, product, hidden, weight, bias):
+        ctx.product = product
+        return LateLogits(product)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.autocast(grad.device.type, enabled=False):
+            hidden, weight, _ = ctx.product.factors()
+            rows, needed = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad[1:]
+            computed = (
+                lambda: grad @ weight,
+                lambda: rows.t() @ hidden.reshape(-1, hidden.shape[-1]),
+                lambda: rows.sum(0),
+            )
+            grads = (
+                f().to(t.dtype) if n else None for f, t, n in zip(computed, ctx.product.given, needed, strict=True)
+            )
+            return None, *grads
+
+
+class LateLogits(Tensor):
+    """The logits [..., V] of a :class:`_Product`, and of ``steps`` behind it (casts to fp32, constant factors)."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, product: _Product, steps: tuple = (), box: list | None = None) -> "LateLogits":
+        hidden, weight, _ = product.given
+        dtype = torch.float32 if any(step[0] is _aten._to_copy.default for step in steps) else product.dtype
+        return Tensor._make_wrapper_subclass(
+            cls, (*hidden.shape[:-1], len(weight)), dtype=dtype, device=hidden.device, storage_size=0
+        )
+
+    def __init__(self, product: _Product, steps: tuple = (), box: list | None = None) -> None:
+        self._product, self._steps = product, steps
+        self._box = [] if box is None else box  # the logits once they are there; shared by what shares memory
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self._box)
+
+    def whole(self) -> Tensor:
+        """The logits themselves, without their graph; computed by the first call."""
+        if not self._box:
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                logits = nn.functional.linear(*self._product.factors())
+                self._box.append(self._behind(logits, _aten._to_copy.default, *_FACTORS))
+        return self._box[0]
+
+    def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias with which a linear layer gives these logits, with their graph."""
+        hidden, weight, bias = self._product.factors()
+        return self._behind(hidden, *_FACTORS), weight, None if bias is None else self._behind(bias, *_FACTORS)
+
+    def _behind(self, x: Tensor, *functions: Callable) -> Tensor:
+        for function, arguments, options in self._steps:
+            if function in functions:
+                x = function(x, *arguments, **options)
+        return x
+
+    def _late(self, function: Callable, arguments: tuple, options: dict[str, Any]) -> "LateLogits | None":
+        """What the function gives if that can be late, too."""
+        if self._box:
+            return None
+        if function is _aten.detach.default:
+            return LateLogits(self._product, self._steps, self._box)
+        if function is _aten.clone.default:  # as DistributedDataParallel does
+            return LateLogits(self._product, self._steps)
+        to_fp32 = function is _aten._to_copy.default and options == {"dtype": torch.float32}
+        scaled = function in _FACTORS and type(arguments[0]) in (int, float) and not options
+        if to_fp32 or scaled:
+            return LateLogits(self._product, (*self._steps, (function, arguments, options)))
+        return None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if isinstance(args[0] if args else None, cls):
+            late = args[0]._late(function, args[1:], kwargs)
+            if late is not None:
+                return late
+        known: list[LateLogits] = []
+
+        def whole(t: LateLogits) -> Tensor:
+            known.append(t)
+            return t.whole()
+
+        args, kwargs = tree_map_only(cls, whole, (args, kwargs))
+        out = function(*args, **kwargs)
+        # What writes into its argument returns that.
+        return next((t for t in known if t.whole() is out), out)
+
+    def retain_grad(self) -> None:
+        """Raises an error: no gradient comes here from the loss, which is not computed from logits."""
+        raise LateLogitsError(
+            "the loss was not computed from these logits, and gives them no gradient: patch the model with loss=False"
+        )
+
+    def __reduce_ex__(self, protocol):
+        return self.whole().detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        return super().__deepcopy__(memo) if self.requires_grad else copy.deepcopy(self.whole(), memo)
+
+    def __repr__(self, **options):
+        return repr(self.whole())
+
+    # What reads memory without a function of PyTorch's in between.
+    def numpy(self, *, force: bool = False):
+        return self._memory(force).numpy(force=force)
+
+    def tolist(self):
+        return self.whole().tolist()
+
+    def __array__(self, *args, **kwargs):
+        return self._memory().__array__(*args, **kwargs)
+
+    def __dlpack__(self, *args, **kwargs):
+        return self._memory().__dlpack__(*args, **kwargs)
+
+    @property
+    def __cuda_array_interface__(self):
+        return self._memory().__cuda_array_interface__
+
+    def data_ptr(self) -> int:
+        return self.whole().data_ptr()
+
+    def untyped_storage(self):
+        return self.whole().untyped_storage()
+
+    def _memory(self, force: bool = False) -> Tensor:
+        """The logits, which say that they need a gradient where these do, and PyTorch's error then."""
+        return self.whole().detach().requires_grad_(self.requires_grad and not force)
+
+
+_FACTORS = (_aten.div.Tensor, _aten.mul.Tensor)
+
+
+def late_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """The output of ``head``, late if what it is given is as usual."""
+    weight, bias, kind = head.weight, head.bias, hidden.device.type
+    if kind == "meta" or torch._C._are_functorch_transforms_active():
+        return head(hidden)
+    casts = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
+    usual = dtype in DTYPES and hidden.dim() > 1
+    for t in (hidden, weight) if bias is None else (hidden, weight, bias):
+        usual = usual and type(t) in (Tensor, nn.Parameter) and t.device == hidden.device
+        usual = usual and t.dtype in (DTYPES if casts else (dtype,))
+    if not usual:
+        return head(hidden)
+    return _Late.apply(_Product(hidden, weight, bias, dtype), hidden, weight, bias)
+
+
+def is_plain(head: nn.Module | None) -> bool:
+    """Whether it is a linear layer and nothing but that: no adapter, quantisation, hook, or forward of others."""
+    if type(head) is not nn.Linear:
+        return False
+    own = vars(head).get("forward")
+    ours = isinstance(own, BoundForward) and getattr(own.func, "is_linear", False)
+    hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
+    return (own is None or ours) and not hooks
+
+
+def twin_of(module: nn.Module, **own: Any) -> nn.Module:
+    """Another module object with everything that ``module`` has, but for its ``own``."""
+    twin = object.__new__(type(module))  # FSDP2 gives classes a __new__ that makes another model
+    twin.__dict__ = {**vars(module), **own}
+    return twin
