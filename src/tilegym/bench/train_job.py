@@ -92,6 +92,13 @@ class Result:
     def failed(self) -> bool:
         return self.check is not None and not (self.check.passed and math.isfinite(self.largest_loss_difference))
 
+    @property
+    def reason(self) -> str:
+        """Why the patched model passes, or does not."""
+        if self.failed and self.check.passed:
+            return "the losses of one of the two models are not finite, the other's are"
+        return self.check.reason
+
     def summary(self) -> dict[str, Any]:
         """Everything as plain data, for ``--json`` and ``--summary_file``."""
         options = self.options
@@ -120,6 +127,8 @@ class Result:
             "kernel_coverage": self.coverage.summary() if self.coverage else None,
             "largest_loss_difference": plain(self.largest_loss_difference),
             "gradient_check": self.check.summary() if self.check else None,
+            "passed": not self.failed if self.check else None,
+            "reason": self.reason if self.check else None,
         }
 
 

@@ -45,10 +45,7 @@ def show(result: Result, console: Console) -> None:
     if result.check is not None:
         _show_check(result.check.summary(), console)
         verdict = "[bold red]FAIL[/bold red]" if result.failed else "[bold green]PASS[/bold green]"
-        reason = result.check.reason
-        if result.check.passed and result.failed:
-            reason = "the patched model's losses are not finite, the unpatched model's are"
-        console.print(f"{verdict}: {escape(reason)}", highlight=False, soft_wrap=True)
+        console.print(f"{verdict}: {escape(result.reason)}", highlight=False, soft_wrap=True)
         console.print(Padding(f"criterion: {result.check.criterion}", (0, 0, 0, 4)), highlight=False, style="dim")
 
 
