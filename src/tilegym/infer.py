@@ -22,6 +22,7 @@ from tilegym.errors import TileGymError
 
 EXIT_DISAGREE = 1
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 
 def infer(
@@ -80,7 +81,7 @@ def infer(
 ) -> None:
     """Run a Hugging Face model, with and without TileGym's kernels, and measure it.
 
-    Exit status: 0 all well; 1 patched and unpatched disagree; 2 the input cannot be used.
+    Exit status: 0 all well; 1 patched and unpatched disagree; 2 the input cannot be used; 130 interrupted.
     """
     if compare and not (use_tilegym or use_cutile or use_attn):
         use_tilegym = use_cutile = use_attn = True
@@ -136,6 +137,9 @@ def run(
     except TileGymError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_BAD_INPUT) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
         print(summary)
     if result.failed:

@@ -78,7 +78,7 @@ def train(
     """Train a Hugging Face model for some steps, with and without TileGym's kernels, and measure them.
 
     Every variant begins with the same weights and sees the same batches; the text is its own label.
-    Exit status: 0 all well; 1 the patched gradients are wrong; 2 the input cannot be used.
+    Exit status: 0 all well; 1 the patched gradients are wrong; 2 the input cannot be used; 130 interrupted.
     """
     if compare and not (use_tilegym or use_cutile or use_attn):
         use_tilegym = use_cutile = use_attn = True

@@ -131,9 +131,9 @@ class Oracle:
         reason = None
         if not patched.loss_error <= loss_allowed:
             reason = f"the patched loss is off by {patched.loss_error:.3g}, the unpatched by {unpatched.loss_error:.3g}"
-        wrong = [parameter for parameter in [overall, *parameters] if not parameter.passed]
+        wrong = [parameter for parameter in [*parameters, overall] if not parameter.passed]
         if wrong and reason is None:
-            most = max(wrong, key=lambda parameter: parameter.excess)
+            most = wrong[0]  # the worst parameter, if any by itself
             more = f" (and {len(wrong) - 1} others)" if len(wrong) > 1 else ""
             reason = (
                 f"the patched gradient of {most.name}{more} is off by {most.patched_error:.3g}, the unpatched by "

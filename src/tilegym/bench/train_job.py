@@ -109,6 +109,7 @@ class Result:
             "backend": self.backend,
             "interpreted": options.interpret,
             "model": self.model,
+            "num_layers": options.num_layers,
             "precision": options.dtype_name,
             "batch_size": options.batch_size,
             "sequence_length": options.sequence_length,
