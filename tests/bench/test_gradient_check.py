@@ -16,7 +16,7 @@ NORM = "model.layers.0.input_layernorm.weight"
 WRONG = {
     "dropped": lambda gradient: 0 * gradient,
     "flipped": lambda gradient: -gradient,
-    "scaled": lambda gradient: 1.01 * gradient,
+    "scaled": lambda gradient: 1.001 * gradient,
     "not finite": lambda gradient: gradient * math.nan,
 }
 

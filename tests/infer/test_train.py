@@ -167,7 +167,7 @@ class Test_Variants:
 
 
 # What is made of an op's gradients, and the precision in which that shows.
-SCALED = (lambda gradient: 1.01 * gradient, "float32")
+SCALED = (lambda gradient: 1.001 * gradient, "float32")
 FLIPPED = (lambda gradient: -gradient, "bfloat16")
 DROPPED = (torch.zeros_like, "bfloat16")
 

@@ -158,9 +158,9 @@ def run_job(options: Options, tell: Tell = lambda line: None) -> Result:
         result.notices += [notice] if notice else []
         with job.fallbacks_noted(result.notices):
             _own_variants(session, result, tell)
-    del session
-    release(device)  # for the peer's process
     if options.peer is not None:
+        session.model.to("meta")  # its process needs the memory; the report of patches holds on to the model
+        release(device)
         result.peer = train_peer.run(options, tell)
     return result
 
