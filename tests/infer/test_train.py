@@ -296,6 +296,24 @@ class Test_Peer:
         assert peer["measurement"]["losses"] == summary["unpatched"]["losses"]  # the same weights and batches
         assert "liger" not in sys.modules
 
+    def test_the_device_is_empty_when_it_begins(self, model, liger, monkeypatch):
+        sessions = []
+
+        def run(options, tell):
+            [session] = sessions
+            held = [*session.model.parameters(), *(p.grad for p in session.model.parameters() if p.grad is not None)]
+            assert sum(tensor.numel() for tensor in held) == 0
+            return train_peer.failed("liger", "a reason")
+
+        start = train_job.Session.__init__
+        monkeypatch.setattr(
+            train_job.Session, "__init__", lambda self, *args: sessions.append(self) or start(self, *args)
+        )
+        monkeypatch.setattr(train_peer, "run", run)
+        liger("pass")
+        result = train(*model, "--compare", "--peer", "liger")
+        assert result.exit_code == 0 and "liger could not be measured: a reason" in result.stdout
+
     def test_wrong_gradients_are_its_own(self, model, liger):
         liger("model.lm_head.weight.register_hook(lambda gradient: -gradient)")
         result = train(*model, "--compare", "--peer", "liger")

@@ -159,8 +159,7 @@ def run_job(options: Options, tell: Tell = lambda line: None) -> Result:
         with job.fallbacks_noted(result.notices):
             _own_variants(session, result, tell)
     if options.peer is not None:
-        session.model.to("meta")  # its process needs the memory; the report of patches holds on to the model
-        release(device)
+        session.end()
         result.peer = train_peer.run(options, tell)
     return result
 
@@ -228,6 +227,12 @@ class Session:
         if self._weights is not None:
             for parameter, weights in zip(self._parameters, self._weights, strict=True):
                 parameter.copy_(weights)
+        release(self.model.device)
+
+    def end(self) -> None:
+        """Gives the device its memory back, for another process, although the report of patches holds the model."""
+        for parameter in self._parameters:
+            parameter.data = parameter.data.new_empty(0)
         release(self.model.device)
 
     def trainer(self) -> training.Trainer:
