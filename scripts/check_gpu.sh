@@ -6,17 +6,22 @@
 #     tests    all tests that are not slow, JOBS processes (16) spread over the GPUs
 #     bench    MINUTES (9) of benchmarks, leaving out what earlier runs of this OUTPUT have measured
 #     models   `tilegym infer --compare` of MODELS at their real sizes with random weights
+#     train    `tilegym train --compare` of TRAININGS, a line each, with Liger-Kernel beside it where that is installed
 #     integrate, autokernel   these commands for MODELS
 #
 # Every part takes SECONDS_EACH (590) at most; what was done by then is kept. The exit status is that of the first part
 # that failed. With several GPUs `CUDA_VISIBLE_DEVICES=0 ... bench` may run beside `CUDA_VISIBLE_DEVICES=1 ... tests`.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ $# -ge 2 ] || { sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2; }
 out=$1
 shift
 python=${PYTHON:-.venv/bin/python}
 models=${MODELS:-llama-3.1-8b qwen3.5-0.8b deepseek-v2-lite gpt-oss-20b}
+trainings=${TRAININGS:-llama-3.2-1b
+llama-3.1-8b --num_layers 4 --batch_size 1 --sequence_length 4096
+qwen3-0.6b
+gemma-3-4b --num_layers 6 --batch_size 2}
 export PYTHONUNBUFFERED=1
 mkdir -p "$out"
 status=0
@@ -58,6 +63,15 @@ for part in "$@"; do
                     --report_kernel_coverage --summary_file "$out/infer-$model.json"
             done
             ;;
+        train)
+            peer=()
+            "$python" -c "import liger_kernel" 2> /dev/null && peer=(--peer liger)
+            while read -ra training; do
+                model=${training[0]}
+                limited "train-$model.log" "$python" -m tilegym train --random_weights --compare "${peer[@]}" \
+                    --report_kernel_coverage --summary_file "$out/train-$model.json" --model_id "${training[@]}" < /dev/null
+            done <<< "$trainings"
+            ;;
         integrate)
             for model in $models; do
                 limited "integrate-$model.log" "$python" -m tilegym integrate "$model" --random_weights --force \
@@ -71,7 +85,7 @@ for part in "$@"; do
             done
             ;;
         *)
-            echo "unknown part $part: one of host, tests, bench, models, integrate, autokernel" >&2
+            echo "unknown part $part: one of host, tests, bench, models, train, integrate, autokernel" >&2
             exit 2
             ;;
     esac

@@ -1,4 +1,4 @@
-"""What the pages for agents and the Docker guide say is true: commands, options, paths, names, JSON keys, snippets."""
+"""What pages for agents, on Docker and on training say is true: commands, options, paths, names, keys, snippets."""
 
 import ast
 import contextlib
@@ -23,7 +23,7 @@ from tilegym.cli import build_app
 ROOT = Path(__file__).parents[1]
 SKILL = ROOT / "skills/monkey-patch-kernels-to-transformers"
 GUIDE = ROOT / "docs/docker-gpu-guide.md"
-PAGES = [SKILL / "SKILL.md", *sorted((SKILL / "references").glob("*.md")), GUIDE]
+PAGES = [SKILL / "SKILL.md", *sorted((SKILL / "references").glob("*.md")), GUIDE, ROOT / "docs/training.md"]
 INTEGRATION, AUTOKERNEL = (SKILL / "references" / name for name in ("integration.md", "auto-kernelize.md"))
 TINY = "examples/models/tiny-llama"
 NEMOTRON = {
@@ -94,7 +94,7 @@ def options() -> set[str]:
 
 def test_there_are_pages():
     names = {"environment.md", "integration.md", "auto-kernelize.md", "inventory-schema.md"}
-    assert {page.name for page in PAGES[1:-1]} == names
+    assert {page.name for page in PAGES[1:-2]} == names
     head = re.match(r"---\nname: (\S+)\ndescription: (.+)\n---\n", PAGES[0].read_text())
     assert head and head[1] == SKILL.name and len(head[2]) < 1024
 

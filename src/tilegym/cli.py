@@ -27,6 +27,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "infer": Command("tilegym.infer", "infer", "Run a Hugging Face model, with and without TileGym's kernels."),
+    "train": Command("tilegym.train", "train", "Measure training steps, with and without TileGym's kernels."),
     "integrate": Command(
         "tilegym.integrate_cli", "integrate", "Find, verify and write the kernels for any language model."
     ),

@@ -22,6 +22,7 @@ from tilegym.errors import TileGymError
 
 EXIT_DISAGREE = 1
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 
 def infer(
@@ -80,7 +81,7 @@ def infer(
 ) -> None:
     """Run a Hugging Face model, with and without TileGym's kernels, and measure it.
 
-    Exit status: 0 all well; 1 patched and unpatched disagree; 2 the input cannot be used.
+    Exit status: 0 all well; 1 patched and unpatched disagree; 2 the input cannot be used; 130 interrupted.
     """
     if compare and not (use_tilegym or use_cutile or use_attn):
         use_tilegym = use_cutile = use_attn = True
@@ -108,13 +109,14 @@ def infer(
 
 
 def run(
-    options: job.Options,
-    show: Callable[[job.Result, Console], None],
+    options: job.ModelOptions,
+    show: Callable[[Any, Console], None],
     as_json: bool,
     summary_file: Path | None = None,
+    work: Callable[[Any, Callable[[str], None]], Any] = job.run_job,
 ) -> None:
-    """Runs a job for a command: progress and warnings go to stderr, what ``show`` prints of the result, or its JSON, to
-    stdout; ends the process with the statuses of :func:`infer`."""
+    """Does a command's ``work``: progress and warnings go to stderr, what ``show`` prints of the result, or its JSON,
+    to stdout; ends the process with the statuses of :func:`infer`."""
     # Width: a pipe has none, and 80 columns would cut the tables.
     console = Console(stderr=as_json, width=None if sys.stdout.isatty() else 120)
     progress = Console(stderr=True)
@@ -125,8 +127,8 @@ def run(
     try:
         if summary_file is not None:
             _check_writable(summary_file)
-        with _quiet_transformers(), _warnings_told(tell):
-            result = job.run_job(options, tell)
+        with models.quiet_transformers(), _warnings_told(tell):
+            result = work(options, tell)
         show(result, console)
         summary = json.dumps(result.summary(), indent=2, allow_nan=False)
         if summary_file is not None:
@@ -135,6 +137,9 @@ def run(
     except TileGymError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_BAD_INPUT) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
         print(summary)
     if result.failed:
@@ -163,22 +168,6 @@ def _write(path: Path, text: str) -> None:
 
 def _unwritable(path: Path, error: OSError) -> ModelError:
     return ModelError(f"--summary_file {path} cannot be written: {error.strerror}; name another file")
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keeps loading bars and advice out of the output for as long as the block runs."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

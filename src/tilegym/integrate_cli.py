@@ -13,7 +13,6 @@ from rich.table import Table
 
 from tilegym.bench import models
 from tilegym.errors import TileGymError
-from tilegym.infer import _quiet_transformers
 from tilegym.infer import _warnings_told
 from tilegym.integrate import report
 from tilegym.integrate.pipeline import Options
@@ -72,7 +71,7 @@ def integrate(
     try:
         if resolve_commits and not look_up_commit():
             tell("GitHub does not say which commit this transformers is: drafts link to the tag of its release")
-        with _quiet_transformers(), _warnings_told(tell):
+        with models.quiet_transformers(), _warnings_told(tell):
             outcome = run(options, tell)
     except KeyboardInterrupt:
         print("interrupted: the same command continues where it stopped", file=sys.stderr)

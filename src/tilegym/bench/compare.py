@@ -27,7 +27,7 @@ CRITERION = (
     "logits of the two are closer than these errors"
 )
 _LOGIT_BUDGET = 2 << 30  # bytes of logits kept for each model
-_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
 @dataclass
@@ -83,7 +83,16 @@ class Comparison:
 
     def summary(self) -> dict[str, Any]:
         """Plain data. JSON has no infinity, so an infinite error is the text ``"inf"``."""
-        return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+        return plain(asdict(self))
+
+
+def plain(value: Any) -> Any:
+    """``value``, numbers that JSON does not have as texts: "inf", "nan"."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager
@@ -93,7 +102,7 @@ def widened(model: Any, at_once: bool = False) -> Iterator[torch.dtype]:
     Every module's own weights are converted while it runs and no longer, so that a model which barely fits its device
     needs little more there than its largest layer; ``at_once`` all of them together.
     """
-    wide = _WIDER[model.dtype]
+    wide = WIDER[model.dtype]
     narrow: dict[torch.nn.Parameter, torch.Tensor] = {}
     running: list[list[torch.nn.Parameter]] = []
 
@@ -109,13 +118,13 @@ def widened(model: Any, at_once: bool = False) -> Iterator[torch.dtype]:
             parameter.data = narrow.pop(parameter)
 
     handles = []
-    if at_once:
-        convert(model, ())
     for module in () if at_once else model.modules():
         if next(module.parameters(recurse=False), None) is not None:
             handles.append(module.register_forward_pre_hook(convert))
             handles.append(module.register_forward_hook(restore))
     try:
+        if at_once:
+            convert(model, ())
         yield wide
     finally:
         for handle in handles:
@@ -228,7 +237,7 @@ def _oracle(model: Any, batches: list[Batch], tokens: list[torch.Tensor]) -> tup
     """
     at_once = alone = False
     while True:
-        _release(model.device)
+        release(model.device)
         try:
             with experts_in_turn(model), widened(model, at_once) as wide:
                 return wide, [_wide_logits(model, *pair, alone) for pair in zip(batches, tokens, strict=True)]
@@ -239,7 +248,7 @@ def _oracle(model: Any, batches: list[Batch], tokens: list[torch.Tensor]) -> tup
                     raise
                 at_once = True
             elif alone or all(batch.size == 1 for batch in batches):
-                wide = str(_WIDER[model.dtype]).removeprefix("torch.")
+                wide = str(WIDER[model.dtype]).removeprefix("torch.")
                 raise ModelError(
                     f"out of memory on {model.device} for the model in {wide} that logits are compared with, "
                     f"{'all its weights' if at_once else 'the weights of a module'} and a sequence at a time: "
@@ -257,7 +266,7 @@ def _wide_logits(model: Any, batch: Batch, tokens: torch.Tensor, alone: bool) ->
     return torch.cat([generate.forward_logits(model, row, tokens[i : i + 1]) for i, row in enumerate(rows)])
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
     """Returns the memory that nothing uses any more: in pieces, it has no room for the weights of a module."""
     gc.collect()
     if device.type == "cuda":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym.backend import slower
+from tilegym.bench import docs_steps
 from tilegym.bench import docs_training
 from tilegym.bench import slower_table
 from tilegym.bench import store
@@ -43,6 +44,8 @@ PREAMBLE = """\
 bash tests/benchmark/run_all.sh --output out/bench
 tilegym infer --model_id llama-3.1-8b --random_weights --use_tilegym --use_cutile --use_attn --compare \\
     --report_kernel_coverage --summary_file out/bench/infer-llama-3.1-8b.json
+tilegym train --model_id llama-3.2-1b --random_weights --compare --peer liger --report_kernel_coverage \\
+    --summary_file out/bench/train-llama-3.2-1b.json
 python tests/benchmark/write_docs.py out/bench
 ```
 
@@ -118,7 +121,8 @@ def default_target() -> Path:
 
 
 def write(results: list[Path], target: Path | None = None, note: str = "") -> Path:
-    """Writes ``target``, by default the checkout's page, from the ``results.json`` and ``infer*.json`` in ``results``.
+    """Writes ``target``, by default the checkout's page, from the ``results.json``, ``infer*.json`` and
+    ``train*.json`` in ``results``.
 
     Of a case that several runs have measured, the latest run counts that compared TileGym with anything. Cases and
     models that the page has and the folders do not stay on it: the former in the file ``.json.xz`` beside it, as long
@@ -133,18 +137,19 @@ def write(results: list[Path], target: Path | None = None, note: str = "") -> Pa
         if not any(run.machine.get("gpu") for run in runs.values()):
             raise BenchmarkError("these runs had no GPU: docs/benchmarks.md is not for them, give another --target")
         target = default_target()
-    inferences: dict[str, dict[str, Any]] = {}
-    for folder in sorted(runs, key=lambda folder: runs[folder].machine["date"]):
-        inferences |= {path.name: _read_json(path) for path in sorted(folder.glob(INFER_FILES))}
-    models = _models_of(target.read_text(encoding="utf-8") if target.is_file() else "")
-    for summary in inferences.values():
+    folders = sorted(runs, key=lambda folder: runs[folder].machine["date"])
+    before = target.read_text(encoding="utf-8") if target.is_file() else ""
+    models, trainings = _sections_of(before, MODELS), _sections_of(before, docs_steps.HEADING)
+    for summary in _summaries(folders, INFER_FILES):
         models[_name_of(summary)] = _inference(summary)
+    for summary in _summaries(folders, docs_steps.TRAIN_FILES):
+        trainings[docs_steps.name_of(summary)] = docs_steps.section(summary)
     latest, kept = merge(list(runs.values())), store.store_of(target)
     former = [run for run in store.read(kept) if _kind(run) == _kind(latest.runs[0])]
     counted = store.shown(merge([*latest.runs, *former]))
     if not counted:
         raise BenchmarkError("these runs have measured nothing")
-    target.write_text(page(merge(counted), models, note), encoding="utf-8")
+    target.write_text(page(merge(counted), models, note, trainings), encoding="utf-8")
     store.write(kept, counted)
     return target
 
@@ -153,16 +158,24 @@ def _kind(run: Run) -> tuple[Any, Any]:
     return run.machine.get("gpu"), run.settings["dtype"]
 
 
+def _summaries(folders: list[Path], pattern: str) -> list[dict[str, Any]]:
+    """What the files have that ``pattern`` matches; of those with one name only the last folder's."""
+    found: dict[str, dict[str, Any]] = {}
+    for folder in folders:
+        found |= {path.name: _read_json(path) for path in sorted(folder.glob(pattern))}
+    return list(found.values())
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BenchmarkError(f"{path} cannot be read ({error}): write it with tilegym infer --summary_file") from error
+        raise BenchmarkError(f"{path} cannot be read ({error}): write it with --summary_file") from error
 
 
-def _models_of(page: str) -> dict[str, str]:
-    """The sections of an existing page about whole models, by name, each marked as an earlier run's."""
-    _, _, rest = page.partition(f"\n{MODELS}\n")
+def _sections_of(page: str, heading: str) -> dict[str, str]:
+    """The sections of an existing page under ``heading``, by name, each marked as an earlier run's."""
+    _, _, rest = page.partition(f"\n{heading}\n")
     found = {}
     for section in rest.partition("\n## ")[0].split("\n### ")[1:]:
         name, _, text = section.partition("\n")
@@ -171,8 +184,8 @@ def _models_of(page: str) -> dict[str, str]:
     return found
 
 
-def page(merged: Merged, models: dict[str, str], note: str = "") -> str:
-    """The whole page; ``models``: sections about whole models, by name."""
+def page(merged: Merged, models: dict[str, str], note: str = "", trainings: dict[str, str] | None = None) -> str:
+    """The whole page; ``models`` and ``trainings``: sections about whole models that generate and train, by name."""
     parts = [PREAMBLE, _machines(merged), *([f"{note}\n"] if note else []), METHOD]
     if not all(run.complete for run in merged.runs):
         parts.append("**A run ended before it had measured everything: what none has reached is missing below.**\n")
@@ -187,6 +200,9 @@ def page(merged: Merged, models: dict[str, str], note: str = "") -> str:
     if models:
         parts.append(f"{MODELS}\n")
         parts += [models[name] for name in sorted(models)]
+    if trainings:
+        parts.append(f"{docs_steps.HEADING}\n\n{docs_steps.EXPLAINED}")
+        parts += [trainings[name] for name in sorted(trainings)]
     return "\n".join(parts)
 
 

@@ -34,9 +34,9 @@ from tilegym.errors import ModelError
 PROFILE_DIR = Path("out")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to run; the command line's flags without their dashes."""
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model to run, and with which kernels; the command line's flags without their dashes."""
 
     model_id: str
     random_weights: bool = False
@@ -45,17 +45,17 @@ class Options:
     use_attn: bool = False
     interpret: bool = False
     compare: bool = False
-    input_text: str = "The capital of France is"
-    sentence_file: Path | None = None
-    input_length: int | None = None
-    output_length: int = 64
-    batch_size: int | None = None
     precision: str = "bfloat16"
-    num_runs: int = 3
-    warmup_runs: int = 2
-    profile: bool = False
     report_kernel_coverage: bool = False
     trust_remote_code: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return models.PRECISIONS[self.precision]
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     def check(self) -> None:
         """Raises ModelError if the flags contradict each other."""
@@ -66,6 +66,20 @@ class Options:
             raise ModelError("--interpret runs the cuTile kernels: add --use_cutile")
         if self.precision not in models.PRECISIONS:
             raise ModelError(f"--precision {self.precision!r} is none of {', '.join(models.PRECISIONS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """What to generate."""
+
+    input_text: str = "The capital of France is"
+    sentence_file: Path | None = None
+    input_length: int | None = None
+    output_length: int = 64
+    batch_size: int | None = None
+    num_runs: int = 3
+    warmup_runs: int = 2
+    profile: bool = False
 
 
 @dataclass
@@ -92,10 +106,6 @@ class Result:
         return self.patched or self.unpatched
 
     @property
-    def precision(self) -> str:
-        return str(models.PRECISIONS[self.options.precision]).removeprefix("torch.")
-
-    @property
     def failed(self) -> bool:
         return self.comparison is not None and not self.comparison.passed
 
@@ -108,15 +118,15 @@ class Result:
             "backend": self.backend,
             "interpreted": self.options.interpret,
             "model": self.model,
-            "precision": self.precision,
+            "precision": self.options.dtype_name,
             "batch_sizes": [batch.size for batch in self.batches],
             "prompt_lengths": [batch.prompt_length for batch in self.batches],
             "output_length": self.options.output_length,
             "num_runs": self.options.num_runs,
             "warmup_runs": self.options.warmup_runs,
             "notices": self.notices,
-            "patched_modules": _entries(self.patches, "patched"),
-            "skipped_modules": _entries(self.patches, "skipped"),
+            "patched_modules": entries(self.patches, "patched"),
+            "skipped_modules": entries(self.patches, "skipped"),
             "unpatched": self.unpatched.summary() if self.unpatched else None,
             "patched": self.patched.summary() if self.patched else None,
             "kernel_coverage": self.coverage.summary() if self.coverage else None,
@@ -132,7 +142,7 @@ def device_name(device: torch.device) -> str:
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
-def choose_device(options: Options) -> tuple[torch.device, str | None, str | None]:
+def choose_device(options: ModelOptions) -> tuple[torch.device, str | None, str | None]:
     """Where to run and with which backend: the device, the backend (None: unpatched), and a notice for the user."""
     device = torch.device("cuda" if torch.cuda.is_available() and not options.interpret else "cpu")
     if not options.use_tilegym:
@@ -154,7 +164,7 @@ def choose_device(options: Options) -> tuple[torch.device, str | None, str | Non
 
 
 @contextlib.contextmanager
-def patched(model: Any, options: Options, backend: str) -> Iterator[Any]:
+def patched(model: Any, options: ModelOptions, backend: str) -> Iterator[Any]:
     """The model with TileGym's kernels on ``backend`` within the block; yields the report of what was patched."""
     from tilegym.transformers import monkey_patch
 
@@ -189,6 +199,14 @@ def _patch_of(config: Any) -> str:
     return str(Path(inspect.getfile(written)).parent) if written is not None else ""
 
 
+def tell_of_patch(config: Any, options: ModelOptions, tell: Callable[[str], None]) -> None:
+    """Tells which patch the model will get, where that is not one by hand."""
+    if options.use_tilegym and not (source := _patch_of(config)):
+        tell(f"no patch for {config.model_type}: its parts are found out and served where a kernel computes the same")
+    elif options.use_tilegym and source != "by hand":
+        tell(f"the patch for {config.model_type} is the one in {source}")
+
+
 def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -> Result:
     """Runs the job; ``tell`` gets a line whenever a step that takes time begins or ends.
 
@@ -200,13 +218,9 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
         _check_profile_dir()
     texts = prompts.read_prompts(options.input_text, options.sentence_file)
     device, backend, notice = choose_device(options)
-    dtype = models.PRECISIONS[options.precision]
-    trusted = options.trust_remote_code
+    dtype, trusted = options.dtype, options.trust_remote_code
     config = models.load_config(options.model_id, options.random_weights, trusted)
-    if options.use_tilegym and not (source := _patch_of(config)):
-        tell(f"no patch for {config.model_type}: its parts are found out and served where a kernel computes the same")
-    elif options.use_tilegym and source != "by hand":
-        tell(f"the patch for {config.model_type} is the one in {source}")
+    tell_of_patch(config, options, tell)
     # Before the prompts are repeated to fill the batch: at least this much.
     fewest = (options.input_length or 1) + options.output_length
     models.check_cache_memory(config, dtype, device, options.batch_size or 1, fewest)
@@ -216,10 +230,10 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
     prompts.check_length(batches, options.output_length, config)
     for batch in batches:
         models.check_cache_memory(config, dtype, device, batch.size, batch.prompt_length + options.output_length)
-    result = Result(options, device, backend, _describe(loaded), batches)
+    result = Result(options, device, backend, describe(loaded), batches)
     if notice:
         result.notices.append(notice)
-    with models.out_of_memory_is_explained(device), _fallbacks_noted(result.notices):
+    with models.out_of_memory_is_explained(device), fallbacks_noted(result.notices):
         _measure(loaded.model, result, tell)
     result.outputs = list(_outputs(result, loaded.tokenizer))
     return result
@@ -253,7 +267,7 @@ def _measure(model: Any, result: Result, tell: Callable[[str], None]) -> None:
         )
 
     if not options.use_tilegym or options.compare:
-        with _failures_are_the_models(options.model_id):
+        with failures_are_the_models(options.model_id, "generate"):
             result.unpatched = measured("unpatched")
     if not options.use_tilegym:
         _observe(model, result, tell)
@@ -287,21 +301,21 @@ def _observe(model: Any, result: Result, tell: Callable[[str], None]) -> None:
 
 
 @contextlib.contextmanager
-def _failures_are_the_models(model_id: str) -> Iterator[None]:
-    """Turns what fails in the block, where nothing of TileGym runs, into a ModelError."""
+def failures_are_the_models(model_id: str, does: str) -> Iterator[None]:
+    """Turns what fails in the block, where nothing of TileGym runs, into a ModelError: it does not "generate"."""
     try:
         yield
     except Exception as error:
-        if models.is_out_of_memory(error):
+        if isinstance(error, ModelError) or models.is_out_of_memory(error):
             raise
         raise ModelError(
-            f"{model_id} does not generate in transformers itself, unpatched ({models.first_sentence(error)}): "
+            f"{model_id} does not {does} in transformers itself, unpatched ({models.first_sentence(error)}): "
             "correct its config, or take another model"
         ) from error
 
 
 @contextlib.contextmanager
-def _fallbacks_noted(notices: list[str]) -> Iterator[None]:
+def fallbacks_noted(notices: list[str]) -> Iterator[None]:
     """Adds to ``notices`` which ops did not run on the backend that was asked for."""
     show_others = warnings.showwarning
 
@@ -316,7 +330,8 @@ def _fallbacks_noted(notices: list[str]) -> Iterator[None]:
         yield
 
 
-def _describe(loaded: models.LoadedModel) -> dict[str, Any]:
+def describe(loaded: models.LoadedModel) -> dict[str, Any]:
+    """The model as plain data, for summaries."""
     config = loaded.model.config
     return {
         "id": loaded.name,
@@ -342,5 +357,6 @@ def _outputs(result: Result, tokenizer: Any | None) -> Iterator[dict[str, str]]:
             yield {"prompt": tokenizer.decode(prompt, skip_special_tokens=True), "text": tokenizer.decode(row)}
 
 
-def _entries(patches: Any | None, kind: str) -> list[dict[str, Any]]:
+def entries(patches: Any | None, kind: str) -> list[dict[str, Any]]:
+    """The report's entries of a ``kind``, "patched" or "skipped", as plain data; none without a report."""
     return [asdict(entry) for entry in getattr(patches, kind)] if patches is not None else []

@@ -243,6 +243,24 @@ def _load_tokenizer(model_id: str, random_weights: bool, extra: dict[str, bool])
     return tokenizer
 
 
+def cut_layers(config: Any, layers: int) -> None:
+    """Leaves a model of ``config`` the first ``layers`` of its layers, in place.
+
+    Raises:
+        ModelError: it has fewer, or none that can be counted.
+    """
+    text = config.get_text_config(decoder=True)
+    there = getattr(text, "num_hidden_layers", None)
+    if there is None or layers > there:
+        raise ModelError(
+            f"--num_layers {layers}: the model has {there or 'no'} layers; take at most that many, or leave it out"
+        )
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == there:  # layer_types and its like: an entry for each layer
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+
+
 def count_parameters(config: Any) -> int:
     """The number of parameters of the model that ``config`` describes, without allocating it.
 
@@ -273,6 +291,16 @@ def check_memory(config: Any, dtype: torch.dtype, device: torch.device) -> None:
         device,
         f"the weights take {{}} in {str(dtype).removeprefix('torch.')}",
         "a smaller model, a 16-bit --precision, or a device with more memory",
+    )
+
+
+def check_training_memory(config: Any, dtype: torch.dtype, device: torch.device, with_adamw: bool) -> None:
+    """Raises ModelError if weights, gradients and, ``with_adamw``, its moments exceed the free memory of ``device``."""
+    _require(
+        count_parameters(config) * dtype.itemsize * (4 if with_adamw else 2),
+        device,
+        f"weights, gradients{' and the moments of AdamW' if with_adamw else ''} take {{}}",
+        f"a smaller --num_layers{', --optimizer none' if with_adamw else ''} or a device with more memory",
     )
 
 
@@ -317,18 +345,18 @@ def free_memory(device: torch.device) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
+_SMALLER = "take a smaller --batch_size, --output_length, shorter prompts, a smaller model or a 16-bit --precision"
+
+
 @contextlib.contextmanager
-def out_of_memory_is_explained(device: torch.device) -> Iterator[None]:
-    """Turns an allocation that failed in the block into a ModelError that says what to do."""
+def out_of_memory_is_explained(device: torch.device, remedy: str = _SMALLER) -> Iterator[None]:
+    """Turns an allocation that failed in the block into a ModelError that says what to do: ``remedy``."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise ModelError(
-            f"out of memory on {device}: take a smaller --batch_size, --output_length, shorter prompts, "
-            "a smaller model or a 16-bit --precision"
-        ) from error
+        raise ModelError(f"out of memory on {device}: {remedy}") from error
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -344,3 +372,19 @@ def first_sentence(error: BaseException) -> str:
     if isinstance(error, KeyError) and lines:  # its text is the key alone
         return f"{error} is not known"
     return (lines[0].split(". ")[0].rstrip(".:") if lines else type(error).__name__)[:300]
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps loading bars and advice out of the output for as long as the block runs."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

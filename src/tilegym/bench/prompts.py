@@ -74,6 +74,13 @@ def make_batches(
     return [_pad(encoded[i : i + size], pad or 0) for i in range(0, len(encoded), size)]
 
 
+def random_batch(rows: int, length: int, vocab_size: int, seed: int = 0) -> Batch:
+    """``rows`` sequences of ``length`` tokens, each as likely as any other; the same ones for a ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab_size, (rows, length), generator=generator)
+    return Batch(ids, torch.ones_like(ids))
+
+
 def check_length(batches: list[Batch], output_length: int, config: Any) -> None:
     """Raises ModelError if prompt and output together exceed the positions that the model has."""
     limit = getattr(config, "max_position_embeddings", None)

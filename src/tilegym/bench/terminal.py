@@ -1,6 +1,7 @@
 """Shows the result of a job on a terminal."""
 
 import textwrap
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -19,14 +20,14 @@ _SHOWN_PROMPT = 300
 
 def show(result: Result, console: Console, show_outputs: bool) -> None:
     """Prints what was run, what it gave, how fast, and whether patched and unpatched agree."""
-    _show_setup(result, console)
+    _show_job(result, console)
     if result.patches is not None:
         console.print(escape(str(result.patches).rstrip()), highlight=False, soft_wrap=True)
         console.print()
     if show_outputs:
         _show_outputs(result, console)
     if result.coverage is not None:
-        _show_coverage(result.coverage, console)
+        show_coverage_table(result.coverage, console)
     if result.profile_table is not None:
         console.print(escape(result.profile_table), highlight=False, soft_wrap=True)
         console.print(f"profile written to {result.profile_file} (open it in chrome://tracing or ui.perfetto.dev)\n")
@@ -37,21 +38,35 @@ def show(result: Result, console: Console, show_outputs: bool) -> None:
 
 def show_coverage(result: Result, console: Console) -> None:
     """Prints what was run, and which share of its time each kernel took."""
-    _show_setup(result, console)
-    _show_coverage(result.coverage, console)
+    _show_job(result, console)
+    show_coverage_table(result.coverage, console)
 
 
-def _show_setup(result: Result, console: Console) -> None:
-    model, options = result.model, result.options
-    weights = "random weights" if model["random_weights"] else "trained weights"
+def _show_job(result: Result, console: Console) -> None:
+    options = result.options
     sizes = ", ".join(f"{batch.size} x {batch.prompt_length}" for batch in result.batches[:4])
     more = f" and {len(result.batches) - 4} more" if len(result.batches) > 4 else ""
+    show_setup(
+        result,
+        console,
+        f"prompts {sizes}{more} tokens, {options.output_length} new tokens each, "
+        f"{options.num_runs} runs after {options.warmup_runs} warm-up",
+    )
+
+
+def show_setup(result: Any, console: Console, work: str) -> None:
+    """Prints the model, the device, the kernels, and what was done with them: ``work``; then the notices.
+
+    Args:
+        result: a job's, with ``options``, ``device``, ``backend``, ``model`` and ``notices``.
+    """
+    model = result.model
+    weights = "random weights" if model["random_weights"] else "trained weights"
     rows = {
         "model": f"{model['id']} ({model['type']}, {_count(model['parameters'])} parameters, {weights})",
-        "device": f"{device_name(result.device)}, {result.precision}",
+        "device": f"{device_name(result.device)}, {result.options.dtype_name}",
         "kernels": "unpatched" if result.backend is None else f"TileGym, backend {result.backend}",
-        "work": f"prompts {sizes}{more} tokens, {options.output_length} new tokens each, "
-        f"{options.num_runs} runs after {options.warmup_runs} warm-up",
+        "work": work,
     }
     console.print()
     for key, value in rows.items():
@@ -71,7 +86,8 @@ def _show_outputs(result: Result, console: Console) -> None:
     console.print()
 
 
-def _show_coverage(coverage: Coverage, console: Console) -> None:
+def show_coverage_table(coverage: Coverage, console: Console) -> None:
+    """Prints the kernels that took longest and all of TileGym's own, and which share these took together."""
     table = Table("kernel" if coverage.device_type == "cuda" else "op", box=box.SIMPLE_HEAD)
     table.add_column("TileGym's")
     for column in ("calls", "ms", "share"):
@@ -118,7 +134,7 @@ def _show_speed(result: Result, console: Console) -> None:
             ratio = values[0] / values[1] if lower_is_better else values[1] / values[0]
             cells.append(f"{ratio:.2f}x as fast")
         table.add_row(label, *cells)
-    table.add_row("peak memory", *(_bytes(side["peak_memory_bytes"]) for side in sides.values()))
+    table.add_row("peak memory", *(bytes_text(side["peak_memory_bytes"]) for side in sides.values()))
     console.print(table)
     if result.device.type == "cpu":
         console.print("    peak memory on a CPU is the whole process's so far", highlight=False)
@@ -159,5 +175,5 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
-def _bytes(number: int) -> str:
+def bytes_text(number: int) -> str:
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
