@@ -30,7 +30,9 @@ from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
+from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
@@ -91,9 +93,10 @@ def rms_norm_gated_kernel(
 @ct.kernel
 def rms_norm_gated_backward_kernel(
     dy, x, gate, weight, dx, dgate, dweight, eps, N: Int, GROUPS: Int, TILE_M: Int, TILE_N: Int, WEIGHT: Bool,
-    NORM_FIRST: Bool, SILU: Bool, DWEIGHT: Bool,
+    NORM_FIRST: Bool, SILU: Bool, DWEIGHT: Bool, OVERLAP: Bool,
 ):  # fmt: skip
-    """Blocks stride over the rows of a group; row ``bid`` of dweight is that block's sum."""
+    """Blocks stride over the rows of a group; row ``bid`` of dweight is that block's sum. OVERLAP: the launch that adds
+    them may begin behind the loop, not before: it takes a barrier, for which loads would wait."""
     cols = span(0, TILE_N)
     w = _load_weight(weight, cols, TILE_M, N, GROUPS, WEIGHT)
     dw = ct.zeros((TILE_M, TILE_N), ct.float32)
@@ -119,6 +122,7 @@ def rms_norm_gated_backward_kernel(
         else:
             ct.scatter(dx, at, (du * factor).astype(dx.dtype))
             ct.scatter(dgate, at, (du * row * slope).astype(dgate.dtype))
+    let_next_begin(OVERLAP)
     if DWEIGHT:
         # A group's columns only: those beyond are the next one's.
         inside = ct.bid(1) * N + cols if GROUPS > 1 else cols
@@ -209,7 +213,7 @@ def rms_norm_gated_backward(
     w = rows if weight is None else weight
     dtype = torch.float32 if weight is None else weight.dtype
     parts, dw = sums_of_blocks(x, grid[0], x.shape[-1], dweight, dtype)
-    constants = (n, groups, tile_m, tile_n, weight is not None, norm_first, silu, dweight)
+    constants = (n, groups, tile_m, tile_n, weight is not None, norm_first, silu, dweight, overlaps(x.get_device()))
     arrays = (_groups(dy, n), rows, _groups(gate, n), w, dx.view(rows.shape), dgate.view(rows.shape), parts)
     launch(x, grid, kernel, (*arrays, eps, *constants))
     add_blocks(grid[0], (parts, dw))
