@@ -8,7 +8,6 @@ from common import recorded_launches
 
 from tilegym.backend import recording
 from tilegym.interpreter import compile_kernel
-from tilegym.ops.cutile import causal_conv1d
 from tilegym.ops.cutile import dual_rms_norm
 from tilegym.ops.cutile import group_norm
 from tilegym.ops.cutile import rms_norm_gated
@@ -42,27 +41,19 @@ def group(size: int):
     group_norm.group_norm_backward(dy, x, torch.ones(4, 3), 2, w, True, True, torch.bfloat16)
 
 
-def conv(turned: bool):
-    x, dy = (t.mT if turned else t for t in tensors(2, 64, 64, count=2))
-    (w,) = tensors(64, 4)
-    causal_conv1d.conv_backward(dy, x, w, w[:, 0].contiguous(), True)
-
-
 CALLS = {
     "rms_norm": norm,
     "dual_rms_norm": dual,
     "rms_norm_gated": gated,
     "group_norm of one part": lambda: group(64),
     "group_norm of too many parts": lambda: group(2**15),
-    "causal_conv1d_fn": lambda: conv(False),
-    "causal_conv1d_fn, channels last": lambda: conv(True),
 }
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_sums_are_added_by_a_launch_that_begins_early(call, monkeypatch):
-    for module in (causal_conv1d, dual_rms_norm, group_norm, rms_norm_gated, row_norms, row_norms_backward):
+    for module in (dual_rms_norm, group_norm, rms_norm_gated, row_norms, row_norms_backward):
         monkeypatch.setattr(module, "overlaps", lambda device: True)
     recording.forget()  # a call that repeats a recorded one asks for nothing
     with recorded_launches() as launches:

@@ -24,7 +24,6 @@ from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import INT32_MAX
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
-from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.causal_conv1d import check_conv
 from tilegym.ops.pytorch.causal_conv1d import check_state
@@ -188,7 +187,7 @@ def conv_backward(
     dy = _laid_out_as(x, dy)
     batch, channels, tokens = x.shape
     taps, device = weight.shape[1], x.get_device()
-    options, b = (taps, bias is not None, silu, overlaps(device)), weight if bias is None else bias
+    options, b = (taps, bias is not None, silu), weight if bias is None else bias
     last = is_channels_last(x)
     if last:
         dy, x = _not_expanded(dy), _not_expanded(x)

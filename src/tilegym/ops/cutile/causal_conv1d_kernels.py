@@ -19,7 +19,6 @@ import cuda.tile as ct
 from tilegym.ops.cutile.pointwise import over_one_plus_exp
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import span
 
@@ -229,7 +228,7 @@ def _added(dw, db, dzs, near, K: Int):
 @ct.kernel
 def conv_last_backward_kernel(
     dy, x, weight, bias, dx0, dx1, dx2, dx3, dweight, dbias, splits, share, TILE_C: Int, STEP: Int, K: Int, BIAS: Bool,
-    SILU: Bool, OVERLAP: Bool, EVEN: Bool, CHECK: Bool,
+    SILU: Bool, EVEN: Bool, CHECK: Bool,
 ):  # fmt: skip
     """As :func:`conv_backward_kernel`, with x, dy: [B, T, C], the channels of a token side by side; dx0 to dx3: dx [B,
     T, C] from its token 0, 1, 2, 3 on, of which the first STEP are written to; weight: [C, K], or [C * K] if K is a
@@ -266,7 +265,6 @@ def conv_last_backward_kernel(
         dzs, before = after, window[STEP:]
     if end == groups:
         _put_last_group(dx0, batch, (groups - 1) * STEP, channels, _dx_of((*dzs, *zeros), taps, STEP, K))
-    let_next_begin(OVERLAP)
     for i in ct.static_iter(range(K)):
         ct.scatter(dweight, (ct.bid(0), i, channels), dw[i])
     if BIAS:
@@ -275,11 +273,9 @@ def conv_last_backward_kernel(
 
 @ct.kernel
 def conv_backward_kernel(
-    dy, x, weight, bias, dx, dweight, dbias, splits, TILE_C: Int, TILE_T: Int, K: Int, BIAS: Bool, SILU: Bool,
-    OVERLAP: Bool,
+    dy, x, weight, bias, dx, dweight, dbias, splits, TILE_C: Int, TILE_T: Int, K: Int, BIAS: Bool, SILU: Bool
 ):  # fmt: skip
-    """dweight: [B * splits, K, C] and dbias: [B * splits, C], the sums over the tokens of each block, in fp32. OVERLAP:
-    the launch that adds them may begin behind the loop, not before: it takes a barrier, for which loads would wait."""
+    """dweight: [B * splits, K, C] and dbias: [B * splits, C], the sums over the tokens of each block, in fp32."""
     n_tokens = x.shape[2]
     batch, channels = ct.bid(0) // splits, span(ct.bid(1), TILE_C)
     taps, b = _columns(_filter(weight, channels, K), K), _bias(bias, channels, BIAS)[:, None]
@@ -309,7 +305,6 @@ def conv_backward_kernel(
                     updated = (*updated, dw[i] + ct.sum(dz * near[i], axis=1))
                 dw = updated
         _store(dx, batch, channels, tokens, sums)
-    let_next_begin(OVERLAP)
     for i in ct.static_iter(range(K)):
         ct.scatter(dweight, (ct.bid(0), i, channels), dw[i])
     if BIAS:
