@@ -34,9 +34,7 @@ from tilegym.ops.cutile.tiling import FLOATS
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
-from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
-from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.pytorch.checks import check_floating
@@ -130,9 +128,8 @@ def channel_sums_kernel(dy, x, statistics, sums, products, S: Int, CHANNELS: Int
 @ct.kernel
 def group_norm_backward_kernel(
     dy, x, statistics, sums, products, weight, dx, S: Int, C: Int, CHANNELS: Int, TILE_M: Int, TILE_N: Int,
-    WEIGHT: Bool, OVERLAP: Bool,
+    WEIGHT: Bool,
 ):  # fmt: skip
-    let_next_begin(OVERLAP)
     across = ct.cdiv(S, TILE_N)
     block = ct.num_blocks(0) - 1 - ct.bid(0)  # what the sums were read from last is in the cache still
     rows, cols = span(block // across, TILE_M), span(block % across, TILE_N)
@@ -211,7 +208,7 @@ def _launch_parts(x, groups, parts, kernel, arrays, constants):
     if parts > 1:
         launch_parts(x, (1, parts, groups), kernel, arrays, constants)
     else:
-        launch(x, (groups,), kernel, (*arrays, 0, 0, *constants, overlaps(x.get_device()), 1))
+        launch(x, (groups,), kernel, (*arrays, 0, 0, *constants, False, 1))
 
 
 def _channels(x: torch.Tensor) -> torch.Tensor:
@@ -286,7 +283,7 @@ def group_norm_backward(
         launch(x, grid, kernel, (dy, rows, statistics, sums, products, s, in_group, *tiles))
         grid, *tiles = tile_plan(m, s, in_group, 4096)
         arrays = (dy, rows, statistics, sums, products, w, dx.view(m, s))
-        launch(x, grid, group_norm_backward_kernel, (*arrays, *sizes, *tiles, weight is not None, overlaps(device)))
+        launch(x, grid, group_norm_backward_kernel, (*arrays, *sizes, *tiles, weight is not None))
     results = tuple(x.new_empty(c if wanted else 0, dtype=dtype) for wanted in (dweight, dbias))
     pairs = [(t.view(-1, c), out) for t, out in zip((products, sums), results, strict=True) if out.numel()]
     if pairs:
