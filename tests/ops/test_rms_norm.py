@@ -126,13 +126,23 @@ class Test_RMSNorm(PyTestCase):
         assert plan[2][0] == 2 - odd
         self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
-    @pytest.mark.parametrize("n", [2048, 2568])
+    @pytest.mark.parametrize(
+        ("n", "tile"), [(2048, 1), (2568, 1), (1536, 1), (1288, 1), (1024, 2), (768, 2), (128, 16)]
+    )
     @pytest.mark.parametrize("more", range(3))
-    def test_gradients_of_rows_read_two_ahead(self, more, n):
-        """Many rows: blocks that take an even number of them, an odd one, and one more than the others."""
-        kwargs = arguments(33 * sm_count(0 if HAS_GPU else -1) + more, n, dtype=torch.bfloat16)
+    def test_gradients_of_rows_read_two_ahead(self, more, n, tile):
+        """Many rows: blocks that take an even number of tiles, an odd one, and one more than the others."""
+        kwargs = arguments(tile * (33 * sm_count(0 if HAS_GPU else -1) + more), n, dtype=torch.bfloat16)
         plan = backward_plan(len(kwargs["input"]), n, 0 if HAS_GPU else -1, False, False)
-        assert plan[2][3] == 2
+        assert plan[2][0] == tile and plan[2][3] == 2
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    def test_gradients_of_short_rows_that_fill_no_tile(self):
+        """Of many they are checked, and read one ahead."""
+        kwargs = arguments(66 * sm_count(0 if HAS_GPU else -1) + 1, 1024, dtype=torch.bfloat16)
+        plan = backward_plan(len(kwargs["input"]), 1024, 0 if HAS_GPU else -1, False, False)
+        assert plan[2][0] == 2 and plan[2][3] == 1 and plan[2][6]
+        self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
         self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("frozen", ["weight", "bias"])
@@ -252,7 +262,9 @@ class Test_RMSNorm(PyTestCase):
         x, w = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[-1], dtype=torch.bfloat16)
         assert_launches_compile(lambda: rms_norm_forward(x, w, None, 1e-6, mode, 0.0, True))
 
-    @pytest.mark.parametrize(("m", "n"), [(4, 2048), (64, 2560), (64, 4096), (64, 8192), (64, 10000)])
+    @pytest.mark.parametrize(
+        ("m", "n"), [(4, 2048), (64, 512), (64, 768), (64, 1536), (64, 2560), (64, 4096), (64, 8192), (64, 10000)]
+    )
     def test_backward_compiles_for_every_architecture(self, m, n):
         x, w, rstd = torch.empty(m, n, dtype=torch.bfloat16), torch.empty(n), torch.empty(m)
         dy = torch.empty_like(x)

@@ -15,6 +15,7 @@ from common import randn
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import rms_norm_gated
+from tilegym.ops.cutile import rms_norm_gated as kernels
 from tilegym.ops.cutile.rms_norm_gated import rms_norm_gated_backward
 from tilegym.ops.cutile.rms_norm_gated import rms_norm_gated_forward
 from tilegym.ops.pytorch.rms_norm_gated import rms_norm_gated as reference
@@ -139,6 +140,15 @@ class Test_RMSNormGated(PyTestCase):
         ):
             with pytest.raises(error, match=f"rms_norm_gated: {message}"):
                 rms_norm_gated(**arguments(2, 8) | wrong, backend=backend)
+
+    @pytest.mark.parametrize(
+        ("rows", "groups", "blocks"),
+        [(0, 1, 0), (512, 1, 512), (4096, 1, 512), (16384, 1, 512), (262144, 1, 1024), (16384, 2048, 1)],
+    )
+    def test_blocks_of_the_backward_pass(self, rows, groups, blocks, monkeypatch):
+        """As many as run at once, or half of them, so that each has up to four tiles; all have as many."""
+        monkeypatch.setattr(kernels, "sm_count", lambda device: 132)
+        assert kernels.backward_plan.__wrapped__(rows, groups, 128, 0)[1] == (blocks, groups)
 
     @pytest.mark.parametrize("n", [128, 4096])
     def test_compiles_for_every_architecture(self, n):
