@@ -21,6 +21,8 @@ from tilegym.ops import geglu
 from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu
+from tilegym.ops.cutile import few_rows
+from tilegym.ops.cutile import few_rows_norm
 from tilegym.ops.cutile import fused_gemv
 from tilegym.ops.cutile import linear
 from tilegym.ops.cutile import stream_gemv
@@ -31,9 +33,10 @@ from tilegym.ops.cutile.early_weights import rows_fit
 from tilegym.ops.cutile.fused_gemv import gemv_add
 from tilegym.ops.cutile.fused_gemv import norm_gemv
 from tilegym.ops.cutile.fused_gemv import norm_swiglu
+from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.pytorch import fused_gemv as reference
 
-# x and the N of the weights: one row, in one tile, in several and not a multiple of it; several rows.
+# x and the N of the weights: one row, in one tile, in several and not a multiple of it; several rows, 16 and more.
 SHAPES = [
     ((1, 64), (32,)),
     ((1, 128), (136, 8, 16)),
@@ -44,8 +47,12 @@ SHAPES = [
     ((2, 30), (12, 9, 17, 16)),
     ((3, 70), (40, 8, 24)),
     ((2, 2, 33), (5,)),
+    ((8, 1, 130), (33, 70)),
+    ((16, 64), (64, 9, 16, 24)),
+    ((17, 40), (24, 9)),
 ]
 GPU_SHAPES = [((1, 1, 4096), (4096, 1024, 1024)), ((1, 14336), (4096,)), ((1, 2048), (6144,)), ((20, 4096), (1024,))]
+GPU_SHAPES += [((8, 1, 4096), (4096, 1024, 1024)), ((16, 14336), (4096,)), ((2, 2048), (2048, 512, 512))]
 shapes = pytest.mark.parametrize(("shape", "widths"), SHAPES + (GPU_SHAPES if HAS_GPU else []), ids=str)
 norms = pytest.mark.parametrize("casting", ["llama", "gemma"])
 
@@ -154,6 +161,55 @@ class Test_LinearAdd(PyTestCase):
         )
 
 
+def kernels_of(call):
+    """The kernels that ``call`` launches, and what it returns."""
+    recording.forget()
+    with recorded_launches(run=True) as recorded, torch.no_grad(), sanitized():
+        result = call()
+    return [kernel for kernel, _ in recorded], result
+
+
+@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+@pytest.mark.parametrize("rows", [2, 3, 8, 16, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_launches_of_several_rows(rows, dtype):
+    """A norm, and one launch for all weights behind it, with the activation; one with the residual: up to 16 rows."""
+    x, norm, residual = randn(rows, 1, 96, dtype=dtype), randn(96, dtype=dtype, seed=1), randn(rows, 1, 40, dtype=dtype)
+    weights = weights_of(96, (40, 24, 24, 40), dtype)
+    many = rows > 16
+    several, gated, one = (
+        hinted(kernel, occupancy=2)
+        for kernel in (
+            few_rows_norm.few_rows_several_kernel,
+            few_rows_norm.few_rows_gated_kernel,
+            few_rows.few_rows_kernel,
+        )
+    )
+    for count in (1, 2, 3, 4):
+        launched, _ = kernels_of(lambda n=count: rms_norm_linear(x, norm, 1e-5, weights[:n], backend="cutile"))
+        assert len(launched) == (1 + count if many else 2)
+        assert (several in launched) is not many
+    launched, _ = kernels_of(lambda: rms_norm_swiglu(x, norm, 1e-5, weights[0], weights[3], backend="cutile"))
+    assert len(launched) == (4 if many else 2) and (gated in launched) is not many
+    launched, _ = kernels_of(lambda: linear_add(x, weights[0], residual, backend="cutile"))
+    assert len(launched) == (2 if many else 1) and (launched == [one]) is not many
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+def test_what_is_not_contiguous_is_left_to_the_ops(rows):
+    x, norm = randn(rows, 128, dtype=torch.bfloat16)[:, ::2], randn(64, dtype=torch.bfloat16, seed=1)
+    weight, residual = randn(64, 40, dtype=torch.bfloat16, seed=2).t(), randn(rows, 40, dtype=torch.bfloat16, seed=3)
+    with torch.no_grad():
+        for op, args in (
+            (linear_add, (x, weight, residual)),
+            (linear_add, (x.contiguous(), weight.contiguous(), randn(40, rows, dtype=torch.bfloat16, seed=3).t())),
+            (rms_norm_swiglu, (x, norm, 1e-5, weight, weight)),
+            (lambda *a, **k: rms_norm_linear(*a, **k)[0], (x, norm, 1e-5, [weight])),
+        ):
+            found, expected = (op(*args, backend=backend) for backend in ("cutile", "pytorch"))
+            torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-5)
+
+
 def one_row(dtype=torch.bfloat16, k=4096, n=1024):
     x, norm = torch.zeros(1, 1, k, dtype=dtype, device=device()), torch.ones(k, dtype=dtype, device=device())
     return x, norm, torch.zeros(n, k, dtype=dtype, device=device())
@@ -171,6 +227,19 @@ def launches():
     gemv_add(x, weight, x[..., :1024].contiguous(), None)
 
 
+def launches_of_several_rows():
+    x, _, weight = one_row()
+    for rows in (8, 16):
+        x = x.new_zeros(rows, 1, 4096)
+        for count in (1, 2, 3, 4):
+            few_rows_norm.few_rows_several(x, [weight] * count, [])
+        few_rows_norm.few_rows_several(x, [weight] * 2, [weight[0, :1024]] * 2)
+        few_rows_norm.few_rows_gated(x, weight, weight, 0)
+        few_rows_norm.few_rows_gated(x, weight, weight, 1)
+        gemv_add(x, weight, x[..., :1024].contiguous(), None)
+        gemv_add(x, weight, x[..., :1024].contiguous(), weight[0, :1024].contiguous())
+
+
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
 def test_compiles_for_every_architecture():
     assert_launches_compile(launches)
@@ -186,12 +255,29 @@ def test_overlapping_launches_compile():
         assert compile_kernel(kernel, (*args[:-1], True), "sm_90")[:4] == b"\x7fELF"
 
 
+@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+def test_launches_of_several_rows_compile(monkeypatch):
+    """With the tiles of a GPU, weights read early only by launches that overlap: others would never end."""
+    for module in (few_rows, few_rows_norm):
+        monkeypatch.setattr(module, "plan_of", lambda *args: few_rows.gpu_plan(*args[:-1], 132))
+    with recorded_launches() as recorded:
+        launches_of_several_rows()
+    for kernel, (*args, cols, overlap) in recorded:
+        assert cols > 0 and overlap is False
+        assert_compiles(kernel, (*args, 0, False), ("sm_80",))
+        assert_compiles(kernel, (*args, cols, True), ("sm_90", "sm_100", "sm_120"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operators(dtype):
     x, norm, weight = randn(1, 24, dtype=dtype), randn(24, dtype=dtype), randn(9, 24, dtype=dtype)
     torch.library.opcheck(norm_gemv.operator, (x, norm, 1e-5, [weight, weight], [], 0.0, True))
     torch.library.opcheck(norm_swiglu.operator, (x, norm, 1e-5, weight, weight, 0.0, True, "silu"))
     torch.library.opcheck(gemv_add.operator, (x, weight, randn(1, 9, dtype=dtype), None))
+    x = randn(3, 1, 24, dtype=dtype)
+    torch.library.opcheck(few_rows_norm.few_rows_several.operator, (x, [weight, weight], [x[0, 0, :9].clone()] * 2))
+    torch.library.opcheck(few_rows_norm.few_rows_gated.operator, (x, weight, weight, 0))
+    torch.library.opcheck(gemv_add.operator, (x, weight, randn(3, 1, 9, dtype=dtype), None))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -209,11 +295,12 @@ def test_compiled(rows):
         torch.testing.assert_close(compiled, call(x), **({} if HAS_GPU else {"rtol": 0, "atol": 0}))
 
 
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("k", [64, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_whatever_bits_weights_hold_results_stay(dtype, k):
+def test_whatever_bits_weights_hold_results_stay(dtype, k, rows):
     """What is read ahead of the wait is all there is to that; the last block would write to the first result."""
-    x, norm = randn(1, k, dtype=dtype), randn(k, dtype=dtype)
+    x, norm = randn(rows, k, dtype=dtype), randn(k, dtype=dtype)
     weight = torch.arange(16 * k, device=device()).view(16, k).sub(8).to(torch.int16).view(dtype)
     weight[:, ::2] = torch.full((16, k // 2), -1, dtype=torch.int16, device=device()).view(dtype)
     weight[0] = 1.0
@@ -223,7 +310,7 @@ def test_whatever_bits_weights_hold_results_stay(dtype, k):
             rms_norm_linear(x, norm, 1e-5, [weight], backend="cutile")[0],
             rms_norm_swiglu(x, norm, 1e-5, weight, weight, backend="cutile"),
         ):
-            assert out[0, 0].isfinite() and out[0, 0] != 0 and out[0, 1:].isnan().all()
+            assert out[:, 0].isfinite().all() and out[0, 0] != 0 and out[:, 1:].isnan().all()
 
 
 def test_weights_are_read_early_in_graphs():

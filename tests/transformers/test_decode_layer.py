@@ -68,14 +68,32 @@ def test_one_sequence_decodes_by_fused_steps(family, options, backend):
         rest = {"fused_moe"} if experts else {"rms_norm_swiglu"}
         behind = {"linear", "rms_norm_add"} if family == "gemma3" else {"linear_add"}
         assert {"rms_norm_linear", *attends, *behind, *rest} <= {op for op, _ in calls}
-        with observed() as calls:
-            generate(model, ids, mask)
-        assert not {"rms_norm_linear", "rms_norm_swiglu"} & {op for op, _ in calls}
         first = model.model.layers[0]
         hooked = first.self_attn.o_proj if experts else first.mlp.down_proj
         hooked.register_forward_hook(lambda module, args, out: 0 * out)
         changed = generate(model, ids[1:2], max_new_tokens=14)
     assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
+
+
+@pytest.mark.parametrize("sequences", [2, 3, 16, 17])
+@pytest.mark.parametrize("side", ["left", ""])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3"])
+@backends
+def test_several_sequences_decode_by_fused_steps(family, side, sequences, backend):
+    """Up to 16, padded or not; behind the attention experts stay as they are."""
+    options = {"mlp_bias": False} if family == "llama" else {}
+    model = make_model(family, **options)
+    lengths = ([5, 11, 8, 3] * 5)[:sequences]
+    ids, mask = padded(lengths, side) if side else (tokens(sequences, 11), None)
+    expected = generate(model, ids, mask)
+    with monkey_patch.apply(model, use_cutile=backend == "cutile"), observed() as calls:
+        got = generate(model, ids, mask)
+    assert torch.equal(got, expected)
+    plain = not (model.config.sliding_window or side) if hasattr(model.config, "sliding_window") else not side
+    fused = {"rms_norm_linear", "rms_norm_swiglu", "rope_fmha_decode" if plain else "rope_and_cache"}
+    fused |= {"linear", "rms_norm_add"} if family == "gemma3" else {"linear_add"}
+    called = {op for op, _ in calls}
+    assert fused <= called if sequences <= 16 else not called & (fused - {"linear"})
 
 
 @pytest.mark.parametrize(
@@ -192,7 +210,7 @@ def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_
     )
     with monkey_patch.apply(make_model(family), use_cutile=False) as report:
         assert len([e for e in report.patched if e.compute == "decode_step"]) == 2
-    assert tried == [0, 1]
+    assert tried == [0, 1] * 2  # of one sequence, and of several
     monkeypatch.setattr(decode_layer, "_same_behind", lambda *_: False)
     with monkey_patch.apply(make_model(family), use_cutile=False) as report:
         why = {e.why for e in report.skipped if e.compute == "decode_step"}

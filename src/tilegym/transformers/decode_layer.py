@@ -4,7 +4,7 @@ its MLP are experts, those of the attention, a norm, the router and the experts,
 
 The parts of a layer are patched one by one elsewhere; with a token at a time what is left is launches, each over one
 vector. Here norms run in the launch that reads the weights behind them, activation and residual in the one before.
-Anything else than one new token of one sequence, on a :class:`DecodeCache`, runs the layer as it was.
+Anything else than one new token of each of a few sequences, on a :class:`DecodeCache`, runs the layer as it was.
 """
 
 import inspect
@@ -58,6 +58,7 @@ _JOINT_GATE_UP = ("mlp.gate_up_proj",)
 _INTO_MLP = ("gate_proj", "up_proj", "gate_up_proj")
 _DROPOUTS = ("resid_attn_dropout", "resid_mlp_dropout")
 TRIES = 4
+MOST_SEQUENCES = 16  # whose rows the kernels of rms_norm_linear and its siblings take at once
 
 
 def _is_gated(layer: nn.Module) -> bool:
@@ -87,6 +88,11 @@ def _has_latents(layer: nn.Module) -> bool:
 
 def _is_patched(part: nn.Module | None) -> bool:
     return part is not None and isinstance(vars(part).get("forward"), BoundForward)
+
+
+def most_sequences(layer: nn.Module) -> int:
+    """Of how many sequences at most the fused step takes a token each."""
+    return 1 if _is_linear(layer) or _has_latents(layer) else MOST_SEQUENCES
 
 
 def _activation_of(mlp: nn.Module) -> str:
@@ -183,7 +189,7 @@ def _norms_of(attention: nn.Module) -> tuple[Tensor, Tensor, float, float, str] 
 
 
 def _projected(layer: nn.Module, hidden: Tensor, backend: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k and v [1, 1, H, D] of the layer's norm, and the gate of Qwen3.5's attention, as q is."""
+    """q, k and v [B, 1, H, D] of the layer's norm, and the gate of Qwen3.5's attention, as q is."""
     attention, biases = layer.self_attn, None
     if hasattr(attention, "qkv_proj"):
         joint, width = attention.qkv_proj.weight, attention.o_proj.weight.shape[1]
@@ -197,8 +203,8 @@ def _projected(layer: nn.Module, hidden: Tensor, backend: str | None) -> tuple[T
     q, k, v = rms_norm_linear(hidden, norm, eps, weights, biases, *form, backend=backend)
     dim, gate = attention.head_dim, None
     if q.shape[-1] == 2 * attention.o_proj.weight.shape[1]:
-        q, gate = q.view(1, 1, -1, 2 * dim).chunk(2, -1)
-    return *(t.view(1, 1, -1, dim) if t.dim() == 3 else t for t in (q, k, v)), gate
+        q, gate = q.view(len(q), 1, -1, 2 * dim).chunk(2, -1)
+    return *(t.view(len(t), 1, -1, dim) if t.dim() == 3 else t for t in (q, k, v)), gate
 
 
 def attend(
@@ -211,7 +217,7 @@ def attend(
     norms = _norms_of(attention) if hasattr(attention, "q_norm") else ()
     if norms is None:
         q, k, norms = attention.q_norm(q), attention.k_norm(k), ()
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, 1, D]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, 1, D]
     into = q, k, v, cos, sin, kept.keys, kept.values, cache.length
     plain = mask.window is None and mask.keys is None and sinks is None
     if plain and (not norms or norms[3:] == (0.0, "llama")):
@@ -226,7 +232,7 @@ def attend(
         )  # fmt: skip
     if gate is not None:
         out = sigmoid_mul(out.view(gate.shape), gate, backend=backend)
-    return _into(hidden, out.view(1, 1, -1), attention.o_proj, _norm_behind(layer, True), backend)
+    return _into(hidden, out.view(len(out), 1, -1), attention.o_proj, _norm_behind(layer, True), backend)
 
 
 def _into(residual: Tensor, x: Tensor, project: nn.Module, norm: nn.Module | None, backend: str | None) -> Tensor:
@@ -243,7 +249,7 @@ def feed_forward(layer: nn.Module, hidden: Tensor, backend: str | None) -> Tenso
     mlp, norm = layer.mlp, getattr(layer, _norms_around(layer)[0])
     if _is_gated(layer):
         return _gated(mlp, norm, hidden, _norm_behind(layer, False), backend)
-    if not _are_parts_known(layer):
+    if len(hidden) > 1 or not _are_parts_known(layer):
         out = mlp(norm(hidden))
         return hidden + (out[0] if isinstance(out, tuple) else out)  # some return what the router found, too
     normed = norm(hidden).view(1, -1)
@@ -280,7 +286,8 @@ def decode_forward(backend: str | None) -> Callable:
             cache.__class__ is DecodeCache
             and cache.started
             and not args
-            and hidden_states.numel() == hidden_states.shape[-1]
+            and hidden_states.shape[1] == 1
+            and len(hidden_states) <= most_sequences(self)
             and not torch.is_grad_enabled()
             and not misfit(self)
             and (mask is None and has_states(self, cache) if _is_linear(self) else mask.__class__ is CausalMask)
@@ -300,33 +307,38 @@ def computes_the_same(layer: nn.Module, rotary: nn.Module, forward: Callable) ->
     modes = [(module, module.training) for module in layer.modules()]
     try:
         layer.eval()
-        return any(_same_behind(seed, layer, rotary, forward) for seed in range(1 if _is_gated(layer) else TRIES))
+        tries = range(1 if _is_gated(layer) else TRIES)
+        counts = {1, min(3, most_sequences(layer))}
+        return all(any(_same_behind(seed, count, layer, rotary, forward) for seed in tries) for count in counts)
     finally:
         for module, training in modes:
             module.training = training
 
 
-def _same_behind(seed: int, layer: nn.Module, rotary: nn.Module, forward: Callable) -> bool:
+def _same_behind(seed: int, sequences: int, layer: nn.Module, rotary: nn.Module, forward: Callable) -> bool:
     weight = layer.input_layernorm.weight
-    numbers = torch.randn(1, 10, weight.shape[0], generator=torch.Generator().manual_seed(seed))
+    numbers = torch.randn(sequences, 10, weight.shape[0], generator=torch.Generator().manual_seed(seed))
     hidden = numbers.to(weight.device, weight.dtype)
     linear_attention = _is_linear(layer)
     index = (layer.linear_attn if linear_attention else layer.self_attn).layer_idx
     kinds = (*([""] * index), RECURRENT if linear_attention else "", "")
     by_type = "layer_type" in inspect.signature(type(rotary).forward).parameters  # as Gemma's
     types = (layer.self_attn.layer_type,) if by_type else ()
-    embeddings = rotary_of(rotary, hidden, torch.arange(10, device=weight.device)[None], types)
+    positions = torch.arange(10, device=weight.device) + torch.arange(sequences, device=weight.device)[:, None]
+    embeddings = rotary_of(rotary, hidden, positions, types)
     alone = isinstance(embeddings, Tensor)  # complex numbers, as DeepSeek-V2's
 
     def run(forward: Callable, cache: DecodeCache, tokens: slice) -> Tensor:
         count = tokens.stop - tokens.start
         cache.set_length(tokens.start)
         cache.positions_of(cache.layers[0], count)
-        filled = torch.full((1,), tokens.stop, dtype=torch.int32, device=weight.device)
+        filled = torch.full((sequences,), tokens.stop, dtype=torch.int32, device=weight.device)
         return forward(
             layer,
             hidden[:, tokens],
-            attention_mask=None if linear_attention else CausalMask((1, 1, count, cache.capacity), None, filled, None),
+            attention_mask=None
+            if linear_attention
+            else CausalMask((sequences, 1, count, cache.capacity), None, filled, None),
             past_key_values=cache,
             use_cache=True,
             position_embeddings=embeddings[:, tokens] if alone else tuple(t[:, tokens] for t in embeddings),
@@ -334,7 +346,7 @@ def _same_behind(seed: int, layer: nn.Module, rotary: nn.Module, forward: Callab
 
     results = []
     for step in (type(layer).forward, forward):
-        cache = DecodeCache(len(kinds), 16, weight.device, kinds)
+        cache = DecodeCache(len(kinds), 16, weight.device, kinds, sequences)
         run(type(layer).forward, cache, slice(0, 9))
         results.append(run(step, cache, slice(9, 10)))
     expected, got = results

@@ -18,6 +18,10 @@ from tilegym.ops.cutile import stream_gemv
 from tilegym.ops.cutile.early_weights import NOTHING
 from tilegym.ops.cutile.early_weights import begin_early
 from tilegym.ops.cutile.early_weights import early_columns
+from tilegym.ops.cutile.few_rows import MAX_ROWS
+from tilegym.ops.cutile.few_rows import launch_few_rows
+from tilegym.ops.cutile.few_rows_norm import few_rows_gated
+from tilegym.ops.cutile.few_rows_norm import few_rows_several
 from tilegym.ops.cutile.linear import DTYPES
 from tilegym.ops.cutile.linear import launch_gemv
 from tilegym.ops.cutile.linear import total
@@ -199,10 +203,13 @@ def norm_swiglu(
 
 @compilable(lambda x, weight, residual, bias: residual.new_empty(residual.shape))
 def gemv_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., K] with one row, residual [..., N]; [..., N]."""
+    """x [..., K] with up to 16 rows, residual [..., N]; [..., N]."""
     out = residual.new_empty(residual.shape)
     n, k = weight.shape
-    launch_gemv(x.view(1, k), weight, bias, residual.view(1, n), out.view(1, n), True)
+    rows = x.view(-1, k)
+    m = rows.shape[0]
+    put = launch_gemv if m == 1 else launch_few_rows
+    put(rows, weight, bias, residual.view(m, n), out.view(m, n), True)
     return out
 
 
@@ -224,14 +231,16 @@ def add_residual(y: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _is_one_row(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether the kernels serve it: one row, everything contiguous, no gradients."""
-    return (
-        x.numel() == x.shape[-1] > 0
+def _rows_served(x: torch.Tensor, *others: torch.Tensor | None) -> int:
+    """How many rows x has, if the kernels serve it: up to 16, everything contiguous, no gradients; else 0."""
+    k = x.shape[-1]
+    served = (
+        0 < x.numel() <= MAX_ROWS * k
         and x.is_contiguous()
         and all(t is None or (t.is_contiguous() and t.numel()) for t in others)
         and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)))
     )
+    return x.numel() // k if served else 0
 
 
 @register_impl("rms_norm_linear", "cutile")
@@ -250,9 +259,12 @@ def rms_norm_linear(
         check_operands(x, weight, bias)
     check_rms_norm(x, norm_weight.shape, norm_weight, None, None, casting)
     check_supported(x, DTYPES)
-    if norm_weight.dtype is x.dtype and _is_one_row(x, norm_weight, *weights, *biases_):
+    rows = _rows_served(x, norm_weight, *weights, *biases_)
+    if rows == 1 and norm_weight.dtype is x.dtype:
         return norm_gemv(x, norm_weight, eps, weights, biases or [], offset, casting == "llama")
     y = ops.rms_norm(x, norm_weight.shape, norm_weight, eps, None, None, offset, casting, backend="cutile")
+    if rows > 1:
+        return few_rows_several(y, weights, biases or [])
     return [ops.linear(y, w, b, backend="cutile") for w, b in zip(weights, biases_, strict=True)]
 
 
@@ -268,13 +280,16 @@ def rms_norm_swiglu(
     activation: str = "silu",
 ) -> torch.Tensor:
     check_activation(activation)
-    one_row = norm_weight.dtype is x.dtype and _is_one_row(x, norm_weight, gate_weight, up_weight)
-    if one_row and gate_weight.shape == up_weight.shape:
+    rows = _rows_served(x, norm_weight, gate_weight, up_weight)
+    if rows and gate_weight.shape == up_weight.shape and (rows > 1 or norm_weight.dtype is x.dtype):
         check_operands(x, gate_weight, None)
         check_operands(x, up_weight, None)
         check_rms_norm(x, norm_weight.shape, norm_weight, None, None, casting)
         check_supported(x, DTYPES)
-        return norm_swiglu(x, norm_weight, eps, gate_weight, up_weight, offset, casting == "llama", activation)
+        if rows == 1:
+            return norm_swiglu(x, norm_weight, eps, gate_weight, up_weight, offset, casting == "llama", activation)
+        y = ops.rms_norm(x, norm_weight.shape, norm_weight, eps, None, None, offset, casting, backend="cutile")
+        return few_rows_gated(y, gate_weight, up_weight, PLACES[activation])
     gate, up = rms_norm_linear(x, norm_weight, eps, [gate_weight, up_weight], None, offset, casting)
     if activation == "silu":
         return ops.swiglu(gate, up, backend="cutile")
@@ -288,7 +303,7 @@ def linear_add(
     check_operands(x, weight, bias)
     check_residual(x, weight, residual)
     check_supported(x, DTYPES)
-    if _is_one_row(x, weight, residual, bias):
+    if _rows_served(x, weight, residual, bias):
         return gemv_add(x, weight, residual, bias)
     y = ops.linear(x, weight, bias, backend="cutile")
     if torch.is_grad_enabled() and (y.requires_grad or residual.requires_grad):

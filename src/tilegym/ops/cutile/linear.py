@@ -22,11 +22,12 @@ from tilegym.ops.cutile.early_weights import row_at_once
 from tilegym.ops.cutile.early_weights import rows_at_once
 from tilegym.ops.cutile.early_weights import rows_fit
 from tilegym.ops.cutile.early_weights import waits_in_graph
+from tilegym.ops.cutile.few_rows import MAX_ROWS
+from tilegym.ops.cutile.few_rows import launch_few_rows
 from tilegym.ops.cutile.matmul import check_supported
 from tilegym.ops.cutile.matmul import differentiable as differentiable_matmul
 from tilegym.ops.cutile.matmul import gemm
 from tilegym.ops.cutile.matmul import load_bias
-from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
@@ -40,7 +41,6 @@ from tilegym.ops.pytorch.linear import check_operands
 from tilegym.ops.pytorch.linear import in_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_GEMV_ROWS = 16  # what the smallest tile of ct.mma holds
 # Of held_gemv_kernel: rows, columns and columns held, blocks a multiprocessor, and for how many columns at most.
 HELD = (
     (8, 256, 1536, 4, 2**31), (4, 512, 1024, 6, 5120), (4, 512, 3072, 4, 8192), (4, 512, 2048, 4, 2**31)
@@ -137,34 +137,6 @@ def at_once_gemv_kernel(
     ct.scatter(out, (0, at), y)
 
 
-@ct.kernel
-def few_rows_kernel(x, weight, bias, out, TILE_M: Int, TILE_N: Int, TILE_K: Int, BIAS: Bool, TF32: Bool):
-    # x [M, K] with M <= TILE_M, weight [N, K], bias [N] if BIAS, out [M, N]; or x [M, 1, K] and out [M, 1, N]. The
-    # weight is the left operand, whose tiles may be tall, and the rows of x, padded with zeros, are the few columns of
-    # the right one.
-    n = ct.bid(0)
-    zero = ct.PaddingMode.ZERO
-    acc = ct.zeros((TILE_N, TILE_M), dtype=ct.float32)
-    for k in range(ct.cdiv(weight.shape[1], TILE_K)):
-        w_tile = ct.load(weight, (n, k), (TILE_N, TILE_K), padding_mode=zero)
-        if x.ndim == 2:
-            x_tile = ct.load(x, (k, 0), (TILE_K, TILE_M), order=(1, 0), padding_mode=zero)
-        else:
-            x_tile = ct.load(x, (k, 0, 0), (TILE_K, 1, TILE_M), order=(2, 1, 0), padding_mode=zero)
-            x_tile = x_tile.reshape((TILE_K, TILE_M))
-        if TF32:
-            acc = ct.mma(w_tile.astype(ct.tfloat32), x_tile.astype(ct.tfloat32), acc)
-        else:
-            acc = ct.mma(w_tile, x_tile, acc)
-    if BIAS:
-        acc = acc + load_bias(bias, n, TILE_N).reshape((TILE_N, 1))
-    acc = acc.astype(out.dtype)
-    if out.ndim == 2:
-        ct.store(out, (n, 0), acc, order=(1, 0))
-    else:
-        ct.store(out, (n, 0, 0), acc.reshape((TILE_N, 1, TILE_M)), order=(2, 1, 0))
-
-
 @functools.lru_cache(maxsize=1024)
 def gemv_plan(k: int, bits: int, device_index: int) -> tuple[ct.kernel, int, int, int, int, bool]:
     """(kernel, TILE_N, TILE_K, EARLY, COLS, OVERLAP) for a row of k elements of so many bits; COLS: in a graph.
@@ -258,23 +230,6 @@ def launch_gemv(
     launch(x, (-(-n // tile_n),), kernel, (*arrays, NOTHING, *flags), overlap)
 
 
-@functools.lru_cache(maxsize=1024)
-def choose_tile(n: int, k: int, bits: int, device_index: int) -> tuple[int, int, int]:
-    """The tile of the weight for ``few_rows_kernel``, and the occupancy, as measured on an H200 with bf16.
-
-    In GB/s, cuBLAS in brackets: 14336x4096 2992 (2861), 6144x4096 2366 (2222), 128256x4096 4269 (4083), for up to 16
-    rows alike. Smaller tiles have too little memory traffic under way, and larger ones spill, unless a block has a
-    multiprocessor for itself, as where there are few: 16 rows of 2560x10240 take 18.9 us so (with half as wide a tile
-    22.4; cuBLAS 20.6), of 4096x14336 32.4 (34.5; 34.5), of 2048x4096 10.6 (11.8; 11.8), of 6144x4096 the same.
-    """
-    if device_index < 0:
-        return 32, 64, 2
-    blocks, processors = ct.cdiv(n, 64), sm_count(device_index)
-    alone = 2 * blocks <= processors
-    width = 4096 if alone or blocks > processors else 2048
-    return 64, min(width // bits, max(32, next_power_of_2(k))), 1 if alone else 2
-
-
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
@@ -291,11 +246,11 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     if x.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     # One token of each sequence, as in decoding, comes in three dimensions, and a view takes the host a while.
-    of_tokens = x.dim() == 3 and x.shape[1] == 1 and x.shape[0] <= MAX_GEMV_ROWS
+    of_tokens = x.dim() == 3 and x.shape[1] == 1 and x.shape[0] <= MAX_ROWS
     rows = x if x.dim() == 2 or of_tokens else x.reshape(-1, k)
     m = rows.shape[0]
     y = out if rows is x else out.view(m, n)
-    if m > MAX_GEMV_ROWS:
+    if m > MAX_ROWS:
         if fits_better(m, n, x.dtype, x.get_device()) and rows.stride(1) == weight.stride(1) == 1:
             launch_wide(rows, weight, bias if bias is None else bias.contiguous(), y)
             return out
@@ -308,10 +263,7 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     if m == 1:
         launch_gemv(rows, weight, bias, None, y)
         return out
-    has_bias = bias is not None
-    tile_n, tile_k, occupancy = choose_tile(n, k, x.dtype.itemsize * 8, x.get_device())
-    args = (rows, weight, bias if has_bias else 0, y, MAX_GEMV_ROWS, tile_n, tile_k, has_bias, uses_tf32(x.dtype))
-    launch(out, (-(-n // tile_n),), hinted(few_rows_kernel, occupancy=occupancy), args)
+    launch_few_rows(rows, weight, bias, None, y)
     return out
 
 
