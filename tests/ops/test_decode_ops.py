@@ -1,5 +1,7 @@
 """rms_norm_linear, rms_norm_swiglu and linear_add."""
 
+import functools
+
 import pytest
 import torch
 from common import ARCHITECTURES
@@ -193,6 +195,11 @@ def test_launches_of_several_rows(rows, dtype):
     assert len(launched) == (4 if many else 2) and (gated in launched) is not many
     launched, _ = kernels_of(lambda: linear_add(x, weights[0], residual, backend="cutile"))
     assert len(launched) == (2 if many else 1) and (launched == [one]) is not many
+    x, weight = randn(rows, 1, 130, dtype=dtype), weights_of(130, (40,), dtype)[0]
+    launched, found = kernels_of(lambda: linear_add(x, weight, residual, backend="cutile"))
+    assert many or launched == [one, few_rows.merge_rows_kernel]
+    _, again = kernels_of(lambda: linear_add(x, weight, residual, backend="cutile"))
+    assert torch.equal(found, again)
 
 
 @pytest.mark.parametrize("rows", [2, 16])
@@ -227,17 +234,16 @@ def launches():
     gemv_add(x, weight, x[..., :1024].contiguous(), None)
 
 
-def launches_of_several_rows():
-    x, _, weight = one_row()
-    for rows in (8, 16):
-        x = x.new_zeros(rows, 1, 4096)
-        for count in (1, 2, 3, 4):
-            few_rows_norm.few_rows_several(x, [weight] * count, [])
-        few_rows_norm.few_rows_several(x, [weight] * 2, [weight[0, :1024]] * 2)
-        few_rows_norm.few_rows_gated(x, weight, weight, 0)
-        few_rows_norm.few_rows_gated(x, weight, weight, 1)
-        gemv_add(x, weight, x[..., :1024].contiguous(), None)
-        gemv_add(x, weight, x[..., :1024].contiguous(), weight[0, :1024].contiguous())
+def launches_of_several_rows(rows):
+    _, _, weight = one_row()
+    x, long = torch.zeros(rows, 1, 4096, dtype=torch.bfloat16), torch.zeros(64, 14336, dtype=torch.bfloat16)
+    for count in (1, 3, 4):
+        few_rows_norm.few_rows_several(x, [weight] * count, [])
+    few_rows_norm.few_rows_several(x, [weight] * 2, [weight[0, :1024].clone()] * 2)
+    few_rows_norm.few_rows_gated(x, weight, weight, 0)
+    few_rows_norm.few_rows_gated(x, weight, weight, 1)
+    gemv_add(x, weight, x[..., :1024].contiguous(), weight[0, :1024].clone())
+    gemv_add(long[:rows], long, x[:, 0, :64].contiguous(), None)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
@@ -256,16 +262,28 @@ def test_overlapping_launches_compile():
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-def test_launches_of_several_rows_compile(monkeypatch):
-    """With the tiles of a GPU, weights read early only by launches that overlap: others would never end."""
-    for module in (few_rows, few_rows_norm):
-        monkeypatch.setattr(module, "plan_of", lambda *args: few_rows.gpu_plan(*args[:-1], 132))
+@pytest.mark.parametrize(("rows", "architectures"), [(16, ARCHITECTURES), (8, ("sm_90",))])
+def test_launches_of_several_rows_compile(rows, architectures, monkeypatch):
+    """With the tiles of a GPU."""
+    monkeypatch.setattr(few_rows, "plan_of", lambda *args: few_rows.gpu_plan(*args[:-1], 132))
+    monkeypatch.setattr(few_rows_norm, "plan_of", lambda *args: few_rows_norm.gpu_plan(*args[:-1]))
     with recorded_launches() as recorded:
-        launches_of_several_rows()
-    for kernel, (*args, cols, overlap) in recorded:
-        assert cols > 0 and overlap is False
-        assert_compiles(kernel, (*args, 0, False), ("sm_80",))
-        assert_compiles(kernel, (*args, cols, True), ("sm_90", "sm_100", "sm_120"))
+        launches_of_several_rows(rows)
+    assert len(recorded) == 9  # the last product is split
+    for kernel, (*args, overlap) in recorded:
+        assert overlap is False
+        for arch in architectures:
+            assert_compiles(kernel, (*args, arch != "sm_80"), (arch,))
+
+
+def test_plans_of_several_rows():
+    """As measured; splits only of long rows in 16 bits, where few blocks have them."""
+    plan = functools.partial(few_rows.gpu_plan, processors=132)
+    assert plan(8, 4096, 14336, 16) == (8, 64, 128, 2, 4) and plan(16, 4096, 14336, 16) == (16, 64, 128, 2, 4)
+    assert plan(8, 4096, 12288, 16) == plan(8, 4096, 4096, 16) == (8, 64, 256, 1, 1)
+    assert plan(8, 4096, 14336, 32) == (8, 64, 128, 1, 1) and plan(8, 8192, 28672, 16).splits == 1
+    assert few_rows_norm.gpu_plan(8, 4096, 16, False) == (16, 32, 256, 2, 1)
+    assert few_rows_norm.gpu_plan(8, 4096, 16, True) == (8, 64, 128, 2, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,6 +15,7 @@ from tilegym.ops import linear
 from tilegym.ops.cutile import linear as linear_module
 from tilegym.ops.cutile import wide_gemm
 from tilegym.ops.cutile.few_rows import few_rows_kernel
+from tilegym.ops.cutile.few_rows import merge_rows_kernel
 from tilegym.ops.cutile.linear import gemv_kernel
 from tilegym.ops.cutile.linear import linear_forward
 from tilegym.ops.pytorch.linear import linear as reference
@@ -142,16 +143,19 @@ class Test_Linear(PyTestCase):
             (x, weight, 0, 0, y, -1, False, False, 4096, 4, 512, 792, 2048, True),
             ("sm_90", "sm_100", "sm_120"),
         )
-        early = (264, 1024, False)
-        assert_compiles(few_rows_kernel, (x, weight, y[0], y, y, -1, True, True, 16, 64, 256, False, *early))
+        assert_compiles(few_rows_kernel, (x, weight, y[0], y, y, True, True, 1, 16, 64, 256, False, False))
         rows, wide = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(4, 192, 4096, dtype=torch.bfloat16)
         args = (rows, wide, wide[..., 0].contiguous(), rows.new_empty(512, 4, 192), 128, 128, 64, 64, 8, True)
         assert_compiles(wide_gemm.wide_gemm_kernel, args, ("sm_90",))
         x, y = x[None], y[None]
         assert_compiles(gemv_kernel, (x, weight, 0, 0, y, -1, False, False, 4096, 4, 512, 792, 2048, True), ("sm_90",))
-        args = (x, weight, 0, 0, y, -1, False, False, 8, 64, 128, False, 264, 0)
-        assert_compiles(few_rows_kernel, (*args, False), ("sm_80",))
-        assert_compiles(few_rows_kernel, (*args, True), ("sm_90",))
+        assert_compiles(few_rows_kernel, (x, weight, 0, 0, y, False, False, 1, 8, 64, 128, False, False), ("sm_80",))
+        assert_compiles(few_rows_kernel, (x, weight, 0, 0, y, False, False, 1, 8, 64, 128, False, True), ("sm_90",))
+        partial = torch.empty(4, 1024, 8)
+        args = (x[0], weight, 0, 0, partial, False, False, 4, 8, 64, 128, False, True)
+        assert_compiles(few_rows_kernel, args, ("sm_90", "sm_100", "sm_120"))
+        args = (partial, y[0, 0], y[0], y[0], True, True, 4, 8, 32, True)
+        assert_compiles(merge_rows_kernel, args, ("sm_90", "sm_100", "sm_120"))
 
     @gpu
     @pytest.mark.parametrize("rows", [1, 4, 100])

@@ -208,8 +208,11 @@ def gemv_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias
     n, k = weight.shape
     rows = x.view(-1, k)
     m = rows.shape[0]
-    put = launch_gemv if m == 1 else launch_few_rows
-    put(rows, weight, bias, residual.view(m, n), out.view(m, n), True)
+    arrays = rows, weight, bias, residual.view(m, n), out.view(m, n)
+    if m == 1:
+        launch_gemv(*arrays, True)
+    else:
+        launch_few_rows(*arrays)
     return out
 
 
