@@ -222,12 +222,13 @@ def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_
     [("qwen2", {}), ("mistral", {}), ("qwen3", {}), ("qwen3_moe", {"sliding_window": None}), ("gpt_oss", {})],
     ids=str,
 )
+@pytest.mark.parametrize("sequences", [1, 3])
 @torch.no_grad()
-def test_steps_by_the_kernels(family, options, monkeypatch):
+def test_steps_by_the_kernels(family, options, sequences, monkeypatch):
     """In bf16, of which the kernels hold keys and weights in registers: three tokens, one after the other."""
     monkeypatch.setenv("DISABLE_FALLBACK", "1")
     model = make_model(family, torch.bfloat16, head_dim=32, **options)
-    ids = tokens(1, 14)
+    ids = tokens(sequences, 14)
     exact, expected = copy.deepcopy(model).float()(ids).logits[:, 11:], model(ids).logits[:, 11:]
     with monkey_patch.apply(model, use_cutile=True), observed() as calls:
         got = logits_of_steps(model, ids, 11)

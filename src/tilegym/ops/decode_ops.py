@@ -33,7 +33,8 @@ def rms_norm_linear(
         biases: each [N_i], or None for all.
 
     Returns:
-        A tensor [..., N_i] for each weight. Differentiable. One launch for a single row; else as separate ops.
+        A tensor [..., N_i] for each weight. Differentiable. One launch for a single row, for up to 16 one
+        behind that of the norm; else as separate ops.
     """
 
 
@@ -58,7 +59,8 @@ def rms_norm_swiglu(
         activation: "silu", as :func:`swiglu`; "gelu_tanh" or "gelu", as :func:`geglu` with "tanh" or "none".
 
     Returns:
-        [..., N] in x's dtype. Differentiable. One launch for a single row; else as separate ops.
+        [..., N] in x's dtype. Differentiable. One launch for a single row, for up to 16 one behind that of the
+        norm; else as separate ops.
 
     Raises:
         ValueError: activation is none of these, or as the separate ops.
@@ -76,7 +78,8 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None 
         bias: [N], x's dtype, or None.
 
     Returns:
-        [..., N] in x's dtype. Differentiable. One launch for a single row; else as separate ops.
+        [..., N] in x's dtype. Differentiable. One launch for up to 16 rows, two for several where K is long and
+        N small; else as separate ops.
     """
 
 

@@ -3,7 +3,8 @@ which have norms behind attention and MLP, of Qwen3.5's, whose attention is gate
 its MLP are experts, those of the attention, a norm, the router and the experts, who add the residual.
 
 The parts of a layer are patched one by one elsewhere; with a token at a time what is left is launches, each over one
-vector. Here norms run in the launch that reads the weights behind them, activation and residual in the one before.
+vector, or the rows of a few. Here norms of one row run in the launch that reads the weights behind them, activation and
+residual in the one before.
 Anything else than one new token of each of a few sequences, on a :class:`DecodeCache`, runs the layer as it was.
 """
 
