@@ -147,7 +147,7 @@ def tile_m_of(rows: int, tile_n: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def plan_of(rows: int, n: int, k: int, bits: int, device_index: int) -> Plan:
     if device_index < 0:
-        return Plan(tile_m_of(rows, 64), 32, 64, 2, 2 if k >= 128 else 1)
+        return Plan(tile_m_of(rows, 64), 32, 64, 2, 2 if 128 <= k <= 192 else 1)
     return gpu_plan(rows, n, k, bits, sm_count(device_index))
 
 
