@@ -195,14 +195,18 @@ def test_a_position_outside_of_the_cache_touches_no_other_memory(position):
         assert same[:, :, :own].all() and not same[:, :, own].any() and same[:, :, own + 1 :].all()
 
 
+PLAIN = (1e-6, 0.0, True, None, None)  # eps, offset and rounding of the norms, window and sinks
+
+
 def launches():
     for heads, kv_heads, dim, capacity in ((8, 2, 128, 250), (32, 8, 128, 16), (4, 2, 64, 200)):
         q, k = (torch.zeros(1, h, 1, dim, dtype=torch.bfloat16) for h in (heads, kv_heads))
         cache = torch.zeros(1, kv_heads, capacity, dim, dtype=torch.bfloat16)
         angle, position = torch.zeros(1, 1, dim, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+        given = (q, k, k, angle, angle, cache, cache.clone(), position, 0.1, True)
         for norm in (None, torch.zeros(dim, dtype=torch.bfloat16)):
-            norms = (norm, norm, 1e-6)
-            rope_decode_forward(q, k, k, angle, angle, cache, cache.clone(), position, 0.1, True, *norms)
+            rope_decode_forward(*given, norm, norm, *PLAIN)
+        rope_decode_forward(*given, norm, norm, 1e-6, 1.0, False, 20, torch.zeros(heads, dtype=torch.bfloat16))
     rope_decode.filled_to(position, torch.zeros(3))
 
 
@@ -226,9 +230,9 @@ def test_overlapping_launches_compile():
 def test_operator():
     given = arguments((1, 4, 2, 32, 32, 40, 21), torch.bfloat16)
     position = torch.tensor([21], device=device())
-    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False, None, None, 1e-6))
+    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False, None, None, *PLAIN))
     norm = randn(32, dtype=torch.bfloat16)
-    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False, norm, norm, 1e-6))
+    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False, norm, norm, *PLAIN))
     torch.library.opcheck(rope_decode.filled_to.operator, (position, given["q"]))
 
 

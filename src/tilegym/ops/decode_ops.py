@@ -171,29 +171,36 @@ def rope_fmha_decode(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
+    one_half: bool = False,
+    window_size: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """:func:`rope_and_cache`, and :func:`fmha_decode` of the new token's queries over what the cache holds then; with
-    Qwen3's norms of each head of q and k first, where they are given.
+    the norms of each head of q and k first, where they are given.
 
     Args:
         q: [B, Hq, 1, D], not rotated yet; fp32, fp16 or bf16, any strides.
         k, v, cos, sin, keys, values: as in :func:`rope_and_cache`; Hq is a multiple of Hkv.
         position: [1] int64, on q's device: where in the cache; below capacity. All keys up to it are seen.
         sm_scale: what scores are multiplied by; None for ``D**-0.5``.
-        settled: whether what the cache holds before ``position`` was written before the launches in front of this one
-            began, as in a model's step, which visits a layer once: on a GPU it is read then before these launches end.
-            Else a launch that still writes there would be overtaken.
+        settled: whether what the cache holds before ``position``, and ``position``, were written before the launches in
+            front of this one began, as in a model's step, which visits a layer once: on a GPU they are read then before
+            these launches end. Else a launch that still writes there would be overtaken.
         kv_len: [B] int32, ``position + 1``, where it is at hand: separate ops need it.
-        q_norm, k_norm: [D], q's dtype: the weights of :func:`rms_norm` over D in Llama's form; both or neither.
-        eps: of the norms.
+        q_norm, k_norm, eps, offset, casting, one_half: as in :func:`rope_and_cache`.
+        window_size: how many keys are seen, the last ones, the new token's own included; None for all.
+        sinks: [Hq], a score that each head's softmax counts besides those of the keys, as gpt-oss's; or None.
 
     Returns:
         [B, Hq, 1, D] in q's dtype. Not differentiable. One launch and a merge for fp16 and bf16, if D is 32, 64 or 128
-        and all of it is rotated, the cache has room for 2048 tokens at most, and B * Hkv times its capacity in tiles of
+        and all of it is rotated, cache or window have room for 2048 tokens at most, and B * Hkv times that in tiles of
         128 tokens is at most 264; else as separate ops.
 
     Raises:
-        ValueError: shapes do not fit together, kv_len is no [B] int32, or one norm is given without the other.
+        ValueError: shapes do not fit together, kv_len is no [B] int32, one norm is given without the other, window_size
+            is less than 1, or casting is none of those allowed.
         TypeError: dtypes differ.
     """
 
