@@ -3,7 +3,8 @@ and the choice of the next token.
 
 A step of a dense decoder is its weights read once, and every further pass over a vector is a launch to wait for: here
 the norm before a linear layer, and the activation or the residual behind it, run within the launch that reads the
-weights. Results are rounded where the single ops round. Shapes, dtypes and errors as in :mod:`tilegym.ops.ops`.
+weights. Results are rounded where the single ops round. In a CUDA graph weights are read before the launches in front
+end, which are not to write them. Shapes, dtypes and errors as in :mod:`tilegym.ops.ops`.
 """
 
 import torch
@@ -16,7 +17,7 @@ Tensor = torch.Tensor
 @dispatch("rms_norm_linear")
 def rms_norm_linear(
     x: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     weights: list[Tensor],
     biases: list[Tensor] | None = None,
@@ -27,7 +28,7 @@ def rms_norm_linear(
 
     Args:
         x: [..., K], fp32, fp16 or bf16.
-        norm_weight: [K], x's dtype.
+        norm_weight: [K], x's dtype; None where x is not normalised, as in OLMo 2.
         eps, offset, casting: as in :func:`rms_norm`.
         weights: each [N_i, K], x's dtype.
         biases: each [N_i], or None for all.
@@ -40,7 +41,7 @@ def rms_norm_linear(
 @dispatch("rms_norm_swiglu")
 def rms_norm_swiglu(
     x: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     gate_weight: Tensor,
     up_weight: Tensor,
@@ -52,7 +53,7 @@ def rms_norm_swiglu(
 
     Args:
         x: [..., K], fp32, fp16 or bf16.
-        norm_weight: [K], x's dtype.
+        norm_weight: [K], x's dtype; None where x is not normalised.
         eps, offset, casting: as in :func:`rms_norm`.
         gate_weight, up_weight: [N, K], x's dtype.
         activation: "silu", as :func:`swiglu`; "gelu_tanh" or "gelu", as :func:`geglu` with "tanh" or "none".
@@ -66,14 +67,15 @@ def rms_norm_swiglu(
 
 
 @dispatch("linear_add")
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``residual + linear(x, weight, bias)``: the projection back into a decoder's residual stream.
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """``residual + scale * linear(x, weight, bias)``: the projection back into a decoder's residual stream.
 
     Args:
         x: [..., K], fp32, fp16 or bf16.
         weight: [N, K], x's dtype.
         residual: [..., N], x's dtype.
         bias: [N], x's dtype, or None.
+        scale: what the projection is multiplied by, as in Granite; it is rounded before and after.
 
     Returns:
         [..., N] in x's dtype. Differentiable. One launch for a single row; else as separate ops.

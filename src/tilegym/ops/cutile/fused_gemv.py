@@ -55,7 +55,9 @@ def _rstd(x, eps, K: Int, TILE_K: Int):
 
 
 def _normed(x, norm, k, rstd, OFFSET: Float, ROUND: Bool, TILE_K: Int):
-    """A tile of the normalised row, as rms_norm rounds it, in fp32."""
+    """A tile of the normalised row, as rms_norm rounds it, in fp32; of x as it is if ``rstd`` is None."""
+    if rstd is None:
+        return weight_tile(x, 0, k, 1, TILE_K)
     w = ct.load(norm, (k,), (TILE_K,), padding_mode=ct.PaddingMode.ZERO).reshape((1, TILE_K))
     y = scaled(weight_tile(x, 0, k, 1, TILE_K) * rstd, w, None, x.dtype, OFFSET, ROUND)
     return y.astype(x.dtype).astype(ct.float32)
@@ -73,13 +75,14 @@ def _norm_gemv(
 @ct.kernel
 def norm_gemv_kernel(
     x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, eps, nothing, w4, b4, y4, third, EARLY: Int, COLS: Int,
-    FOUR: Bool, OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
+    FOUR: Bool, NORMED: Bool, OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
 ):  # fmt: skip
-    # x [1, K], norm [K]; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i], with blocks up to ``first`` for the first one,
-    # up to ``second`` for the second, and the others for the third, if FOUR up to ``third``; else w4, b4, y4 are 0.
+    # x [1, K], norm [K] if NORMED, else 0; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i], with blocks up to ``first``
+    # for the first one, up to ``second`` for the second, and the others for the third, if FOUR up to ``third``; else
+    # w4, b4, y4 are 0.
     n = ct.bid(0)
     begin_early((w1,), n, y1, nothing, TILE_N, min(EARLY, first), COLS, OVERLAP)
-    rstd = _rstd(x, eps, K, TILE_K)
+    rstd = _rstd(x, eps, K, TILE_K) if NORMED else None
     if n < first:
         _norm_gemv(x, norm, rstd, w1, b1, y1, n, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K)
     elif n < second:
@@ -95,13 +98,13 @@ def norm_gemv_kernel(
 
 @ct.kernel
 def norm_swiglu_kernel(
-    x, norm, gate, up, out, eps, nothing, OFFSET: Float, ROUND: Bool, ACTIVATION: Int, K: Int, TILE_N: Int, TILE_K: Int,
-    EARLY: Int, COLS: Int, OVERLAP: Bool,
+    x, norm, gate, up, out, eps, nothing, NORMED: Bool, OFFSET: Float, ROUND: Bool, ACTIVATION: Int, K: Int,
+    TILE_N: Int, TILE_K: Int, EARLY: Int, COLS: Int, OVERLAP: Bool,
 ):  # fmt: skip
-    # x [1, K], norm [K], gate and up [N, K], out [1, N]
+    # x [1, K], norm [K] if NORMED, else 0, gate and up [N, K], out [1, N]
     n = ct.bid(0)
     begin_early((gate, up), n, out, nothing, TILE_N, EARLY, COLS, OVERLAP)
-    rstd = _rstd(x, eps, K, TILE_K)
+    rstd = _rstd(x, eps, K, TILE_K) if NORMED else None
     gates = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     ups = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     for k in range(ct.cdiv(K, TILE_K)):
@@ -136,7 +139,7 @@ def _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded):
 @compilable(_fake_linears)
 def norm_gemv(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor],
@@ -149,9 +152,9 @@ def norm_gemv(
     four, absent = len(weights) == 4, 3 - len(weights)
     rows = [y.view(1, y.shape[-1]) for y in outs]
     arrays = [ts[:3] + ts[-1:] * absent for ts in (list(weights), list(biases) or [0] * len(weights), rows)]
-    arrays = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2])
+    arrays = (x.view(1, k), 0 if norm_weight is None else norm_weight, *arrays[0], *arrays[1], *arrays[2])
     fourth = (weights[3], biases[3] if biases else 0, rows[3]) if four else (0, 0, 0)
-    form = (four, offset, rounded, len(biases) > 0, k)
+    form = (four, norm_weight is not None, offset, rounded, len(biases) > 0, k)
     streamed = stream_gemv.norm_plan(weights)
     if streamed is not None:
         kernel, blocks, (first, second, third, end), tiles = streamed
@@ -172,7 +175,7 @@ def _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded, activation):
 @compilable(_fake_swiglu)
 def norm_swiglu(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     gate: torch.Tensor,
     up: torch.Tensor,
@@ -183,26 +186,29 @@ def norm_swiglu(
     """x [..., K] with one row; [..., N]."""
     out = _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded, activation)
     n, k = gate.shape
-    form = (offset, rounded, PLACES[activation], k)
+    norm = 0 if norm_weight is None else norm_weight
+    form = (norm_weight is not None, offset, rounded, PLACES[activation], k)
     streamed = stream_gemv.plan(gate)
     if streamed is not None:
         kernel, blocks, tiles = streamed
-        args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, *form, *tiles)
+        args = (x.view(1, k), norm, gate, up, out.view(1, n), eps, *form, *tiles)
         launch(x, (blocks,), kernel, args, tiles[-1])
         return out
     kernel, tile_n, tile_k, early, cols, overlap = plan(norm_swiglu_kernel, k, x.dtype.itemsize * 8, x.get_device())
     tiles = (tile_n, tile_k, early, early_columns(gate, tile_n, cols), overlap)
-    args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, NOTHING, *form, *tiles)
+    args = (x.view(1, k), norm, gate, up, out.view(1, n), eps, NOTHING, *form, *tiles)
     launch(x, (-(-n // tile_n),), kernel, args, overlap)
     return out
 
 
-@compilable(lambda x, weight, residual, bias: residual.new_empty(residual.shape))
-def gemv_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+@compilable(lambda x, weight, residual, bias, scale: residual.new_empty(residual.shape))
+def gemv_add(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> torch.Tensor:
     """x [..., K] with one row, residual [..., N]; [..., N]."""
     out = residual.new_empty(residual.shape)
     n, k = weight.shape
-    launch_gemv(x.view(1, k), weight, bias, residual.view(1, n), out.view(1, n), True)
+    launch_gemv(x.view(1, k), weight, bias, residual.view(1, n), out.view(1, n), True, scale)
     return out
 
 
@@ -234,10 +240,14 @@ def _is_one_row(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     )
 
 
+def _is_of_dtype(norm_weight: torch.Tensor | None, x: torch.Tensor) -> bool:
+    return norm_weight is None or norm_weight.dtype is x.dtype
+
+
 @register_impl("rms_norm_linear", "cutile")
 def rms_norm_linear(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor] | None = None,
@@ -248,18 +258,21 @@ def rms_norm_linear(
     biases_ = biases or [None] * len(weights)
     for weight, bias in zip(weights, biases_, strict=True):
         check_operands(x, weight, bias)
-    check_rms_norm(x, norm_weight.shape, norm_weight, None, None, casting)
+    if norm_weight is not None:
+        check_rms_norm(x, norm_weight.shape, norm_weight, None, None, casting)
     check_supported(x, DTYPES)
-    if norm_weight.dtype is x.dtype and _is_one_row(x, norm_weight, *weights, *biases_):
+    if _is_of_dtype(norm_weight, x) and _is_one_row(x, norm_weight, *weights, *biases_):
         return norm_gemv(x, norm_weight, eps, weights, biases or [], offset, casting == "llama")
-    y = ops.rms_norm(x, norm_weight.shape, norm_weight, eps, None, None, offset, casting, backend="cutile")
+    y = x
+    if norm_weight is not None:
+        y = ops.rms_norm(x, norm_weight.shape, norm_weight, eps, None, None, offset, casting, backend="cutile")
     return [ops.linear(y, w, b, backend="cutile") for w, b in zip(weights, biases_, strict=True)]
 
 
 @register_impl("rms_norm_swiglu", "cutile")
 def rms_norm_swiglu(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
@@ -268,11 +281,12 @@ def rms_norm_swiglu(
     activation: str = "silu",
 ) -> torch.Tensor:
     check_activation(activation)
-    one_row = norm_weight.dtype is x.dtype and _is_one_row(x, norm_weight, gate_weight, up_weight)
+    one_row = _is_of_dtype(norm_weight, x) and _is_one_row(x, norm_weight, gate_weight, up_weight)
     if one_row and gate_weight.shape == up_weight.shape:
         check_operands(x, gate_weight, None)
         check_operands(x, up_weight, None)
-        check_rms_norm(x, norm_weight.shape, norm_weight, None, None, casting)
+        if norm_weight is not None:
+            check_rms_norm(x, norm_weight.shape, norm_weight, None, None, casting)
         check_supported(x, DTYPES)
         return norm_swiglu(x, norm_weight, eps, gate_weight, up_weight, offset, casting == "llama", activation)
     gate, up = rms_norm_linear(x, norm_weight, eps, [gate_weight, up_weight], None, offset, casting)
@@ -283,14 +297,20 @@ def rms_norm_swiglu(
 
 @register_impl("linear_add", "cutile")
 def linear_add(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     check_operands(x, weight, bias)
     check_residual(x, weight, residual)
     check_supported(x, DTYPES)
     if _is_one_row(x, weight, residual, bias):
-        return gemv_add(x, weight, residual, bias)
+        return gemv_add(x, weight, residual, bias, float(scale))
     y = ops.linear(x, weight, bias, backend="cutile")
+    if scale != 1.0:
+        y = y * scale
     if torch.is_grad_enabled() and (y.requires_grad or residual.requires_grad):
         return residual + y
     return add_residual(y, residual)
