@@ -91,6 +91,48 @@ class Test_RopeFMHADecode(PyTestCase):
         kwargs = arguments(case, dtype) | {"q_norm": q_norm, "k_norm": k_norm}
         self.assertCorrectness(ours, theirs, kwargs, {"backend": backend})
 
+    @backends("rope_fmha_decode")
+    @dtypes()
+    @pytest.mark.parametrize("window", [None, 1, 16, 17, 33, 1000])
+    @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[5], CASES[6], CASES[7]], ids=str)
+    def test_windows_and_sinks(self, backend, dtype, case, window):
+        """As gpt-oss has them, with the first half of cos and sin; a window alone, and its own key alone."""
+        given = arguments(case, dtype)
+        for sinks in (None, randn(case[1], dtype=dtype, seed=20)):
+            one_half = sinks is not None
+            if one_half:
+                given |= {name: given[name][..., : case[4] // 2] for name in ("cos", "sin")} | {"sinks": sinks}
+            options = {"window_size": window, "one_half": one_half}
+            ours, theirs = called(rope_fmha_decode, case[-1], **options), called(reference, case[-1], **options)
+            self.assertCorrectness(ours, theirs, given, {"backend": backend})
+
+    @backends("rope_fmha_decode")
+    @pytest.mark.parametrize(("offset", "casting"), [(1.0, "gemma"), (0.0, "gemma")])
+    def test_forms_of_norms(self, backend, offset, casting):
+        for case in (CASES[0], CASES[7]):
+            norms = {name: randn(case[3], dtype=torch.bfloat16, seed=s) for s, name in enumerate(("q_norm", "k_norm"))}
+            options = {"eps": 0.1, "offset": offset, "casting": casting}
+            ours, theirs = called(rope_fmha_decode, case[-1], **options), called(reference, case[-1], **options)
+            self.assertCorrectness(ours, theirs, arguments(case, torch.bfloat16) | norms, {"backend": backend})
+
+    @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+    def test_of_a_window_the_cache_may_be_long(self):
+        """Of which the tiles that a window reaches are all that there are blocks for."""
+        given = arguments((1, 4, 2, 32, 32, 600, 401), torch.bfloat16)
+        for window, splits in ((None, None), (1, 1), (2, 2), (17, 2), (18, 3), (128, 9), (226, 16), (300, None)):
+            recording.forget()
+            with recorded_launches() as launched, torch.no_grad():
+                called(rope_fmha_decode, 401, window_size=window, backend="cutile")(**given)
+            fused = [args for kernel, args in launched if kernel is rope_decode.rope_decode_kernel]
+            assert bool(fused) == (splits is not None)
+            if splits:
+                assert rope_decode.splits_of(600, 16, window) == splits
+
+    def test_a_window_has_blocks_for_all_its_keys(self):
+        for window in (1, 2, 15, 16, 17, 31, 32, 33, 100):
+            needed = max(token // 16 - max(token + 1 - window, 0) // 16 + 1 for token in range(200))
+            assert rope_decode.splits_of(200, 16, window) == needed
+
     @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
     def test_norms_are_no_launches_of_their_own(self):
         """Where separate ops serve it: the heads' norms are in the launch that rotates."""
@@ -141,6 +183,12 @@ class Test_RopeFMHADecode(PyTestCase):
             with pytest.raises(ValueError, match=match):
                 rope_fmha_decode(**given, backend=backend)
         given = (q, k, k, angle, angle, cache, cache, position)
+        with pytest.raises(ValueError, match="rope_fmha_decode: window_size must be at least 1"):
+            rope_fmha_decode(*given, window_size=0, backend=backend)
+        with pytest.raises(ValueError, match=r"rope_fmha_decode: sinks must be \[4\]"):
+            rope_fmha_decode(*given, sinks=randn(2), backend=backend)
+        with pytest.raises(ValueError, match="casting"):
+            rope_fmha_decode(*given, casting="else", backend=backend)
         for norms in ((randn(8), None), (None, randn(8)), (randn(8), randn(4)), (randn(1, 8), randn(8))):
             with pytest.raises(ValueError, match=r"rope_fmha_decode: [qk]_norm must be \[8\]"):
                 rope_fmha_decode(*given, q_norm=norms[0], k_norm=norms[1], backend=backend)
