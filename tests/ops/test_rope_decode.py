@@ -22,6 +22,7 @@ from tilegym.ops.cutile import rope_decode
 from tilegym.ops.cutile.rope_cache import rope_cache_kernel
 from tilegym.ops.cutile.rope_decode import rope_decode_forward
 from tilegym.ops.cutile.rope_decode import tile_n_of
+from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.pytorch.rope_decode import rope_fmha_decode as reference
 
 # (batch, query heads, kv heads, D, what is rotated of it, capacity, position): within a tile, in its last and its first
@@ -123,10 +124,13 @@ class Test_RopeFMHADecode(PyTestCase):
             recording.forget()
             with recorded_launches() as launched, torch.no_grad():
                 called(rope_fmha_decode, 401, window_size=window, backend="cutile")(**given)
-            fused = [args for kernel, args in launched if kernel is rope_decode.rope_decode_kernel]
-            assert bool(fused) == (splits is not None)
-            if splits:
+            kernels = [kernel for kernel, _ in launched]
+            if splits is None:
+                assert kernels[0] is rope_cache_kernel
+            else:
                 assert rope_decode.splits_of(600, 16, window) == splits
+                own = [hinted(rope_decode.rope_decode_kernel, num_worker_warps=4)]
+                assert kernels == own + [rope_decode.merge_kernel] * (splits > 1)
 
     def test_a_window_has_blocks_for_all_its_keys(self):
         for window in (1, 2, 15, 16, 17, 31, 32, 33, 100):
@@ -270,8 +274,9 @@ def test_overlapping_launches_compile():
     for kernel, args in recorded:
         if kernel is rope_decode.filled_kernel:
             continue
-        for settled in (True, False) if kernel is rope_decode.rope_decode_kernel else (True,):
-            args = (*args[:-2], settled, True) if kernel is rope_decode.rope_decode_kernel else (*args[:-1], True)
+        merges = kernel is rope_decode.merge_kernel
+        for settled in (True,) if merges else (True, False):
+            args = (*args[:-1], True) if merges else (*args[:-2], settled, True)
             assert compile_kernel(kernel, args, "sm_90")[:4] == b"\x7fELF"
 
 
