@@ -108,6 +108,21 @@ class Test_RopeFMHADecode(PyTestCase):
             self.assertCorrectness(ours, theirs, given, {"backend": backend})
 
     @backends("rope_fmha_decode")
+    @dtypes()
+    @pytest.mark.parametrize("pairs", ["", "kept", "to halves"])
+    @pytest.mark.parametrize("rotary", [2, 16, 30, 32])
+    def test_rotations(self, backend, dtype, rotary, pairs):
+        """Of a part of a head, and of neighbours, as GLM-4's; with norms too, and of a whole table or its half."""
+        given = arguments((1, 8, 2, 32, rotary, 40, 21), dtype)
+        norms = {name: randn(32, dtype=dtype, seed=s) * 0.3 + 1 for s, name in enumerate(("q_norm", "k_norm"))}
+        for more, one_half in (({}, False), (norms, True)):
+            if one_half:
+                given |= {name: given[name][..., : rotary // 2] for name in ("cos", "sin")}
+            options = {"one_half": one_half, "pairs": pairs, "eps": 0.1}
+            ours, theirs = called(rope_fmha_decode, 21, **options), called(reference, 21, **options)
+            self.assertCorrectness(ours, theirs, given | more, {"backend": backend})
+
+    @backends("rope_fmha_decode")
     @pytest.mark.parametrize(("offset", "casting"), [(1.0, "gemma"), (0.0, "gemma")])
     def test_forms_of_norms(self, backend, offset, casting):
         for case in (CASES[0], CASES[7]):
@@ -247,7 +262,7 @@ def test_a_position_outside_of_the_cache_touches_no_other_memory(position):
         assert same[:, :, :own].all() and not same[:, :, own].any() and same[:, :, own + 1 :].all()
 
 
-PLAIN = (1e-6, 0.0, True, None, None)  # eps, offset and rounding of the norms, window and sinks
+PLAIN = (1e-6, 0.0, True, False, False, None, None)  # eps and form of the norms, of the rotation, window and sinks
 
 
 def launches():
@@ -258,7 +273,12 @@ def launches():
         given = (q, k, k, angle, angle, cache, cache.clone(), position, 0.1, True)
         for norm in (None, torch.zeros(dim, dtype=torch.bfloat16)):
             rope_decode_forward(*given, norm, norm, *PLAIN)
-        rope_decode_forward(*given, norm, norm, 1e-6, 1.0, False, 20, torch.zeros(heads, dtype=torch.bfloat16))
+        sinks = torch.zeros(heads, dtype=torch.bfloat16)
+        rope_decode_forward(*given, norm, norm, 1e-6, 1.0, False, True, False, 20, sinks)
+        narrow = (*given[:3], angle[..., :32], angle[..., :32], *given[5:])
+        for pairs in (False, True):
+            for weight in (None, norm):
+                rope_decode_forward(*narrow, weight, weight, 1e-6, 0.0, True, False, pairs, None, None)
     rope_decode.filled_to(position, torch.zeros(3))
 
 

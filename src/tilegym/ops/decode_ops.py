@@ -176,6 +176,7 @@ def rope_fmha_decode(
     offset: float = 0.0,
     casting: str = "llama",
     one_half: bool = False,
+    pairs: str = "",
     window_size: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -191,18 +192,18 @@ def rope_fmha_decode(
             front of this one began, as in a model's step, which visits a layer once: on a GPU they are read then before
             these launches end. Else a launch that still writes there would be overtaken.
         kv_len: [B] int32, ``position + 1``, where it is at hand: separate ops need it.
-        q_norm, k_norm, eps, offset, casting, one_half: as in :func:`rope_and_cache`.
+        q_norm, k_norm, eps, offset, casting, one_half, pairs: as in :func:`rope_and_cache`.
         window_size: how many keys are seen, the last ones, the new token's own included; None for all.
         sinks: [Hq], a score that each head's softmax counts besides those of the keys, as gpt-oss's; or None.
 
     Returns:
-        [B, Hq, 1, D] in q's dtype. Not differentiable. One launch and a merge for fp16 and bf16, if D is 32, 64 or 128
-        and all of it is rotated, cache or window have room for 2048 tokens at most, and B * Hkv times that in tiles of
+        [B, Hq, 1, D] in q's dtype. Not differentiable. One launch and a merge for fp16 and bf16, if D is 32, 64 or 128,
+        pairs is not "to halves", cache or window have room for 2048 tokens at most, and B * Hkv times that in tiles of
         128 tokens is at most 264; else as separate ops.
 
     Raises:
         ValueError: shapes do not fit together, kv_len is no [B] int32, one norm is given without the other, window_size
-            is less than 1, or casting is none of those allowed.
+            is less than 1, or casting or pairs is none of those allowed.
         TypeError: dtypes differ.
     """
 

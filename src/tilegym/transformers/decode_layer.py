@@ -245,10 +245,10 @@ def attend(
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, 1, D]
     into = q, k, v, cos, sin, kept.keys, kept.values, cache.length
     one_half = sinks is not None and 2 * cos.shape[-1] == attention.head_dim  # as gpt-oss's
-    if mask.keys is None and not pairs:
+    if mask.keys is None:
         # Between the steps are launches of PyTorch's, which nothing behind them overtakes.
         out = rope_fmha_decode(
-            *into, attention.scaling, True, mask.kv_len, *norms, one_half, mask.window, sinks, backend=backend
+            *into, attention.scaling, True, mask.kv_len, *norms, one_half, pairs, mask.window, sinks, backend=backend
         )
     else:
         q = rope_and_cache(*into, one_half, pairs, *norms, backend=backend)

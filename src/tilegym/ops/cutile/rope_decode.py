@@ -52,7 +52,7 @@ def rope_decode_kernel(
     q,  # [B, Hq, 1, D], not rotated yet
     k,  # [B, Hkv, 1, D], likewise
     v,  # [B, Hkv, 1, D]
-    cos,  # [1 or B, 1, D], or the first half of it
+    cos,  # [1 or B, 1, ROTARY], or the first half of it
     sin,
     keys,  # [B, Hkv, capacity, D]
     values,
@@ -68,6 +68,8 @@ def rope_decode_kernel(
     TILE_M: Int,  # at least as many as query heads in a group
     TILE_N: Int,
     HALF: Int,
+    ROTARY: Int,  # how many of the 2 * HALF dimensions are rotated
+    PAIRS: Bool,  # neighbours together, instead of elements of the two halves
     GROUP: Int,
     BATCHED: Bool,  # cos and sin are
     NORMED: Bool,
@@ -97,8 +99,7 @@ def rope_decode_kernel(
     real = nth < GROUP
     own_norm = query_norm = None
     if NORMED:
-        query_norm = ct.gather(q_norm, half), ct.gather(q_norm, HALF + half)
-        own_norm = ct.gather(k_norm, half), ct.gather(k_norm, HALF + half)
+        query_norm, own_norm = (q_norm, *halves(q_norm, (), half, HALF)), (k_norm, *halves(k_norm, (), half, HALF))
     col_max, col_sum = ct.full((1, TILE_M), -math.inf, dtype=ct.float32), ct.zeros((1, TILE_M), dtype=ct.float32)
     if SINKS and split == 0:
         # A sink is one more key, with a score of its own and the value zero.
@@ -108,11 +109,10 @@ def rope_decode_kernel(
         ct.grid_dependency_control_wait()
 
     token = token_of(position, keys)
-    row = batch if BATCHED else 0
-    c, s = ct.gather(cos, (row, 0, half)).astype(ct.float32), ct.gather(sin, (row, 0, half)).astype(ct.float32)
-    form = OFFSET, ROUND
-    q1, q2 = rotated(q, (batch, head + nth[:, None], 0), half, query_norm, eps, c, s, form, HALF, real[:, None])
-    own1, own2 = rotated(k, (batch, kv_head, 0), half, own_norm, eps, c, s, form, HALF, True)
+    table = cos, sin, batch if BATCHED else 0
+    at, form, way = (batch, head + nth[:, None], 0), (OFFSET, ROUND), (HALF, ROTARY, PAIRS)
+    q1, q2 = rotated(q, at, half, query_norm, eps, table, form, *way, real[:, None])
+    own1, own2 = rotated(k, (batch, kv_head, 0), half, own_norm, eps, table, form, *way, True)
     own = ct.gather(v, (batch, kv_head, 0, dims[None, :]))
 
     k1, k2 = ct.where(rows == token, own1, k1), ct.where(rows == token, own2, k2)
@@ -145,15 +145,50 @@ def token_of(position, keys):
     return min(max(ct.load(position, (0,), (1,)).item(), 0), keys.shape[2] - 1).astype(ct.int32)
 
 
-def rotated(x, at, half, norm, eps, c, s, form, HALF: Int, mask):
-    """In a kernel: the two halves of rows of x, normalised if there is a ``norm``, rotated and rounded."""
-    x1 = ct.gather(x, (*at, half), mask=mask).astype(ct.float32)
-    x2 = ct.gather(x, (*at, HALF + half), mask=mask).astype(ct.float32)
+def halves(x, at, half, HALF: Int, mask=True):
+    """In a kernel: the two halves of rows of x."""
+    return ct.gather(x, (*at, half), mask=mask), ct.gather(x, (*at, HALF + half), mask=mask)
+
+
+def rotated(x, at, half, norm, eps, table, form, HALF: Int, ROTARY: Int, PAIRS: Bool, mask):
+    """In a kernel: the two halves of rows of x, normalised if there is a ``norm``, rotated and rounded.
+
+    ``norm``: a weight and its two halves; ``table``: cos, sin and the row of theirs; ``form``: the norm's."""
+    x1, x2 = halves(x, at, half, HALF, mask)
+    x1, x2, rstd = x1.astype(ct.float32), x2.astype(ct.float32), None
     if norm is not None:
         rstd = rstd_of(x1 * x1 + x2 * x2, eps, ct.static_eval(2 * HALF))
-        x1 = scaled(x1 * rstd, norm[0], None, x.dtype, *form).astype(x.dtype).astype(ct.float32)
-        x2 = scaled(x2 * rstd, norm[1], None, x.dtype, *form).astype(x.dtype).astype(ct.float32)
-    return (x1 * c - x2 * s).astype(x.dtype), (x2 * c + x1 * s).astype(x.dtype)
+        x1, x2 = normed(x1, rstd, norm[1], x.dtype, form), normed(x2, rstd, norm[2], x.dtype, form)
+    if ROTARY == 2 * HALF and not PAIRS:
+        c, s = angles(table, half, True)
+        y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
+    else:
+        weight = None if norm is None else norm[0]
+        y1 = turned(x1, x, at, half, weight, rstd, table, form, ROTARY, PAIRS, mask)
+        y2 = turned(x2, x, at, HALF + half, weight, rstd, table, form, ROTARY, PAIRS, mask)
+    return y1.astype(x.dtype), y2.astype(x.dtype)
+
+
+def normed(x, rstd, weight, dtype, form):
+    return scaled(x * rstd, weight, None, dtype, *form).astype(dtype).astype(ct.float32)
+
+
+def angles(table, nth, mask):
+    at = table[2], 0, nth
+    return ct.gather(table[0], at, mask=mask).astype(ct.float32), ct.gather(table[1], at, mask=mask).astype(ct.float32)
+
+
+def turned(y, x, at, dims, weight, rstd, table, form, ROTARY: Int, PAIRS: Bool, mask):
+    """In a kernel: ``y``, the elements ``dims`` of rows of x, rotated with those that they go with, up to ROTARY."""
+    own = dims < ROTARY
+    first = dims % 2 == 0 if PAIRS else dims < ROTARY // 2
+    step, nth = (1, dims // 2) if PAIRS else (ROTARY // 2, dims % (ROTARY // 2))
+    others = ct.where(first, dims + step, dims - step)
+    other = ct.gather(x, (*at, others), mask=mask & own).astype(ct.float32)
+    if rstd is not None:
+        other = normed(other, rstd, ct.gather(weight, others, mask=own), x.dtype, form)
+    c, s = angles(table, nth, own)
+    return ct.where(own, y * c + ct.where(first, -other, other) * s, y)
 
 
 def tile_n_of(dim: int, device_index: int) -> int:
@@ -168,15 +203,15 @@ def splits_of(capacity: int, tile_n: int, window: int | None) -> int:
 
 
 def fits(
-    q: torch.Tensor, rotary: int, keys: torch.Tensor, values: torch.Tensor, scaling: float, window: int | None
+    q: torch.Tensor, pairs: str, keys: torch.Tensor, values: torch.Tensor, scaling: float, window: int | None
 ) -> bool:
-    """Whether the kernel takes these arguments, which have been checked; ``rotary`` of D are rotated."""
+    """Whether the kernel takes these arguments, which have been checked."""
     (batch, kv_heads, capacity, dim), device = keys.shape, q.get_device()
     splits = splits_of(capacity, tile_n_of(dim, device), window)
     return (
         q.dtype.itemsize == 2
         and dim in DIMS
-        and rotary == dim
+        and pairs in ("", "kept")
         and splits <= MAX_SPLITS
         and batch * kv_heads * splits <= MAX_BLOCKS
         and q.shape[1] <= MAX_GROUP * kv_heads
@@ -202,6 +237,8 @@ def rope_decode_forward(
     eps: float,
     offset: float,
     rounded: bool,
+    one_half: bool,
+    pairs: bool,
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -211,8 +248,19 @@ def rope_decode_forward(
     splits = splits_of(capacity, tile_n, window)
     out = q.new_empty(q.shape)
     partial = 0 if splits == 1 else q.new_empty((batch, heads, splits, dim + STATE_COLUMNS), dtype=torch.float32)
-    sizes = (max(8, next_power_of_2(group)), tile_n, dim // 2, group, cos.shape[0] > 1, q_norm is not None)
-    flags = (offset, rounded, sinks is not None, window is not None, splits == 1, settled, overlap)
+    rotary = cos.shape[2] * (2 if one_half else 1)
+    sizes = (max(8, next_power_of_2(group)), tile_n, dim // 2, rotary, pairs, group)
+    flags = (
+        cos.shape[0] > 1,
+        q_norm is not None,
+        offset,
+        rounded,
+        sinks is not None,
+        window is not None,
+        splits == 1,
+        settled,
+        overlap,
+    )
     weights = (*((0, 0) if q_norm is None else (q_norm, k_norm)), 0 if sinks is None else sinks)
     kernel = hinted(rope_decode_kernel, num_worker_warps=8 if tile_n * dim > 8192 else 4)
     numbers = (scaling, eps, 0 if window is None else window)
@@ -256,22 +304,24 @@ def rope_fmha_decode(
     offset: float = 0.0,
     casting: str = "llama",
     one_half: bool = False,
+    pairs: str = "",
     window_size: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if wants_gradient(q, k, v, cos, sin, keys, values, q_norm, k_norm, sinks):
         raise UnsupportedError("it has no backward kernel")
+    rotation = one_half, pairs
     check_rope_decode(
-        q, k, v, cos, sin, keys, values, position, kv_len, q_norm, k_norm, casting, one_half, window_size, sinks
+        q, k, v, cos, sin, keys, values, position, kv_len, q_norm, k_norm, casting, *rotation, window_size, sinks
     )
     if q.dtype not in FLOATS:
         raise UnsupportedError("q is not fp32, fp16 or bf16")
     scaling = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
     position = position.view(1)
     norms = (q_norm, k_norm, float(eps), float(offset))
-    if fits(q, cos.shape[2] * (2 if one_half else 1), keys, values, scaling, window_size):
-        how = (float(scaling), settled, *norms, casting == "llama", window_size, sinks)
+    if fits(q, pairs, keys, values, scaling, window_size):
+        how = (float(scaling), settled, *norms, casting == "llama", one_half, pairs != "", window_size, sinks)
         return rope_decode_forward(q, k, v, cos, sin, keys, values, position, *how)
-    q = rope_and_cache(q, k, v, cos, sin, keys, values, position, one_half, "", *norms, casting)
+    q = rope_and_cache(q, k, v, cos, sin, keys, values, position, *rotation, *norms, casting)
     kv_len = filled_to(position, q) if kv_len is None else kv_len
     return fmha_decode(q, keys, values, scaling, None, kv_len, window_size, None, sinks)

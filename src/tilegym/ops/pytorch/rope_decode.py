@@ -10,10 +10,10 @@ from tilegym.ops.pytorch.rope_cache import rope_and_cache
 
 
 def check_rope_decode(
-    q, k, v, cos, sin, keys, values, position, kv_len, q_norm, k_norm, casting, one_half, window_size, sinks
+    q, k, v, cos, sin, keys, values, position, kv_len, q_norm, k_norm, casting, one_half, pairs, window_size, sinks
 ) -> None:
     """Raises ValueError or TypeError for arguments that no backend accepts."""
-    check_cache(q, k, v, cos, sin, keys, values, position, one_half, op="rope_fmha_decode")
+    check_cache(q, k, v, cos, sin, keys, values, position, one_half, pairs, "rope_fmha_decode")
     if v.shape != k.shape:
         raise ValueError(f"rope_fmha_decode: k and v must be alike, they are {tuple(k.shape)} and {tuple(v.shape)}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1) or keys.shape[2] == 0:
@@ -53,14 +53,16 @@ def rope_fmha_decode(
     offset: float = 0.0,
     casting: str = "llama",
     one_half: bool = False,
+    pairs: str = "",
     window_size: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    rotation = one_half, pairs
     check_rope_decode(
-        q, k, v, cos, sin, keys, values, position, kv_len, q_norm, k_norm, casting, one_half, window_size, sinks
+        q, k, v, cos, sin, keys, values, position, kv_len, q_norm, k_norm, casting, *rotation, window_size, sinks
     )
     norms = q_norm, k_norm, eps, offset, casting
-    q = rope_and_cache(q, k, v, cos, sin, keys, values, position, one_half, "", *norms)
+    q = rope_and_cache(q, k, v, cos, sin, keys, values, position, *rotation, *norms)
     if kv_len is None:
         kv_len = (position.view(1) + 1).to(torch.int32).expand(q.shape[0]).contiguous()
     return fmha_decode(q, keys, values, sm_scale, None, kv_len, window_size, None, sinks)
