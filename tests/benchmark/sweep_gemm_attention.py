@@ -134,7 +134,7 @@ def gemv(group, n, tile, occ):
 
 def few(group, n, tile, h):
     tn, tk = tile
-    args = (False, False, 1, 16, tn, tk, False, False)
+    args = (False, False, 1.0, 1, 16, tn, tk, False, False)
     VARIANTS.append(
         Variant(
             group,

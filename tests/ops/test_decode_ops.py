@@ -1,7 +1,5 @@
 """rms_norm_linear, rms_norm_swiglu and linear_add."""
 
-import functools
-
 import pytest
 import torch
 from common import ARCHITECTURES
@@ -17,14 +15,13 @@ from common import randn
 from common import recorded_launches
 from common import sanitized
 
+from tilegym import ops
 from tilegym.backend import recording
 from tilegym.interpreter import compile_kernel
 from tilegym.ops import geglu
 from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_linear
 from tilegym.ops import rms_norm_swiglu
-from tilegym.ops.cutile import few_rows
-from tilegym.ops.cutile import few_rows_norm
 from tilegym.ops.cutile import fused_gemv
 from tilegym.ops.cutile import linear
 from tilegym.ops.cutile import stream_gemv
@@ -35,7 +32,6 @@ from tilegym.ops.cutile.early_weights import rows_fit
 from tilegym.ops.cutile.fused_gemv import gemv_add
 from tilegym.ops.cutile.fused_gemv import norm_gemv
 from tilegym.ops.cutile.fused_gemv import norm_swiglu
-from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.pytorch import fused_gemv as reference
 
 # x and the N of the weights: one row, in one tile, in several and not a multiple of it; several rows, 16 and more.
@@ -90,6 +86,28 @@ class Test_RMSNormLinear(PyTestCase):
         if len(small) == len(kwargs):
             self.assertCorrectness(call(rms_norm_linear), call(reference.rms_norm_linear), kwargs, extra, gradient=True)
 
+    @backends("rms_norm_linear")
+    @dtypes()
+    @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+    @pytest.mark.parametrize("shape", [(1, 24), (1, 64), (1, 1, 160), (1, 192), (1, 256), (3, 24)], ids=str)
+    def test_without_a_norm(self, backend, dtype, shape, bias):
+        """As OLMo 2 projects: by each of the kernels."""
+        widths = (20, 8, 12)
+        tensors = dict(zip("qkv", weights_of(shape[-1], widths, dtype), strict=True))
+        tensors |= {f"bias{i}": randn(n, dtype=dtype, seed=n) for i, n in enumerate(widths)} if bias else {}
+
+        def call(function):
+            def run(x, q, k, v, backend=None, **biases):
+                options = {"backend": backend} if backend else {}
+                return function(x, None, 1e-5, [q, k, v], [*biases.values()] or None, **options)
+
+            return run
+
+        kwargs = dict(x=randn(*shape, dtype=dtype)) | tensors
+        for gradient in (False, True):
+            ours, theirs = call(rms_norm_linear), call(reference.rms_norm_linear)
+            self.assertCorrectness(ours, theirs, kwargs, {"backend": backend}, gradient=gradient)
+
     @pytest.mark.parametrize("count", [0, 5])
     @backends("rms_norm_linear")
     def test_wrong_arguments(self, backend, count):
@@ -116,6 +134,14 @@ class Test_RMSNormSwiGLU(PyTestCase):
         self.assertCorrectness(rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, extra)
         if gate.numel() < 10**5:
             self.assertCorrectness(rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, extra, gradient=True)
+
+    @backends("rms_norm_swiglu")
+    @dtypes()
+    @pytest.mark.parametrize("shape", [(1, 24), (1, 64), (1, 128), (1, 256), (3, 24)], ids=str)
+    def test_without_a_norm(self, backend, dtype, shape):
+        gate, up = weights_of(shape[-1], (20, 20), dtype)
+        kwargs = dict(x=randn(*shape, dtype=dtype), norm_weight=None, eps=1e-5, gate_weight=gate, up_weight=up)
+        self.assertCorrectness(rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, {"backend": backend})
 
     @backends("rms_norm_swiglu")
     @pytest.mark.parametrize(("activation", "approximate"), [("gelu_tanh", "tanh"), ("gelu", "none")])
@@ -152,6 +178,17 @@ class Test_LinearAdd(PyTestCase):
             self.assertCorrectness(linear_add, reference.linear_add, kwargs, extra, gradient=True)
 
     @backends("linear_add")
+    @dtypes()
+    @pytest.mark.parametrize("shape", [(1, 24), (1, 128), (1, 1, 256), (3, 24), (9, 130)], ids=str)
+    def test_scale(self, backend, dtype, shape):
+        """As Granite's residuals: by each of the kernels."""
+        n, k = 16, shape[-1]
+        kwargs = dict(x=randn(*shape, dtype=dtype), weight=weights_of(k, (n,), dtype)[0], scale=0.22)
+        kwargs |= dict(residual=randn(*shape[:-1], n, dtype=dtype, seed=3), bias=randn(n, dtype=dtype, seed=4))
+        for gradient in (False, True):
+            self.assertCorrectness(linear_add, reference.linear_add, kwargs, {"backend": backend}, gradient=gradient)
+
+    @backends("linear_add")
     def test_wrong_arguments(self, backend):
         x, weight = randn(1, 8), randn(4, 8)
         with pytest.raises(ValueError, match=r"residual has shape \(1, 5\)"):
@@ -165,60 +202,6 @@ class Test_LinearAdd(PyTestCase):
         self.assertCorrectness(
             linear_add, reference.linear_add, dict(x=x, weight=weight, residual=randn(1, 9)), {"backend": "cutile"}
         )
-
-
-def kernels_of(call):
-    """The kernels that ``call`` launches, and what it returns."""
-    recording.forget()
-    with recorded_launches(run=True) as recorded, torch.no_grad(), sanitized():
-        result = call()
-    return [kernel for kernel, _ in recorded], result
-
-
-@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-@pytest.mark.parametrize("rows", [2, 3, 8, 16, 17])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_launches_of_several_rows(rows, dtype):
-    """A norm, and one launch for all weights behind it, with the activation; one with the residual: up to 16 rows."""
-    x, norm, residual = randn(rows, 1, 96, dtype=dtype), randn(96, dtype=dtype, seed=1), randn(rows, 1, 40, dtype=dtype)
-    weights = weights_of(96, (40, 24, 24, 40), dtype)
-    many = rows > 16
-    several, gated, one = (
-        hinted(kernel, occupancy=2)
-        for kernel in (
-            few_rows_norm.few_rows_several_kernel,
-            few_rows_norm.few_rows_gated_kernel,
-            few_rows.few_rows_kernel,
-        )
-    )
-    for count in (1, 2, 3, 4):
-        launched, _ = kernels_of(lambda n=count: rms_norm_linear(x, norm, 1e-5, weights[:n], backend="cutile"))
-        assert len(launched) == (1 + count if many else 2)
-        assert (several in launched) is not many
-    launched, _ = kernels_of(lambda: rms_norm_swiglu(x, norm, 1e-5, weights[0], weights[3], backend="cutile"))
-    assert len(launched) == (4 if many else 2) and (gated in launched) is not many
-    launched, _ = kernels_of(lambda: linear_add(x, weights[0], residual, backend="cutile"))
-    assert len(launched) == (2 if many else 1) and (launched == [one]) is not many
-    x, weight = randn(rows, 1, 130, dtype=dtype), weights_of(130, (40,), dtype)[0]
-    launched, found = kernels_of(lambda: linear_add(x, weight, residual, backend="cutile"))
-    assert many or launched == [one, few_rows.merge_rows_kernel]
-    _, again = kernels_of(lambda: linear_add(x, weight, residual, backend="cutile"))
-    assert torch.equal(found, again)
-
-
-@pytest.mark.parametrize("rows", [2, 16])
-def test_what_is_not_contiguous_is_left_to_the_ops(rows):
-    x, norm = randn(rows, 128, dtype=torch.bfloat16)[:, ::2], randn(64, dtype=torch.bfloat16, seed=1)
-    weight, residual = randn(64, 40, dtype=torch.bfloat16, seed=2).t(), randn(rows, 40, dtype=torch.bfloat16, seed=3)
-    with torch.no_grad():
-        for op, args in (
-            (linear_add, (x, weight, residual)),
-            (linear_add, (x.contiguous(), weight.contiguous(), randn(40, rows, dtype=torch.bfloat16, seed=3).t())),
-            (rms_norm_swiglu, (x, norm, 1e-5, weight, weight)),
-            (lambda *a, **k: rms_norm_linear(*a, **k)[0], (x, norm, 1e-5, [weight])),
-        ):
-            found, expected = (op(*args, backend=backend) for backend in ("cutile", "pytorch"))
-            torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-5)
 
 
 def one_row(dtype=torch.bfloat16, k=4096, n=1024):
@@ -235,19 +218,10 @@ def launches():
     norm_swiglu(x, norm, 1e-5, weight, weight, 0.0, True, "silu")
     norm_swiglu(x, norm, 1e-5, weight, weight, 0.0, True, "gelu")
     norm_swiglu(x, norm, 1e-5, weight, weight, 1.0, False, "gelu_tanh")
-    gemv_add(x, weight, x[..., :1024].contiguous(), None)
-
-
-def launches_of_several_rows(rows):
-    _, _, weight = one_row()
-    x, long = torch.zeros(rows, 1, 4096, dtype=torch.bfloat16), torch.zeros(64, 14336, dtype=torch.bfloat16)
-    for count in (1, 3, 4):
-        few_rows_norm.few_rows_several(x, [weight] * count, [])
-    few_rows_norm.few_rows_several(x, [weight] * 2, [weight[0, :1024].clone()] * 2)
-    few_rows_norm.few_rows_gated(x, weight, weight, 0)
-    few_rows_norm.few_rows_gated(x, weight, weight, 1)
-    gemv_add(x, weight, x[..., :1024].contiguous(), weight[0, :1024].clone())
-    gemv_add(long[:rows], long, x[:, 0, :64].contiguous(), None)
+    gemv_add(x, weight, x[..., :1024].contiguous(), None, 1.0)
+    gemv_add(x, weight, x[..., :1024].contiguous(), None, 0.22)
+    norm_gemv(x, None, 1e-5, [weight] * 3, [], 0.0, True)
+    norm_swiglu(x, None, 1e-5, weight, weight, 0.0, True, "silu")
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
@@ -265,41 +239,14 @@ def test_overlapping_launches_compile():
         assert compile_kernel(kernel, (*args[:-1], True), "sm_90")[:4] == b"\x7fELF"
 
 
-@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-@pytest.mark.parametrize(("rows", "architectures"), [(16, ARCHITECTURES), (8, ("sm_90",))])
-def test_launches_of_several_rows_compile(rows, architectures, monkeypatch):
-    """With the tiles of a GPU."""
-    monkeypatch.setattr(few_rows, "plan_of", lambda *args: few_rows.gpu_plan(*args[:-1], 132))
-    monkeypatch.setattr(few_rows_norm, "plan_of", lambda *args: few_rows_norm.gpu_plan(*args[:-1]))
-    with recorded_launches() as recorded:
-        launches_of_several_rows(rows)
-    assert len(recorded) == 9  # the last product is split
-    for kernel, (*args, overlap) in recorded:
-        assert overlap is False
-        for arch in architectures:
-            assert_compiles(kernel, (*args, arch != "sm_80"), (arch,))
-
-
-def test_plans_of_several_rows():
-    """As measured; splits only of long rows in 16 bits, where few blocks have them."""
-    plan = functools.partial(few_rows.gpu_plan, processors=132)
-    assert plan(8, 4096, 14336, 16) == (8, 64, 128, 2, 4) and plan(16, 4096, 14336, 16) == (16, 64, 128, 2, 4)
-    assert plan(8, 4096, 12288, 16) == plan(8, 4096, 4096, 16) == (8, 64, 256, 1, 1)
-    assert plan(8, 4096, 14336, 32) == (8, 64, 128, 1, 1) and plan(8, 8192, 28672, 16).splits == 1
-    assert few_rows_norm.gpu_plan(8, 4096, 16, False) == (16, 32, 256, 2, 1)
-    assert few_rows_norm.gpu_plan(8, 4096, 16, True) == (8, 64, 128, 2, 1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operators(dtype):
     x, norm, weight = randn(1, 24, dtype=dtype), randn(24, dtype=dtype), randn(9, 24, dtype=dtype)
     torch.library.opcheck(norm_gemv.operator, (x, norm, 1e-5, [weight, weight], [], 0.0, True))
     torch.library.opcheck(norm_swiglu.operator, (x, norm, 1e-5, weight, weight, 0.0, True, "silu"))
-    torch.library.opcheck(gemv_add.operator, (x, weight, randn(1, 9, dtype=dtype), None))
-    x = randn(3, 1, 24, dtype=dtype)
-    torch.library.opcheck(few_rows_norm.few_rows_several.operator, (x, [weight, weight], [x[0, 0, :9].clone()] * 2))
-    torch.library.opcheck(few_rows_norm.few_rows_gated.operator, (x, weight, weight, 0))
-    torch.library.opcheck(gemv_add.operator, (x, weight, randn(3, 1, 9, dtype=dtype), None))
+    torch.library.opcheck(gemv_add.operator, (x, weight, randn(1, 9, dtype=dtype), None, 0.5))
+    torch.library.opcheck(norm_gemv.operator, (x, None, 1e-5, [weight, weight], [], 0.0, True))
+    torch.library.opcheck(norm_swiglu.operator, (x, None, 1e-5, weight, weight, 0.0, True, "silu"))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -329,6 +276,7 @@ def test_whatever_bits_weights_hold_results_stay(dtype, k, rows):
     with torch.no_grad():
         for out in (
             linear_add(x, weight, x[:, :16].contiguous(), backend="cutile"),
+            ops.linear(x, weight, settled=True, backend="cutile"),
             rms_norm_linear(x, norm, 1e-5, [weight], backend="cutile")[0],
             rms_norm_swiglu(x, norm, 1e-5, weight, weight, backend="cutile"),
         ):
@@ -405,10 +353,10 @@ def test_rows_that_registers_hold_compile():
     for arch in ARCHITECTURES:
         sizes = (4096, 4, 1024, arch == "sm_90")
         for cols in (0, 4096):
-            args = (x, weight, 0, x, x, NOTHING, False, True, *sizes[:3], 528, cols, sizes[3])
+            args = (x, weight, 0, x, x, NOTHING, False, True, 1.0, *sizes[:3], 528, cols, sizes[3])
             assert_compiles(linear.at_once_gemv_kernel, args, (arch,))
         long = torch.empty(512, 14336, dtype=torch.bfloat16)
-        args = (long[:1], long, 0, x[:, :512], x[:, :512], False, True, 14336, 8, 256, 1024, arch == "sm_90")
+        args = (long[:1], long, 0, x[:, :512], x[:, :512], False, True, 1.0, 14336, 8, 256, 1024, arch == "sm_90")
         assert_compiles(linear.held_gemv_kernel, args, (arch,))
 
 

@@ -14,6 +14,7 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.ops.cutile.matmul import load_bias
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import hinted
@@ -64,20 +65,26 @@ def products(x, weights, n, first, last, TILE_M: Int, TILE_N: Int, TILE_K: Int, 
     return sums
 
 
-def finished(acc, bias, residual, dtype, n, BIAS: Bool, ADD: Bool, TILE_M: Int, TILE_N: Int):
-    """In a kernel: a tile of products with the bias, rounded to ``dtype``, and of that with the residual."""
+def onto(y, residual, SCALE: Float, dtype):
+    """In a kernel: ``residual``, None for none, and SCALE times y, in ``dtype``, to which each step rounds."""
+    y = y.astype(dtype)
+    if SCALE != 1.0:
+        y = (y.astype(ct.float32) * SCALE).astype(dtype)
+    return y if residual is None else (y.astype(ct.float32) + residual).astype(dtype)
+
+
+def finished(acc, bias, residual, dtype, n, BIAS: Bool, ADD: Bool, SCALE: Float, TILE_M: Int, TILE_N: Int):
+    """In a kernel: a tile of products with the bias, and with the residual if ADD, in ``dtype``."""
     if BIAS:
         acc = acc + load_bias(bias, n, TILE_N).reshape((TILE_N, 1))
-    y = acc.astype(dtype)
-    if ADD:
-        y = (y.astype(ct.float32) + columns(residual, n, TILE_N, TILE_M).astype(ct.float32)).astype(dtype)
-    return y
+    rest = columns(residual, n, TILE_N, TILE_M).astype(ct.float32) if ADD else None
+    return onto(acc, rest, SCALE, dtype)
 
 
 @ct.kernel
 def few_rows_kernel(
-    x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, SPLITS: Int, TILE_M: Int, TILE_N: Int, TILE_K: Int,
-    TF32: Bool, OVERLAP: Bool,
+    x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, SCALE: Float, SPLITS: Int, TILE_M: Int, TILE_N: Int,
+    TILE_K: Int, TF32: Bool, OVERLAP: Bool,
 ):  # fmt: skip
     # x [M, K] with M <= TILE_M, weight [N, K], bias [N] if BIAS (else 0), residual [M, N] if ADD, out [M, N]; or
     # x [M, 1, K] and out [M, 1, N]. With several SPLITS of K out is [SPLITS, N, TILE_M] in fp32, for merge_rows_kernel.
@@ -89,12 +96,15 @@ def few_rows_kernel(
     if SPLITS > 1:
         ct.store(out, (split, n, 0), acc.reshape((1, TILE_N, TILE_M)))
     else:
-        put_columns(out, n, finished(acc, bias, residual, out.dtype, n, BIAS, ADD, TILE_M, TILE_N), TILE_N, TILE_M)
+        put_columns(
+            out, n, finished(acc, bias, residual, out.dtype, n, BIAS, ADD, SCALE, TILE_M, TILE_N), TILE_N, TILE_M
+        )
 
 
 @ct.kernel
 def merge_rows_kernel(
-    partial, bias, residual, out, BIAS: Bool, ADD: Bool, SPLITS: Int, TILE_M: Int, TILE_N: Int, OVERLAP: Bool
+    partial, bias, residual, out, BIAS: Bool, ADD: Bool, SCALE: Float, SPLITS: Int, TILE_M: Int, TILE_N: Int,
+    OVERLAP: Bool,
 ):  # fmt: skip
     """The sums of what few_rows_kernel has split, always in the same order."""
     begin(OVERLAP)
@@ -105,7 +115,8 @@ def merge_rows_kernel(
     acc = tiles[0]
     for split in ct.static_iter(range(1, SPLITS)):
         acc = acc + tiles[split]
-    put_columns(out, n, finished(acc, bias, residual, out.dtype, n, BIAS, ADD, TILE_M, TILE_N), TILE_N, TILE_M)
+    y = finished(acc, bias, residual, out.dtype, n, BIAS, ADD, SCALE, TILE_M, TILE_N)
+    put_columns(out, n, y, TILE_N, TILE_M)
 
 
 class Plan(NamedTuple):
@@ -157,18 +168,22 @@ def launch_few_rows(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     out: torch.Tensor,
+    scale: float = 1.0,
 ) -> None:
-    """Writes ``x @ weight.T + bias + residual`` to out; x [M, K] or [M, 1, K], residual and out [M, N] or [M, 1, N]."""
+    """Writes ``residual + scale * (x @ weight.T + bias)`` to out.
+
+    x [M, K] or [M, 1, K], residual and out [M, N] or [M, 1, N].
+    """
     (n, k), index = weight.shape, x.get_device()
     has_bias, adds, overlap = bias is not None, residual is not None, overlaps(index)
     tile_m, tile_n, tile_k, occupancy, splits = plan_of(x.shape[0], n, k, x.dtype.itemsize * 8, index)
-    behind = (bias if has_bias else 0, residual if adds else 0, out, has_bias, adds)
+    behind = (bias if has_bias else 0, residual if adds else 0, out, has_bias, adds, scale)
     sizes = (splits, tile_m, tile_n, tile_k, uses_tf32(x.dtype), overlap)
     grid, kernel = (-(-n // tile_n), splits), hinted(few_rows_kernel, occupancy=occupancy)
     if splits == 1:
         launch(out, grid, kernel, (x, weight, *behind, *sizes), overlap)
         return
     partial = x.new_empty((splits, n, tile_m), dtype=torch.float32)
-    launch(out, grid, kernel, (x, weight, 0, 0, partial, False, False, *sizes), overlap)
+    launch(out, grid, kernel, (x, weight, 0, 0, partial, False, False, 1.0, *sizes), overlap)
     args = (partial, *behind, splits, tile_m, MERGED, overlap)
     launch(out, (-(-n // MERGED),), merge_rows_kernel, args, overlap)

@@ -29,7 +29,7 @@ from tilegym.ops.cutile.tiling import overlaps
 def put_product(x, weight, bias, out, n, BIAS: Bool, TILE_M: Int, TILE_N: Int, TILE_K: Int, TF32: Bool):
     """In a kernel: stores the n-th TILE_N columns of ``x @ weight.T + bias``."""
     (acc,) = products(x, (weight,), n, 0, ct.cdiv(weight.shape[1], TILE_K), TILE_M, TILE_N, TILE_K, TF32)
-    put_columns(out, n, finished(acc, bias, 0, out.dtype, n, BIAS, False, TILE_M, TILE_N), TILE_N, TILE_M)
+    put_columns(out, n, finished(acc, bias, 0, out.dtype, n, BIAS, False, 1.0, TILE_M, TILE_N), TILE_N, TILE_M)
 
 
 @ct.kernel

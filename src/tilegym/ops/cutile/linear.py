@@ -24,11 +24,13 @@ from tilegym.ops.cutile.early_weights import rows_fit
 from tilegym.ops.cutile.early_weights import waits_in_graph
 from tilegym.ops.cutile.few_rows import MAX_ROWS
 from tilegym.ops.cutile.few_rows import launch_few_rows
+from tilegym.ops.cutile.few_rows import onto
 from tilegym.ops.cutile.matmul import check_supported
 from tilegym.ops.cutile.matmul import differentiable as differentiable_matmul
 from tilegym.ops.cutile.matmul import gemm
 from tilegym.ops.cutile.matmul import load_bias
 from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import let_next_begin
@@ -67,8 +69,8 @@ def total(acc, bias, n, BIAS: Bool, TILE_N: Int):
 
 @ct.kernel
 def gemv_kernel(
-    x, weight, bias, residual, out, nothing, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int,
-    COLS: Int, OVERLAP: Bool,
+    x, weight, bias, residual, out, nothing, BIAS: Bool, ADD: Bool, SCALE: Float, K: Int, TILE_N: Int, TILE_K: Int,
+    EARLY: Int, COLS: Int, OVERLAP: Bool,
 ):  # fmt: skip
     # x [1, K], weight [N, K], bias [N] if BIAS (else 0), residual [1, N] if ADD, out [1, N]; x and out may have another
     # dimension of 1. One row leaves most of a tensor core idle: the products are added up instead.
@@ -77,9 +79,8 @@ def gemv_kernel(
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     for k in range(ct.cdiv(K, TILE_K)):
         acc = acc + weight_tile(weight, n, k, TILE_N, TILE_K) * row_tile(x, k, TILE_K)
-    y = total(acc, bias, n, BIAS, TILE_N).astype(out.dtype)
-    if ADD:
-        y = (y.astype(ct.float32) + weight_tile(residual, 0, n, 1, TILE_N)).astype(out.dtype)
+    rest = weight_tile(residual, 0, n, 1, TILE_N) if ADD else None
+    y = onto(total(acc, bias, n, BIAS, TILE_N), rest, SCALE, out.dtype)
     if out.ndim == 2:
         ct.store(out, (0, n), y)
     else:
@@ -88,7 +89,8 @@ def gemv_kernel(
 
 @ct.kernel
 def held_gemv_kernel(
-    x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, HOLD: Int, OVERLAP: Bool
+    x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, SCALE: Float, K: Int, TILE_N: Int, TILE_K: Int, HOLD: Int,
+    OVERLAP: Bool,
 ):  # fmt: skip
     """gemv_kernel, for arrays of two dimensions, with the first HOLD columns of a block's rows loaded ahead of the wait
     and kept in registers, which takes no second load; the others by tensor map, as ever."""
@@ -102,16 +104,15 @@ def held_gemv_kernel(
         acc = acc + tiles[k].astype(ct.float32) * row_tile(x, k, TILE_K)
     for k in range(ct.static_eval(HOLD // TILE_K), ct.cdiv(K, TILE_K)):
         acc = acc + weight_tile(weight, n, k, TILE_N, TILE_K) * row_tile(x, k, TILE_K)
-    y = total(acc, bias, n, BIAS, TILE_N).astype(out.dtype)
-    if ADD:
-        y = (y.astype(ct.float32) + weight_tile(residual, 0, n, 1, TILE_N)).astype(out.dtype)
+    rest = weight_tile(residual, 0, n, 1, TILE_N) if ADD else None
+    y = onto(total(acc, bias, n, BIAS, TILE_N), rest, SCALE, out.dtype)
     ct.store(out, (0, n), y)
 
 
 @ct.kernel
 def at_once_gemv_kernel(
-    x, weight, bias, residual, out, nothing, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int,
-    COLS: Int, OVERLAP: Bool,
+    x, weight, bias, residual, out, nothing, BIAS: Bool, ADD: Bool, SCALE: Float, K: Int, TILE_N: Int, TILE_K: Int,
+    EARLY: Int, COLS: Int, OVERLAP: Bool,
 ):  # fmt: skip
     """gemv_kernel, for arrays of two dimensions, with all loads of a block on their way at once.
 
@@ -123,7 +124,7 @@ def at_once_gemv_kernel(
     begin_early((weight,), n, out, nothing, TILE_N, EARLY, COLS, OVERLAP, True)
     tiles = rows_at_once(weight, n, K, TILE_N, TILE_K)
     at = n * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
-    rest = ct.gather(residual, (0, at)).astype(ct.float32) if ADD else 0.0
+    rest = ct.gather(residual, (0, at)).astype(ct.float32) if ADD else None
     row = row_at_once(x, K, TILE_K)
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     for k in ct.static_iter(range(K // TILE_K)):
@@ -131,10 +132,7 @@ def at_once_gemv_kernel(
     y = ct.sum(acc, axis=1)
     if BIAS:
         y = y + ct.gather(bias, at).astype(ct.float32)
-    y = y.astype(out.dtype)
-    if ADD:
-        y = (y.astype(ct.float32) + rest).astype(out.dtype)
-    ct.scatter(out, (0, at), y)
+    ct.scatter(out, (0, at), onto(y, rest, SCALE, out.dtype))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -204,8 +202,10 @@ def launch_gemv(
     residual: torch.Tensor | None,
     out: torch.Tensor,
     early: bool = False,
+    scale: float = 1.0,
 ) -> None:
-    """Writes ``x @ weight.T + bias + residual`` to out; x [1, K], weight [N, K], the others [N], [1, N], [1, N].
+    """Writes ``residual + scale * (x @ weight.T + bias)`` to out; x [1, K], weight [N, K], the others [N], [1, N],
+    [1, N].
 
     x and out may be [1, 1, K] and [1, 1, N]. ``early``: they are not, and this launch may mostly overlap that in front.
     """
@@ -215,18 +215,18 @@ def launch_gemv(
     if early and k <= n and rows_fit(weight):
         kernel, tile_n, tile_k, early_blocks, overlap = at_once_plan(x.get_device())
         cols = columns_of(k, tile_n, k) if overlap or not weight.is_cuda else 0
-        flags = (has_bias, adds, k, tile_n, tile_k, early_blocks, cols, overlap)
+        flags = (has_bias, adds, scale, k, tile_n, tile_k, early_blocks, cols, overlap)
         launch(x, (n // tile_n,), kernel, (*arrays, NOTHING, *flags), overlap)
         return
     held = held_plan(n, k, x.get_device()) if early and waits_in_graph(weight) else None
     if held is not None:
         kernel, tile_n, tile_k, hold, overlap = held
-        flags = (has_bias, adds, k, tile_n, tile_k, hold, overlap)
+        flags = (has_bias, adds, scale, k, tile_n, tile_k, hold, overlap)
         launch(x, (n // tile_n,), kernel, (*arrays, *flags), overlap)
         return
     kernel, tile_n, tile_k, early_blocks, cols, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
     cols = early_columns(weight, tile_n, cols) if early else 0
-    flags = (has_bias, adds, k, tile_n, tile_k, early_blocks, cols, overlap)
+    flags = (has_bias, adds, scale, k, tile_n, tile_k, early_blocks, cols, overlap)
     launch(x, (-(-n // tile_n),), kernel, (*arrays, NOTHING, *flags), overlap)
 
 
@@ -234,13 +234,15 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _fake(x, weight, bias):
+def _fake(x, weight, bias, settled=False):
     *rows, _ = x.shape
     return x.new_empty(*rows, weight.shape[0])
 
 
 @compilable(_fake)
-def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settled: bool = False
+) -> torch.Tensor:
     n, k = weight.shape
     out = _fake(x, weight, bias)
     if x.numel() == 0:
@@ -259,9 +261,11 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     if weight.stride(1) != 1:
-        weight = weight.contiguous()
+        weight, settled = weight.contiguous(), False
     if m == 1:
-        launch_gemv(rows, weight, bias, None, y)
+        if settled:  # its kernels take two dimensions
+            rows, y = rows.view(1, k), y.view(1, n)
+        launch_gemv(rows, weight, bias, None, y, settled)
         return out
     launch_few_rows(rows, weight, bias, None, y)
     return out
@@ -307,6 +311,7 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    settled: bool = False,
 ) -> torch.Tensor:
     check_operands(x, weight, bias, out_dtype)
     check_supported(x, DTYPES)
@@ -319,4 +324,4 @@ def linear(
         return ops.linear(*in_dtype(out_dtype, x, weight, bias), backend="cutile")
     if gradients:
         return Linear.apply(x, weight, bias)
-    return linear_forward(x, weight, bias)
+    return linear_forward(x, weight, bias, settled)
