@@ -8,7 +8,12 @@ cache by the block whose tile it is in.
 In a graph of a model's layers on an H200 a layer of Llama-3.1-8B takes 110.5 us so with a cache of 768 tokens and 112.5
 by ``rope_and_cache`` and ``fmha_decode``, with 2048 114.0 and 114.8; of Qwen3-0.6B 21.2 and 22.5. Longer caches are for
 those two: a block with a loop over several tiles keeps the next launch's from beginning early, and takes 123.1 us
-instead of 116.8 for 4096 tokens, as many blocks as tiles 119.5. So are wide heads, whose tiles take all registers.
+instead of 116.8 for 4096 tokens, as many blocks as tiles 119.5. So are wide heads, whose tiles take all registers: a
+layer of Gemma-3-4B takes 67.2 us so and 64.0 by the two.
+
+Of a window only the tiles that it may reach have blocks, which must know the token before they load: so the position
+is read ahead of the wait, too. From norm to residual gpt-oss-20b's attention takes 22.1 us so and 23.7 by the two, of
+layers that see 128 keys of 8192 and all of them in turn 24.5 and 25.9.
 """
 
 import math
