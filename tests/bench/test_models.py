@@ -19,10 +19,13 @@ TINY_LLAMA = Path(__file__).parents[2] / "examples/models/tiny-llama"
 SIZES = {
     "deepseek-v2-lite": 15.7,
     "gemma-3-4b": 3.88,  # without the vision tower
+    "glm-4-9b": 9.40,
     "gpt-oss-20b": 20.9,
+    "granite-3.1-8b": 8.17,
     "llama-3.1-8b": 8.03,
     "llama-3.2-1b": 1.24,
     "mistral-7b": 7.24,
+    "olmo-2-7b": 7.30,
     "phi-4": 14.7,
     "qwen2.5-7b": 7.62,
     "qwen3-0.6b": 0.596,

@@ -27,7 +27,7 @@ from sweep_kernels import gemm_experiment
 
 from tilegym.ops.cutile.attention import attention_kernel
 from tilegym.ops.cutile.attention_common import KEY_MASK
-from tilegym.ops.cutile.linear import few_rows_kernel
+from tilegym.ops.cutile.few_rows import few_rows_kernel
 from tilegym.ops.cutile.linear import gemv_kernel
 from tilegym.ops.cutile.matmul import matmul_kernel
 
@@ -134,13 +134,13 @@ def gemv(group, n, tile, occ):
 
 def few(group, n, tile, h):
     tn, tk = tile
-    args = (16, tn, tk, False, False)
+    args = (False, False, 1.0, 1, 16, tn, tk, False, False)
     VARIANTS.append(
         Variant(
             group,
             f"mma {tn}x{tk}",
             h,
-            lambda t: [((-(-n // tn),), few_rows_kernel, (t["x"], t["w"], 0, t["y"], *args))],
+            lambda t: [((-(-n // tn),), few_rows_kernel, (t["x"], t["w"], 0, 0, t["y"], *args))],
         )
     )
 

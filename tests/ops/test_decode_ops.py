@@ -15,6 +15,7 @@ from common import randn
 from common import recorded_launches
 from common import sanitized
 
+from tilegym import ops
 from tilegym.backend import recording
 from tilegym.interpreter import compile_kernel
 from tilegym.ops import geglu
@@ -33,7 +34,7 @@ from tilegym.ops.cutile.fused_gemv import norm_gemv
 from tilegym.ops.cutile.fused_gemv import norm_swiglu
 from tilegym.ops.pytorch import fused_gemv as reference
 
-# x and the N of the weights: one row, in one tile, in several and not a multiple of it; several rows.
+# x and the N of the weights: one row, in one tile, in several and not a multiple of it; several rows, 16 and more.
 SHAPES = [
     ((1, 64), (32,)),
     ((1, 128), (136, 8, 16)),
@@ -44,8 +45,12 @@ SHAPES = [
     ((2, 30), (12, 9, 17, 16)),
     ((3, 70), (40, 8, 24)),
     ((2, 2, 33), (5,)),
+    ((8, 1, 130), (33, 70)),
+    ((16, 64), (64, 9, 16, 24)),
+    ((17, 40), (24, 9)),
 ]
 GPU_SHAPES = [((1, 1, 4096), (4096, 1024, 1024)), ((1, 14336), (4096,)), ((1, 2048), (6144,)), ((20, 4096), (1024,))]
+GPU_SHAPES += [((8, 1, 4096), (4096, 1024, 1024)), ((16, 14336), (4096,)), ((2, 2048), (2048, 512, 512))]
 shapes = pytest.mark.parametrize(("shape", "widths"), SHAPES + (GPU_SHAPES if HAS_GPU else []), ids=str)
 norms = pytest.mark.parametrize("casting", ["llama", "gemma"])
 
@@ -81,6 +86,28 @@ class Test_RMSNormLinear(PyTestCase):
         if len(small) == len(kwargs):
             self.assertCorrectness(call(rms_norm_linear), call(reference.rms_norm_linear), kwargs, extra, gradient=True)
 
+    @backends("rms_norm_linear")
+    @dtypes()
+    @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+    @pytest.mark.parametrize("shape", [(1, 24), (1, 64), (1, 1, 160), (1, 192), (1, 256), (3, 24)], ids=str)
+    def test_without_a_norm(self, backend, dtype, shape, bias):
+        """As OLMo 2 projects: by each of the kernels."""
+        widths = (20, 8, 12)
+        tensors = dict(zip("qkv", weights_of(shape[-1], widths, dtype), strict=True))
+        tensors |= {f"bias{i}": randn(n, dtype=dtype, seed=n) for i, n in enumerate(widths)} if bias else {}
+
+        def call(function):
+            def run(x, q, k, v, backend=None, **biases):
+                options = {"backend": backend} if backend else {}
+                return function(x, None, 1e-5, [q, k, v], [*biases.values()] or None, **options)
+
+            return run
+
+        kwargs = dict(x=randn(*shape, dtype=dtype)) | tensors
+        for gradient in (False, True):
+            ours, theirs = call(rms_norm_linear), call(reference.rms_norm_linear)
+            self.assertCorrectness(ours, theirs, kwargs, {"backend": backend}, gradient=gradient)
+
     @pytest.mark.parametrize("count", [0, 5])
     @backends("rms_norm_linear")
     def test_wrong_arguments(self, backend, count):
@@ -103,8 +130,18 @@ class Test_RMSNormSwiGLU(PyTestCase):
         gate, up = weights_of(shape[-1], widths[:1] * 2, dtype)
         kwargs = dict(x=randn(*shape, dtype=dtype), norm_weight=randn(shape[-1], dtype=dtype, seed=2))
         kwargs |= dict(gate_weight=gate, up_weight=up, eps=1e-5, casting=casting, activation=activation)
-        extra, gradient = {"backend": backend}, gate.numel() < 10**5
-        self.assertCorrectness(rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, extra, gradient=gradient)
+        extra = {"backend": backend}
+        self.assertCorrectness(rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, extra)
+        if gate.numel() < 10**5:
+            self.assertCorrectness(rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, extra, gradient=True)
+
+    @backends("rms_norm_swiglu")
+    @dtypes()
+    @pytest.mark.parametrize("shape", [(1, 24), (1, 64), (1, 128), (1, 256), (3, 24)], ids=str)
+    def test_without_a_norm(self, backend, dtype, shape):
+        gate, up = weights_of(shape[-1], (20, 20), dtype)
+        kwargs = dict(x=randn(*shape, dtype=dtype), norm_weight=None, eps=1e-5, gate_weight=gate, up_weight=up)
+        self.assertCorrectness(rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, {"backend": backend})
 
     @backends("rms_norm_swiglu")
     @pytest.mark.parametrize(("activation", "approximate"), [("gelu_tanh", "tanh"), ("gelu", "none")])
@@ -135,8 +172,21 @@ class Test_LinearAdd(PyTestCase):
         kwargs = dict(x=randn(*shape, dtype=dtype), weight=weights_of(k, (n,), dtype)[0])
         kwargs |= dict(residual=randn(*shape[:-1], n, dtype=dtype, seed=3))
         kwargs |= dict(bias=randn(n, dtype=dtype, seed=4)) if bias else {}
-        extra, gradient = {"backend": backend}, n * k < 10**5
-        self.assertCorrectness(linear_add, reference.linear_add, kwargs, extra, gradient=gradient)
+        extra = {"backend": backend}
+        self.assertCorrectness(linear_add, reference.linear_add, kwargs, extra)
+        if n * k < 10**5:
+            self.assertCorrectness(linear_add, reference.linear_add, kwargs, extra, gradient=True)
+
+    @backends("linear_add")
+    @dtypes()
+    @pytest.mark.parametrize("shape", [(1, 24), (1, 128), (1, 1, 256), (3, 24), (9, 130)], ids=str)
+    def test_scale(self, backend, dtype, shape):
+        """As Granite's residuals: by each of the kernels."""
+        n, k = 16, shape[-1]
+        kwargs = dict(x=randn(*shape, dtype=dtype), weight=weights_of(k, (n,), dtype)[0], scale=0.22)
+        kwargs |= dict(residual=randn(*shape[:-1], n, dtype=dtype, seed=3), bias=randn(n, dtype=dtype, seed=4))
+        for gradient in (False, True):
+            self.assertCorrectness(linear_add, reference.linear_add, kwargs, {"backend": backend}, gradient=gradient)
 
     @backends("linear_add")
     def test_wrong_arguments(self, backend):
@@ -168,7 +218,10 @@ def launches():
     norm_swiglu(x, norm, 1e-5, weight, weight, 0.0, True, "silu")
     norm_swiglu(x, norm, 1e-5, weight, weight, 0.0, True, "gelu")
     norm_swiglu(x, norm, 1e-5, weight, weight, 1.0, False, "gelu_tanh")
-    gemv_add(x, weight, x[..., :1024].contiguous(), None)
+    gemv_add(x, weight, x[..., :1024].contiguous(), None, 1.0)
+    gemv_add(x, weight, x[..., :1024].contiguous(), None, 0.22)
+    norm_gemv(x, None, 1e-5, [weight] * 3, [], 0.0, True)
+    norm_swiglu(x, None, 1e-5, weight, weight, 0.0, True, "silu")
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
@@ -191,7 +244,9 @@ def test_operators(dtype):
     x, norm, weight = randn(1, 24, dtype=dtype), randn(24, dtype=dtype), randn(9, 24, dtype=dtype)
     torch.library.opcheck(norm_gemv.operator, (x, norm, 1e-5, [weight, weight], [], 0.0, True))
     torch.library.opcheck(norm_swiglu.operator, (x, norm, 1e-5, weight, weight, 0.0, True, "silu"))
-    torch.library.opcheck(gemv_add.operator, (x, weight, randn(1, 9, dtype=dtype), None))
+    torch.library.opcheck(gemv_add.operator, (x, weight, randn(1, 9, dtype=dtype), None, 0.5))
+    torch.library.opcheck(norm_gemv.operator, (x, None, 1e-5, [weight, weight], [], 0.0, True))
+    torch.library.opcheck(norm_swiglu.operator, (x, None, 1e-5, weight, weight, 0.0, True, "silu"))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -209,21 +264,23 @@ def test_compiled(rows):
         torch.testing.assert_close(compiled, call(x), **({} if HAS_GPU else {"rtol": 0, "atol": 0}))
 
 
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("k", [64, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_whatever_bits_weights_hold_results_stay(dtype, k):
+def test_whatever_bits_weights_hold_results_stay(dtype, k, rows):
     """What is read ahead of the wait is all there is to that; the last block would write to the first result."""
-    x, norm = randn(1, k, dtype=dtype), randn(k, dtype=dtype)
+    x, norm = randn(rows, k, dtype=dtype), randn(k, dtype=dtype)
     weight = torch.arange(16 * k, device=device()).view(16, k).sub(8).to(torch.int16).view(dtype)
     weight[:, ::2] = torch.full((16, k // 2), -1, dtype=torch.int16, device=device()).view(dtype)
     weight[0] = 1.0
     with torch.no_grad():
         for out in (
             linear_add(x, weight, x[:, :16].contiguous(), backend="cutile"),
+            ops.linear(x, weight, settled=True, backend="cutile"),
             rms_norm_linear(x, norm, 1e-5, [weight], backend="cutile")[0],
             rms_norm_swiglu(x, norm, 1e-5, weight, weight, backend="cutile"),
         ):
-            assert out[0, 0].isfinite() and out[0, 0] != 0 and out[0, 1:].isnan().all()
+            assert out[:, 0].isfinite().all() and out[0, 0] != 0 and out[:, 1:].isnan().all()
 
 
 def test_weights_are_read_early_in_graphs():
@@ -296,17 +353,18 @@ def test_rows_that_registers_hold_compile():
     for arch in ARCHITECTURES:
         sizes = (4096, 4, 1024, arch == "sm_90")
         for cols in (0, 4096):
-            args = (x, weight, 0, x, x, NOTHING, False, True, *sizes[:3], 528, cols, sizes[3])
+            args = (x, weight, 0, x, x, NOTHING, False, True, 1.0, *sizes[:3], 528, cols, sizes[3])
             assert_compiles(linear.at_once_gemv_kernel, args, (arch,))
         long = torch.empty(512, 14336, dtype=torch.bfloat16)
-        args = (long[:1], long, 0, x[:, :512], x[:, :512], False, True, 14336, 8, 256, 1024, arch == "sm_90")
+        args = (long[:1], long, 0, x[:, :512], x[:, :512], False, True, 1.0, 14336, 8, 256, 1024, arch == "sm_90")
         assert_compiles(linear.held_gemv_kernel, args, (arch,))
 
 
 @gpu
-def test_graph_capture_and_overlap():
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_graph_capture_and_overlap(rows):
     """A chain of launches that overlap gives what it gives with the device idle between them."""
-    x, norm = randn(1, 4096, dtype=torch.bfloat16), randn(4096, dtype=torch.bfloat16, seed=1)
+    x, norm = randn(rows, 4096, dtype=torch.bfloat16), randn(4096, dtype=torch.bfloat16, seed=1)
     gate, up, down = (
         randn(*s, dtype=torch.bfloat16, seed=i) / 64 for i, s in enumerate(((14336, 4096),) * 2 + ((4096, 14336),))
     )
@@ -328,7 +386,7 @@ def test_graph_capture_and_overlap():
         captured = chain(x)
     weights = [t.double() for t in (norm, gate, up, down)]
     for seed in (100, 101):
-        x.copy_(randn(1, 4096, dtype=torch.bfloat16, seed=seed))
+        x.copy_(randn(rows, 4096, dtype=torch.bfloat16, seed=seed))
         graph.replay()
         first = captured.clone()
         graph.replay()

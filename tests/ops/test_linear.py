@@ -11,11 +11,15 @@ from common import gpu
 from common import randn
 from common import recorded_launches
 
+from tilegym.backend import recording
 from tilegym.ops import linear
 from tilegym.ops.cutile import linear as linear_module
 from tilegym.ops.cutile import wide_gemm
-from tilegym.ops.cutile.linear import few_rows_kernel
+from tilegym.ops.cutile.few_rows import few_rows_kernel
+from tilegym.ops.cutile.few_rows import merge_rows_kernel
+from tilegym.ops.cutile.linear import at_once_gemv_kernel
 from tilegym.ops.cutile.linear import gemv_kernel
+from tilegym.ops.cutile.linear import held_gemv_kernel
 from tilegym.ops.cutile.linear import linear_forward
 from tilegym.ops.pytorch.linear import linear as reference
 
@@ -56,6 +60,33 @@ class Test_Linear(PyTestCase):
         assert torch.equal(linear(**kwargs, out_dtype=dtype, backend=backend), linear(**kwargs, backend=backend))
         with pytest.raises(TypeError, match="out_dtype must be .* or torch.float32, it is torch.float64"):
             linear(**kwargs, out_dtype=torch.float64, backend=backend)
+
+    @backends("linear")
+    @dtypes()
+    @pytest.mark.parametrize("shape", [(1, 1, 64), (1, 128), (1, 1, 256), (1, 100), (3, 64)], ids=str)
+    def test_settled(self, backend, dtype, shape):
+        """By the kernels that read weights ahead, and where they do not; of a weight with other strides none does."""
+        kwargs = dict(x=randn(*shape, dtype=dtype), weight=randn(128, shape[-1], dtype=dtype, seed=1), settled=True)
+        self.assertCorrectness(linear, reference, kwargs, {"backend": backend})
+        kwargs["weight"] = randn(shape[-1], 128, dtype=dtype, seed=1).T
+        self.assertCorrectness(linear, reference, kwargs, {"backend": backend})
+
+    @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+    def test_settled_weights_are_read_ahead(self):
+        """As those of linear_add, by the same kernels and with the same bits; others are not."""
+        for k, kernel in ((64, at_once_gemv_kernel), (256, held_gemv_kernel)):
+            x, weight = randn(1, 1, k, dtype=torch.bfloat16), randn(128, k, dtype=torch.bfloat16, seed=1)
+            found = []
+            for settled in (True, False):
+                recording.forget()
+                with recorded_launches(run=True) as recorded, torch.no_grad():
+                    found.append(linear(x, weight, settled=settled, backend="cutile"))
+                assert [launched for launched, _ in recorded] == [kernel if settled else gemv_kernel]
+            assert torch.equal(*found)
+            recording.forget()
+            with recorded_launches() as recorded, torch.no_grad():
+                linear(x, weight.T.contiguous().T, settled=True, backend="cutile")
+            assert [launched for launched, _ in recorded] == [gemv_kernel]
 
     @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
     def test_a_single_row_that_is_not_rounded_is_one_launch(self):
@@ -136,19 +167,31 @@ class Test_Linear(PyTestCase):
     def test_compiles_for_every_architecture(self):
         x, weight = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096, dtype=torch.bfloat16)
         y = torch.empty(1, 1024, dtype=torch.bfloat16)
-        assert_compiles(gemv_kernel, (x, weight, y[0], y, y, -1, True, True, 4096, 4, 512, 792, 2048, False))
+        assert_compiles(gemv_kernel, (x, weight, y[0], y, y, -1, True, True, 1.0, 4096, 4, 512, 792, 2048, False))
         assert_compiles(
             gemv_kernel,
-            (x, weight, 0, 0, y, -1, False, False, 4096, 4, 512, 792, 2048, True),
+            (x, weight, 0, 0, y, -1, False, False, 1.0, 4096, 4, 512, 792, 2048, True),
             ("sm_90", "sm_100", "sm_120"),
         )
-        assert_compiles(few_rows_kernel, (x, weight, y[0], y, 16, 64, 256, True, False))
+        assert_compiles(few_rows_kernel, (x, weight, y[0], y, y, True, True, 0.5, 1, 16, 64, 256, False, False))
         rows, wide = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(4, 192, 4096, dtype=torch.bfloat16)
         args = (rows, wide, wide[..., 0].contiguous(), rows.new_empty(512, 4, 192), 128, 128, 64, 64, 8, True)
         assert_compiles(wide_gemm.wide_gemm_kernel, args, ("sm_90",))
         x, y = x[None], y[None]
-        assert_compiles(gemv_kernel, (x, weight, 0, 0, y, -1, False, False, 4096, 4, 512, 792, 2048, True), ("sm_90",))
-        assert_compiles(few_rows_kernel, (x, weight, 0, y, 16, 64, 128, False, False), ("sm_80", "sm_90"))
+        assert_compiles(
+            gemv_kernel, (x, weight, 0, 0, y, -1, False, False, 1.0, 4096, 4, 512, 792, 2048, True), ("sm_90",)
+        )
+        assert_compiles(
+            few_rows_kernel, (x, weight, 0, 0, y, False, False, 1.0, 1, 8, 64, 128, False, False), ("sm_80",)
+        )
+        assert_compiles(
+            few_rows_kernel, (x, weight, 0, 0, y, False, False, 1.0, 1, 8, 64, 128, False, True), ("sm_90",)
+        )
+        partial = torch.empty(4, 1024, 8)
+        args = (x[0], weight, 0, 0, partial, False, False, 1.0, 4, 8, 64, 128, False, True)
+        assert_compiles(few_rows_kernel, args, ("sm_90", "sm_100", "sm_120"))
+        args = (partial, y[0, 0], y[0], y[0], True, True, 1.0, 4, 8, 32, True)
+        assert_compiles(merge_rows_kernel, args, ("sm_90", "sm_100", "sm_120"))
 
     @gpu
     @pytest.mark.parametrize("rows", [1, 4, 100])

@@ -157,7 +157,7 @@ class Test_Kinds(PyTestCase):
         try:
             for precision in ("ieee", "tf32"):
                 settings.fp32_precision = precision
-                seen += [launched(lambda: ops.linear(x, weight, backend="cutile"))[0][1][-1] for _ in range(3)]
+                seen += [launched(lambda: ops.linear(x, weight, backend="cutile"))[0][1][-2] for _ in range(3)]
         finally:
             settings.fp32_precision = before
         assert seen == [False] * 3 + [True] * 3

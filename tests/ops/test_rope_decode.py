@@ -22,6 +22,7 @@ from tilegym.ops.cutile import rope_decode
 from tilegym.ops.cutile.rope_cache import rope_cache_kernel
 from tilegym.ops.cutile.rope_decode import rope_decode_forward
 from tilegym.ops.cutile.rope_decode import tile_n_of
+from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.pytorch.rope_decode import rope_fmha_decode as reference
 
 # (batch, query heads, kv heads, D, what is rotated of it, capacity, position): within a tile, in its last and its first
@@ -91,6 +92,66 @@ class Test_RopeFMHADecode(PyTestCase):
         kwargs = arguments(case, dtype) | {"q_norm": q_norm, "k_norm": k_norm}
         self.assertCorrectness(ours, theirs, kwargs, {"backend": backend})
 
+    @backends("rope_fmha_decode")
+    @dtypes()
+    @pytest.mark.parametrize("window", [None, 1, 16, 17, 33, 1000])
+    @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[5], CASES[6], CASES[7]], ids=str)
+    def test_windows_and_sinks(self, backend, dtype, case, window):
+        """As gpt-oss has them, with the first half of cos and sin; a window alone, and its own key alone."""
+        given = arguments(case, dtype)
+        for sinks in (None, randn(case[1], dtype=dtype, seed=20)):
+            one_half = sinks is not None
+            if one_half:
+                given |= {name: given[name][..., : case[4] // 2] for name in ("cos", "sin")} | {"sinks": sinks}
+            options = {"window_size": window, "one_half": one_half}
+            ours, theirs = called(rope_fmha_decode, case[-1], **options), called(reference, case[-1], **options)
+            self.assertCorrectness(ours, theirs, given, {"backend": backend})
+
+    @backends("rope_fmha_decode")
+    @dtypes()
+    @pytest.mark.parametrize("pairs", ["", "kept", "to halves"])
+    @pytest.mark.parametrize("rotary", [2, 16, 30, 32])
+    def test_rotations(self, backend, dtype, rotary, pairs):
+        """Of a part of a head, and of neighbours, as GLM-4's; with norms too, and of a whole table or its half."""
+        given = arguments((1, 8, 2, 32, rotary, 40, 21), dtype)
+        norms = {name: randn(32, dtype=dtype, seed=s) * 0.3 + 1 for s, name in enumerate(("q_norm", "k_norm"))}
+        for more, one_half in (({}, False), (norms, True)):
+            if one_half:
+                given |= {name: given[name][..., : rotary // 2] for name in ("cos", "sin")}
+            options = {"one_half": one_half, "pairs": pairs, "eps": 0.1}
+            ours, theirs = called(rope_fmha_decode, 21, **options), called(reference, 21, **options)
+            self.assertCorrectness(ours, theirs, given | more, {"backend": backend})
+
+    @backends("rope_fmha_decode")
+    @pytest.mark.parametrize(("offset", "casting"), [(1.0, "gemma"), (0.0, "gemma")])
+    def test_forms_of_norms(self, backend, offset, casting):
+        for case in (CASES[0], CASES[7]):
+            norms = {name: randn(case[3], dtype=torch.bfloat16, seed=s) for s, name in enumerate(("q_norm", "k_norm"))}
+            options = {"eps": 0.1, "offset": offset, "casting": casting}
+            ours, theirs = called(rope_fmha_decode, case[-1], **options), called(reference, case[-1], **options)
+            self.assertCorrectness(ours, theirs, arguments(case, torch.bfloat16) | norms, {"backend": backend})
+
+    @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+    def test_of_a_window_the_cache_may_be_long(self):
+        """Of which the tiles that a window reaches are all that there are blocks for."""
+        given = arguments((1, 4, 2, 32, 32, 600, 401), torch.bfloat16)
+        for window, splits in ((None, None), (1, 1), (2, 2), (17, 2), (18, 3), (128, 9), (226, 16), (300, None)):
+            recording.forget()
+            with recorded_launches() as launched, torch.no_grad():
+                called(rope_fmha_decode, 401, window_size=window, backend="cutile")(**given)
+            kernels = [kernel for kernel, _ in launched]
+            if splits is None:
+                assert kernels[0] is rope_cache_kernel
+            else:
+                assert rope_decode.splits_of(600, 16, window) == splits
+                own = [hinted(rope_decode.rope_decode_kernel, num_worker_warps=4)]
+                assert kernels == own + [rope_decode.merge_kernel] * (splits > 1)
+
+    def test_a_window_has_blocks_for_all_its_keys(self):
+        for window in (1, 2, 15, 16, 17, 31, 32, 33, 100):
+            needed = max(token // 16 - max(token + 1 - window, 0) // 16 + 1 for token in range(200))
+            assert rope_decode.splits_of(200, 16, window) == needed
+
     @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
     def test_norms_are_no_launches_of_their_own(self):
         """Where separate ops serve it: the heads' norms are in the launch that rotates."""
@@ -141,6 +202,12 @@ class Test_RopeFMHADecode(PyTestCase):
             with pytest.raises(ValueError, match=match):
                 rope_fmha_decode(**given, backend=backend)
         given = (q, k, k, angle, angle, cache, cache, position)
+        with pytest.raises(ValueError, match="rope_fmha_decode: window_size must be at least 1"):
+            rope_fmha_decode(*given, window_size=0, backend=backend)
+        with pytest.raises(ValueError, match=r"rope_fmha_decode: sinks must be \[4\]"):
+            rope_fmha_decode(*given, sinks=randn(2), backend=backend)
+        with pytest.raises(ValueError, match="casting"):
+            rope_fmha_decode(*given, casting="else", backend=backend)
         for norms in ((randn(8), None), (None, randn(8)), (randn(8), randn(4)), (randn(1, 8), randn(8))):
             with pytest.raises(ValueError, match=r"rope_fmha_decode: [qk]_norm must be \[8\]"):
                 rope_fmha_decode(*given, q_norm=norms[0], k_norm=norms[1], backend=backend)
@@ -195,14 +262,23 @@ def test_a_position_outside_of_the_cache_touches_no_other_memory(position):
         assert same[:, :, :own].all() and not same[:, :, own].any() and same[:, :, own + 1 :].all()
 
 
+PLAIN = (1e-6, 0.0, True, False, False, None, None)  # eps and form of the norms, of the rotation, window and sinks
+
+
 def launches():
     for heads, kv_heads, dim, capacity in ((8, 2, 128, 250), (32, 8, 128, 16), (4, 2, 64, 200)):
         q, k = (torch.zeros(1, h, 1, dim, dtype=torch.bfloat16) for h in (heads, kv_heads))
         cache = torch.zeros(1, kv_heads, capacity, dim, dtype=torch.bfloat16)
         angle, position = torch.zeros(1, 1, dim, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+        given = (q, k, k, angle, angle, cache, cache.clone(), position, 0.1, True)
         for norm in (None, torch.zeros(dim, dtype=torch.bfloat16)):
-            norms = (norm, norm, 1e-6)
-            rope_decode_forward(q, k, k, angle, angle, cache, cache.clone(), position, 0.1, True, *norms)
+            rope_decode_forward(*given, norm, norm, *PLAIN)
+        sinks = torch.zeros(heads, dtype=torch.bfloat16)
+        rope_decode_forward(*given, norm, norm, 1e-6, 1.0, False, True, False, 20, sinks)
+        narrow = (*given[:3], angle[..., :32], angle[..., :32], *given[5:])
+        for pairs in (False, True):
+            for weight in (None, norm):
+                rope_decode_forward(*narrow, weight, weight, 1e-6, 0.0, True, False, pairs, None, None)
     rope_decode.filled_to(position, torch.zeros(3))
 
 
@@ -218,17 +294,18 @@ def test_overlapping_launches_compile():
     for kernel, args in recorded:
         if kernel is rope_decode.filled_kernel:
             continue
-        for settled in (True, False) if kernel is rope_decode.rope_decode_kernel else (True,):
-            args = (*args[:-2], settled, True) if kernel is rope_decode.rope_decode_kernel else (*args[:-1], True)
+        merges = kernel is rope_decode.merge_kernel
+        for settled in (True,) if merges else (True, False):
+            args = (*args[:-1], True) if merges else (*args[:-2], settled, True)
             assert compile_kernel(kernel, args, "sm_90")[:4] == b"\x7fELF"
 
 
 def test_operator():
     given = arguments((1, 4, 2, 32, 32, 40, 21), torch.bfloat16)
     position = torch.tensor([21], device=device())
-    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False, None, None, 1e-6))
+    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False, None, None, *PLAIN))
     norm = randn(32, dtype=torch.bfloat16)
-    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False, norm, norm, 1e-6))
+    torch.library.opcheck(rope_decode_forward.operator, (*given.values(), position, 0.2, False, norm, norm, *PLAIN))
     torch.library.opcheck(rope_decode.filled_to.operator, (position, given["q"]))
 
 

@@ -116,14 +116,14 @@ def test_compile():
     for arch in ARCHITECTURES:
         for k, *tiles in ((4096, 1, 1024, 2), (8192, 1, 1024, 1), (1024, 8, 256, 0)):
             gate = torch.empty(512, k, dtype=torch.bfloat16)
-            args = (gate[:1], gate[0], gate, gate, out, 1e-5, 0.0, True, 0, k, *tiles, arch == "sm_90")
+            args = (gate[:1], gate[0], gate, gate, out, 1e-5, True, 0.0, True, 0, k, *tiles, arch == "sm_90")
             assert_compiles(hinted(stream_gemv.stream_swiglu_kernel, occupancy=stream_gemv.BLOCKS), args, (arch,))
-            args = (*args[:8], 1, *args[9:])
+            args = (*args[:9], 1, *args[10:])
             assert_compiles(hinted(stream_gemv.stream_swiglu_kernel, occupancy=stream_gemv.BLOCKS), args, (arch,))
         for k, *tiles in ((4096, 4, 1024, 0), (2048, 2, 1024, 2), (2880, 2, 1024, 1)):
             q = torch.empty(512, k, dtype=torch.bfloat16)
             row = (q[:1], q[0], *[q] * 3, *[0] * 3, *[out] * 3)
-            form = (0.0, True, False, k, *tiles, arch == "sm_90")
+            form = (True, 0.0, True, False, k, *tiles, arch == "sm_90")
             for fourth in ((0, 0, 0, 384, False), (q, 0, out, 384, True)):
                 args = (*row, 128, 256, 512 if fourth[-1] else 384, 1e-5, *fourth, *form)
                 assert_compiles(hinted(stream_gemv.stream_norm_gemv_kernel, occupancy=4), args, (arch,))

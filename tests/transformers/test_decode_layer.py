@@ -18,6 +18,8 @@ from tilegym.transformers import decode_graph
 from tilegym.transformers import decode_layer
 from tilegym.transformers import monkey_patch
 
+NORMS_BEHIND = ("gemma3", "glm4", "olmo2", "olmo3")  # attention and MLP
+
 
 @contextlib.contextmanager
 def decode_graph_off(model):
@@ -48,6 +50,10 @@ def on_every_device():
         ("phi3", {}),
         ("phi3", {"sliding_window": None}),
         ("gemma3", {}),
+        ("olmo2", {}),
+        ("olmo3", {}),
+        ("glm4", {}),
+        ("granite", {}),
     ],
     ids=str,
 )
@@ -63,19 +69,38 @@ def test_one_sequence_decodes_by_fused_steps(family, options, backend):
         with observed() as calls:
             got = one_by_one(model, ids, mask, max_new_tokens=14)
         assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
-        # Of windows and sinks the one launch knows nothing.
-        attends = {"rope_and_cache", "fmha_decode"} if model.config.sliding_window else {"rope_fmha_decode"}
+        attends = {"rope_and_cache", "fmha_decode", "rope_fmha_decode"}  # the one launch knows nothing of padding
         rest = {"fused_moe"} if experts else {"rms_norm_swiglu"}
-        behind = {"linear", "rms_norm_add"} if family == "gemma3" else {"linear_add"}
+        behind = {"linear", "rms_norm_add"} if family in NORMS_BEHIND else {"linear_add"}
         assert {"rms_norm_linear", *attends, *behind, *rest} <= {op for op, _ in calls}
-        with observed() as calls:
-            generate(model, ids, mask)
-        assert not {"rms_norm_linear", "rms_norm_swiglu"} & {op for op, _ in calls}
         first = model.model.layers[0]
         hooked = first.self_attn.o_proj if experts else first.mlp.down_proj
         hooked.register_forward_hook(lambda module, args, out: 0 * out)
         changed = generate(model, ids[1:2], max_new_tokens=14)
     assert torch.equal(generate(model, ids[1:2], max_new_tokens=14), changed)
+
+
+@pytest.mark.parametrize("sequences", [2, 3, 16, 17])
+@pytest.mark.parametrize("side", ["left", ""])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3", "olmo2", "olmo3", "glm4", "granite"],
+)
+@backends
+def test_several_sequences_decode_by_fused_steps(family, side, sequences, backend):
+    """Up to 16, padded or not; behind the attention experts stay as they are."""
+    options = {"mlp_bias": False} if family == "llama" else {}
+    model = make_model(family, **options)
+    lengths = ([5, 11, 8, 3] * 5)[:sequences]
+    ids, mask = padded(lengths, side) if side else (tokens(sequences, 11), None)
+    expected = generate(model, ids, mask)
+    with monkey_patch.apply(model, use_cutile=backend == "cutile"), observed() as calls:
+        got = generate(model, ids, mask)
+    assert torch.equal(got, expected)
+    fused = {"rms_norm_linear", "rms_norm_swiglu", "rope_and_cache" if side else "rope_fmha_decode"}
+    fused |= {"linear", "rms_norm_add"} if family in NORMS_BEHIND else {"linear_add"}
+    called = {op for op, _ in calls}
+    assert fused <= called if sequences <= 16 else not called & (fused - {"linear"})
 
 
 @pytest.mark.parametrize(
@@ -86,6 +111,8 @@ def test_one_sequence_decodes_by_fused_steps(family, options, backend):
             "gemma3",
             ("pre_feedforward_layernorm", "post_feedforward_layernorm", "post_attention_layernorm", "mlp.act_fn"),
         ),
+        ("olmo2", ("self_attn.q_norm", "self_attn.k_proj", "post_feedforward_layernorm", "post_attention_layernorm")),
+        ("glm4", ("post_self_attn_layernorm", "post_mlp_layernorm", "input_layernorm", "mlp.gate_up_proj")),
     ],
 )
 def test_whoever_listens_to_a_part_hears_it(family, parts):
@@ -115,7 +142,7 @@ def test_norms_of_heads_are_a_part_of_the_attention(monkeypatch):
     """Unless somebody listens to them."""
     model, ids, seen = make_model("qwen3"), tokens(1, 7), []
     attend = decode_layer.rope_fmha_decode
-    monkeypatch.setattr(decode_layer, "rope_fmha_decode", lambda *a, **k: (seen.append(a[-3:]), attend(*a, **k))[1])
+    monkeypatch.setattr(decode_layer, "rope_fmha_decode", lambda *a, **k: (seen.append(a[11:14]), attend(*a, **k))[1])
     with monkey_patch.apply(model, use_cutile=False):
         seen.clear()  # what was tried
         generate(model, ids)
@@ -159,12 +186,12 @@ def test_experts_add_the_residual(family, monkeypatch):
             handle.remove()
 
 
-def test_a_layer_that_computes_something_else_keeps_its_forward(monkeypatch):
-    from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-
-    former = MistralDecoderLayer.forward
-    monkeypatch.setattr(MistralDecoderLayer, "forward", lambda self, *args, **kwargs: 2 * former(self, *args, **kwargs))
-    model, ids = make_model("mistral"), tokens(1, 7)
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "olmo2", "glm4", "granite"])
+def test_a_layer_that_computes_something_else_keeps_its_forward(family, monkeypatch):
+    model, ids = make_model(family), tokens(1, 7)
+    cls = type(model.model.layers[0])
+    former = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, *args, **kwargs: 2 * former(self, *args, **kwargs))
     expected = generate(model, ids)
     with monkey_patch.apply(model, use_cutile=False) as report:
         why = {e.why for e in report.skipped if e.compute == "decode_step"}
@@ -192,7 +219,7 @@ def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_
     )
     with monkey_patch.apply(make_model(family), use_cutile=False) as report:
         assert len([e for e in report.patched if e.compute == "decode_step"]) == 2
-    assert tried == [0, 1]
+    assert tried == [0, 1] * 2  # of one sequence, and of several
     monkeypatch.setattr(decode_layer, "_same_behind", lambda *_: False)
     with monkey_patch.apply(make_model(family), use_cutile=False) as report:
         why = {e.why for e in report.skipped if e.compute == "decode_step"}
@@ -201,15 +228,27 @@ def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("qwen2", {}), ("mistral", {}), ("qwen3", {}), ("qwen3_moe", {"sliding_window": None}), ("gpt_oss", {})],
+    [
+        ("qwen2", {}),
+        ("mistral", {}),
+        ("qwen3", {}),
+        ("qwen3_moe", {"sliding_window": None}),
+        ("gpt_oss", {}),
+        ("gemma3", {}),
+        ("olmo2", {}),
+        ("olmo3", {}),
+        ("glm4", {}),
+        ("granite", {}),
+    ],
     ids=str,
 )
+@pytest.mark.parametrize("sequences", [1, 3])
 @torch.no_grad()
-def test_steps_by_the_kernels(family, options, monkeypatch):
+def test_steps_by_the_kernels(family, options, sequences, monkeypatch):
     """In bf16, of which the kernels hold keys and weights in registers: three tokens, one after the other."""
     monkeypatch.setenv("DISABLE_FALLBACK", "1")
     model = make_model(family, torch.bfloat16, head_dim=32, **options)
-    ids = tokens(1, 14)
+    ids = tokens(sequences, 14)
     exact, expected = copy.deepcopy(model).float()(ids).logits[:, 11:], model(ids).logits[:, 11:]
     with monkey_patch.apply(model, use_cutile=True), observed() as calls:
         got = logits_of_steps(model, ids, 11)

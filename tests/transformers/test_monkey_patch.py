@@ -122,9 +122,8 @@ def test_the_report_names_every_module(family):
                 expected -= {type(model).__name__} if family == "gemma3" else set()  # its logits are capped
             assert {module for name, module in patched if name == compute} == expected, compute
         assert {e.backend for e in report.patched} == {get_current_backend()}
+        steps = {"model.layers.0", "model.layers.1"} if family != "olmoe" else set()
         # Llama's has MLPs with biases here.
-        stepping = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "gemma3", "phi3")
-        steps = {"model.layers.0", "model.layers.1"} if family in stepping else set()
         entries = report.skipped if family == "llama" else report.patched
         assert {e.module for e in entries if e.compute == "decode_step"} == steps
         assert {e.compute for e in report.skipped} <= {"decode_step", "loss"} | ({"graph"} - {captured})

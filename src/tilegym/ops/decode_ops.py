@@ -3,7 +3,8 @@ and the choice of the next token.
 
 A step of a dense decoder is its weights read once, and every further pass over a vector is a launch to wait for: here
 the norm before a linear layer, and the activation or the residual behind it, run within the launch that reads the
-weights. Results are rounded where the single ops round. Shapes, dtypes and errors as in :mod:`tilegym.ops.ops`.
+weights. Results are rounded where the single ops round. In a CUDA graph weights are read before the launches in front
+end, which are not to write them. Shapes, dtypes and errors as in :mod:`tilegym.ops.ops`.
 """
 
 import torch
@@ -16,7 +17,7 @@ Tensor = torch.Tensor
 @dispatch("rms_norm_linear")
 def rms_norm_linear(
     x: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     weights: list[Tensor],
     biases: list[Tensor] | None = None,
@@ -27,20 +28,21 @@ def rms_norm_linear(
 
     Args:
         x: [..., K], fp32, fp16 or bf16.
-        norm_weight: [K], x's dtype.
+        norm_weight: [K], x's dtype; None where x is not normalised, as in OLMo 2.
         eps, offset, casting: as in :func:`rms_norm`.
         weights: each [N_i, K], x's dtype.
         biases: each [N_i], or None for all.
 
     Returns:
-        A tensor [..., N_i] for each weight. Differentiable. One launch for a single row; else as separate ops.
+        A tensor [..., N_i] for each weight. Differentiable. One launch for a single row, for up to 16 one
+        behind that of the norm; else as separate ops.
     """
 
 
 @dispatch("rms_norm_swiglu")
 def rms_norm_swiglu(
     x: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     gate_weight: Tensor,
     up_weight: Tensor,
@@ -52,13 +54,14 @@ def rms_norm_swiglu(
 
     Args:
         x: [..., K], fp32, fp16 or bf16.
-        norm_weight: [K], x's dtype.
+        norm_weight: [K], x's dtype; None where x is not normalised.
         eps, offset, casting: as in :func:`rms_norm`.
         gate_weight, up_weight: [N, K], x's dtype.
         activation: "silu", as :func:`swiglu`; "gelu_tanh" or "gelu", as :func:`geglu` with "tanh" or "none".
 
     Returns:
-        [..., N] in x's dtype. Differentiable. One launch for a single row; else as separate ops.
+        [..., N] in x's dtype. Differentiable. One launch for a single row, for up to 16 one behind that of the
+        norm; else as separate ops.
 
     Raises:
         ValueError: activation is none of these, or as the separate ops.
@@ -66,17 +69,19 @@ def rms_norm_swiglu(
 
 
 @dispatch("linear_add")
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``residual + linear(x, weight, bias)``: the projection back into a decoder's residual stream.
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """``residual + scale * linear(x, weight, bias)``: the projection back into a decoder's residual stream.
 
     Args:
         x: [..., K], fp32, fp16 or bf16.
         weight: [N, K], x's dtype.
         residual: [..., N], x's dtype.
         bias: [N], x's dtype, or None.
+        scale: what the projection is multiplied by, as in Granite; it is rounded before and after.
 
     Returns:
-        [..., N] in x's dtype. Differentiable. One launch for a single row; else as separate ops.
+        [..., N] in x's dtype. Differentiable. One launch for up to 16 rows, two for several where K is long and
+        N small; else as separate ops.
     """
 
 
@@ -171,29 +176,37 @@ def rope_fmha_decode(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
+    one_half: bool = False,
+    pairs: str = "",
+    window_size: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """:func:`rope_and_cache`, and :func:`fmha_decode` of the new token's queries over what the cache holds then; with
-    Qwen3's norms of each head of q and k first, where they are given.
+    the norms of each head of q and k first, where they are given.
 
     Args:
         q: [B, Hq, 1, D], not rotated yet; fp32, fp16 or bf16, any strides.
         k, v, cos, sin, keys, values: as in :func:`rope_and_cache`; Hq is a multiple of Hkv.
         position: [1] int64, on q's device: where in the cache; below capacity. All keys up to it are seen.
         sm_scale: what scores are multiplied by; None for ``D**-0.5``.
-        settled: whether what the cache holds before ``position`` was written before the launches in front of this one
-            began, as in a model's step, which visits a layer once: on a GPU it is read then before these launches end.
-            Else a launch that still writes there would be overtaken.
+        settled: whether what the cache holds before ``position``, and ``position``, were written before the launches in
+            front of this one began, as in a model's step, which visits a layer once: on a GPU they are read then before
+            these launches end. Else a launch that still writes there would be overtaken.
         kv_len: [B] int32, ``position + 1``, where it is at hand: separate ops need it.
-        q_norm, k_norm: [D], q's dtype: the weights of :func:`rms_norm` over D in Llama's form; both or neither.
-        eps: of the norms.
+        q_norm, k_norm, eps, offset, casting, one_half, pairs: as in :func:`rope_and_cache`.
+        window_size: how many keys are seen, the last ones, the new token's own included; None for all.
+        sinks: [Hq], a score that each head's softmax counts besides those of the keys, as gpt-oss's; or None.
 
     Returns:
-        [B, Hq, 1, D] in q's dtype. Not differentiable. One launch and a merge for fp16 and bf16, if D is 32, 64 or 128
-        and all of it is rotated, the cache has room for 2048 tokens at most, and B * Hkv times its capacity in tiles of
+        [B, Hq, 1, D] in q's dtype. Not differentiable. One launch and a merge for fp16 and bf16, if D is 32, 64 or 128,
+        pairs is not "to halves", cache or window have room for 2048 tokens at most, and B * Hkv times that in tiles of
         128 tokens is at most 264; else as separate ops.
 
     Raises:
-        ValueError: shapes do not fit together, kv_len is no [B] int32, or one norm is given without the other.
+        ValueError: shapes do not fit together, kv_len is no [B] int32, one norm is given without the other, window_size
+            is less than 1, or casting or pairs is none of those allowed.
         TypeError: dtypes differ.
     """
 

@@ -266,7 +266,13 @@ def bmm(
 
 
 @dispatch("linear")
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    settled: bool = False,
+) -> Tensor:
     """``x @ weight.T + bias``: a GEMV kernel for few rows (decoding), a GEMM for many, behind one name.
 
     Args:
@@ -275,6 +281,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: tor
         bias: [N] or None, x's dtype.
         out_dtype: the result's, which all is computed in; None for x's. torch.float32 as of a router's logits: a
             single row is not rounded then, where copies of x and weight in that dtype are made for more rows.
+        settled: whether weight was written before the launches in front of this one began, as a model's weights were
+            before a step: in a CUDA graph it is read then, for a single row, before these launches end.
 
     Returns:
         [..., N] in out_dtype. Differentiable in x, weight and bias.

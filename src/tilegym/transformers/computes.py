@@ -290,7 +290,8 @@ def _rotates_by_length(module: nn.Module) -> bool:
 def _decode_steps_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
     from tilegym.transformers import decode_layer
 
-    forward, cls = decode_layer.decode_forward(backend), family.class_of("DecoderLayer")
+    pairs = "kept" if ROPE in family.computes and _rope_form(family) == "pairs" else ""
+    forward, cls = decode_layer.decode_forward(backend, pairs), family.class_of("DecoderLayer")
     rotary = getattr(model.base_model, "rotary_emb", None)
     tried: dict[tuple[type, type], str] = {}
 

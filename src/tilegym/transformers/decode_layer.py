@@ -1,15 +1,18 @@
-"""A decoder layer's decoding step in few launches, for layers in the layout of Llama's, six or seven, of Gemma 3's,
-which have norms behind attention and MLP, of Qwen3.5's, whose attention is gated or linear, and of DeepSeek's; where
-its MLP are experts, those of the attention, a norm, the router and the experts, who add the residual.
+"""A decoder layer's decoding step in few launches, for layers in the layout of Llama's, six or seven, of Gemma 3's and
+GLM-4's, which have norms behind attention and MLP, of OLMo's, which have no others, of Qwen3.5's, whose attention is
+gated or linear, and of DeepSeek's; where its MLP are experts, those of the attention, a norm, the router and the
+experts, who add the residual.
 
 The parts of a layer are patched one by one elsewhere; with a token at a time what is left is launches, each over one
-vector. Here norms run in the launch that reads the weights behind them, activation and residual in the one before.
-Anything else than one new token of one sequence, on a :class:`DecodeCache`, runs the layer as it was.
+vector, or the rows of a few. Here norms of one row run in the launch that reads the weights behind them, activation and
+residual in the one before.
+Anything else than one new token of each of a few sequences, on a :class:`DecodeCache`, runs the layer as it was.
 """
 
 import inspect
 from collections.abc import Callable
 from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +60,9 @@ _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 _JOINT_GATE_UP = ("mlp.gate_up_proj",)
 _INTO_MLP = ("gate_proj", "up_proj", "gate_up_proj")
 _DROPOUTS = ("resid_attn_dropout", "resid_mlp_dropout")
+_NO_NORMS = None, None, 0.0, 0.0, "llama"
 TRIES = 4
+MOST_SEQUENCES = 16  # whose rows the kernels of rms_norm_linear and its siblings take at once
 
 
 def _is_gated(layer: nn.Module) -> bool:
@@ -65,16 +70,34 @@ def _is_gated(layer: nn.Module) -> bool:
     return hasattr(layer.mlp, "gate_proj") or hasattr(layer.mlp, "gate_up_proj")
 
 
-def _norms_around(layer: nn.Module) -> tuple[str, ...]:
-    """The names of the norm in front of the MLP, and of those behind attention and MLP, where there are."""
-    if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma's
-        return "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
-    return ("post_attention_layernorm",)
+class _Norms(NamedTuple):
+    """What a layer calls its norms in front of attention and MLP, and those behind them; empty where there is none."""
+
+    first: str
+    second: str
+    behind_attention: str = ""
+    behind_mlp: str = ""
 
 
-def _norm_behind(layer: nn.Module, attention: bool) -> nn.Module | None:
-    names = _norms_around(layer)[1:]
-    return getattr(layer, names[0 if attention else 1]) if names else None
+_NORMS_OF_LLAMA = _Norms("input_layernorm", "post_attention_layernorm")
+_NORMS_BY_NAME = {  # of one that only such a layer has
+    "pre_feedforward_layernorm": _Norms(  # Gemma's
+        "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+    ),
+    "post_self_attn_layernorm": _Norms(  # GLM-4's
+        "input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"
+    ),
+    "post_feedforward_layernorm": _Norms("", "", "post_attention_layernorm", "post_feedforward_layernorm"),  # OLMo's
+}
+
+
+def _norms_around(layer: nn.Module) -> _Norms:
+    return next((norms for name, norms in _NORMS_BY_NAME.items() if hasattr(layer, name)), _NORMS_OF_LLAMA)
+
+
+def _arguments_of(layer: nn.Module, name: str) -> tuple[Tensor | None, float, float, str]:
+    """Weight, eps, offset and casting of a layer's norm; without a name of none."""
+    return layers.arguments_of_norm(getattr(layer, name)) if name else (None, 0.0, 0.0, "llama")
 
 
 def _is_linear(layer: nn.Module) -> bool:
@@ -87,6 +110,11 @@ def _has_latents(layer: nn.Module) -> bool:
 
 def _is_patched(part: nn.Module | None) -> bool:
     return part is not None and isinstance(vars(part).get("forward"), BoundForward)
+
+
+def most_sequences(layer: nn.Module) -> int:
+    """Of how many sequences at most the fused step takes a token each."""
+    return 1 if _is_linear(layer) or _has_latents(layer) else MOST_SEQUENCES
 
 
 def _activation_of(mlp: nn.Module) -> str:
@@ -127,11 +155,12 @@ def _names_of(layer: nn.Module) -> tuple[str, ...]:
     else:
         projections = _JOINT if hasattr(layer.self_attn, "qkv_proj") else _LINEARS
         attention = (*_ATTENTION, *projections, *(_NORMS if hasattr(layer.self_attn, "q_norm") else ()))
-    before, *behind = _norms_around(layer)
+    norms = _norms_around(layer)
+    behind = norms.behind_attention, norms.behind_mlp
     if not _is_gated(layer):
-        return ("input_layernorm", *attention, *behind)
+        return tuple(filter(None, (norms.first, *attention, *behind)))
     gate_up = _JOINT_GATE_UP if hasattr(layer.mlp, "gate_up_proj") else _GATE_UP
-    return ("input_layernorm", *attention, *behind, *_MLP, before, *gate_up)
+    return tuple(filter(None, (norms.first, *attention, *behind, *_MLP, norms.second, *gate_up)))
 
 
 def misfit(layer: nn.Module) -> str:
@@ -153,7 +182,7 @@ def misfit(layer: nn.Module) -> str:
             return "its MLP has biases"
         if not _activation_of(mlp):
             return "its MLP has another patch"
-    elif len(_norms_around(layer)) > 1:
+    elif _norms_around(layer).behind_mlp:
         return "it has a norm behind its experts"
     if any(part.training and part.p for name in _DROPOUTS if (part := getattr(layer, name, None)) is not None):
         return "it drops out what its parts give"
@@ -183,7 +212,7 @@ def _norms_of(attention: nn.Module) -> tuple[Tensor, Tensor, float, float, str] 
 
 
 def _projected(layer: nn.Module, hidden: Tensor, backend: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k and v [1, 1, H, D] of the layer's norm, and the gate of Qwen3.5's attention, as q is."""
+    """q, k and v [B, 1, H, D] of the layer's norm, and the gate of Qwen3.5's attention, as q is."""
     attention, biases = layer.self_attn, None
     if hasattr(attention, "qkv_proj"):
         joint, width = attention.qkv_proj.weight, attention.o_proj.weight.shape[1]
@@ -193,85 +222,102 @@ def _projected(layer: nn.Module, hidden: Tensor, backend: str | None) -> tuple[T
         parts = attention.q_proj, attention.k_proj, attention.v_proj
         weights = [p.weight for p in parts]
         biases = None if attention.q_proj.bias is None else [p.bias for p in parts]
-    norm, eps, *form = layers.arguments_of_norm(layer.input_layernorm)
+    norm, eps, *form = _arguments_of(layer, _norms_around(layer).first)
     q, k, v = rms_norm_linear(hidden, norm, eps, weights, biases, *form, backend=backend)
     dim, gate = attention.head_dim, None
     if q.shape[-1] == 2 * attention.o_proj.weight.shape[1]:
-        q, gate = q.view(1, 1, -1, 2 * dim).chunk(2, -1)
-    return *(t.view(1, 1, -1, dim) if t.dim() == 3 else t for t in (q, k, v)), gate
+        q, gate = q.view(len(q), 1, -1, 2 * dim).chunk(2, -1)
+    return *(t.view(len(t), 1, -1, dim) if t.dim() == 3 else t for t in (q, k, v)), gate
 
 
 def attend(
-    layer: nn.Module, hidden: Tensor, mask: CausalMask, cache: DecodeCache, embeddings: Any, backend: str | None
+    layer: nn.Module,
+    hidden: Tensor,
+    mask: CausalMask,
+    cache: DecodeCache,
+    embeddings: Any,
+    backend: str | None,
+    pairs: str,
 ) -> Tensor:
-    """``hidden`` and the layer's attention to what the cache holds, of the new token too."""
+    """``hidden`` and the layer's attention to what the cache holds, of the new token too; ``pairs`` as in
+    :func:`rope_and_cache`."""
     attention, sinks = layer.self_attn, getattr(layer.self_attn, "sinks", None)
     kept, (cos, sin) = cache.layers[attention.layer_idx], embeddings
     q, k, v, gate = _projected(layer, hidden, backend)
-    norms = _norms_of(attention) if hasattr(attention, "q_norm") else ()
-    if norms is None:
-        q, k, norms = attention.q_norm(q), attention.k_norm(k), ()
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, 1, D]
+    norms = _norms_of(attention) if hasattr(attention, "q_norm") else _NO_NORMS
+    if norms is None:  # of another kind each, or of all heads together, as OLMo's
+        both = (q, attention.q_norm), (k, attention.k_norm)
+        q, k = (norm(t.view(len(t), 1, -1, norm.weight.shape[0])).view(t.shape) for t, norm in both)
+        norms = _NO_NORMS
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, 1, D]
     into = q, k, v, cos, sin, kept.keys, kept.values, cache.length
-    plain = mask.window is None and mask.keys is None and sinks is None
-    if plain and (not norms or norms[3:] == (0.0, "llama")):
+    one_half = sinks is not None and 2 * cos.shape[-1] == attention.head_dim  # as gpt-oss's
+    if mask.keys is None:
         # Between the steps are launches of PyTorch's, which nothing behind them overtakes.
-        out = rope_fmha_decode(*into, attention.scaling, True, mask.kv_len, *norms[:3], backend=backend)
+        out = rope_fmha_decode(
+            *into, attention.scaling, True, mask.kv_len, *norms, one_half, pairs, mask.window, sinks, backend=backend
+        )
     else:
-        one_half = sinks is not None and 2 * cos.shape[-1] == attention.head_dim  # as gpt-oss's
-        q = rope_and_cache(*into, one_half, "", *norms, backend=backend)
+        q = rope_and_cache(*into, one_half, pairs, *norms, backend=backend)
         out = fmha_decode(
             q, kept.keys, kept.values, attention.scaling, None, mask.kv_len, mask.window, None, sinks, mask.keys,
             backend=backend,
         )  # fmt: skip
     if gate is not None:
         out = sigmoid_mul(out.view(gate.shape), gate, backend=backend)
-    return _into(hidden, out.view(1, 1, -1), attention.o_proj, _norm_behind(layer, True), backend)
+    out = out.view(len(out), 1, -1)
+    return _into(layer, hidden, out, attention.o_proj, _norms_around(layer).behind_attention, backend)
 
 
-def _into(residual: Tensor, x: Tensor, project: nn.Module, norm: nn.Module | None, backend: str | None) -> Tensor:
-    """``residual`` and what ``project`` makes of x, behind a ``norm`` or not."""
-    if norm is None:
-        return linear_add(x, project.weight, residual, project.bias, backend=backend)
-    weight, eps, *form = layers.arguments_of_norm(norm)
-    out = linear(x, project.weight, project.bias, backend=backend)
+def _into(
+    layer: nn.Module, residual: Tensor, x: Tensor, project: nn.Module, behind: str, backend: str | None
+) -> Tensor:
+    """``residual`` and what ``project`` makes of x, by the layer's norm ``behind`` or, as in Granite, by its factor."""
+    if not behind:
+        scale = getattr(layer, "residual_multiplier", 1.0)
+        return linear_add(x, project.weight, residual, project.bias, scale, backend=backend)
+    weight, eps, *form = _arguments_of(layer, behind)
+    out = linear(x, project.weight, project.bias, None, True, backend=backend)
     return rms_norm_add(out, weight, eps, residual, *form, backend=backend)
 
 
 def feed_forward(layer: nn.Module, hidden: Tensor, backend: str | None) -> Tensor:
     """``hidden`` and the layer's MLP, or experts, behind its norm."""
-    mlp, norm = layer.mlp, getattr(layer, _norms_around(layer)[0])
+    mlp, norms = layer.mlp, _norms_around(layer)
     if _is_gated(layer):
-        return _gated(mlp, norm, hidden, _norm_behind(layer, False), backend)
-    if not _are_parts_known(layer):
+        return _gated(layer, mlp, hidden, norms.behind_mlp, backend)
+    norm = getattr(layer, norms.second)
+    if len(hidden) > 1 or not _are_parts_known(layer):
         out = mlp(norm(hidden))
         return hidden + (out[0] if isinstance(out, tuple) else out)  # some return what the router found, too
     normed = norm(hidden).view(1, -1)
     _, weights, ids = (mlp.gate if hasattr(mlp, "gate") else mlp.router)(normed)
     if hasattr(mlp, "shared_experts"):
-        hidden = _gated(mlp.shared_experts, norm, hidden, None, backend)
+        hidden = _gated(layer, mlp.shared_experts, hidden, "", backend)
     out = experts_forward(mlp.experts, normed, ids, weights, shared_output=hidden.view(1, -1), backend=backend)
     return out.view_as(hidden)
 
 
-def _gated(mlp: nn.Module, norm: nn.Module, hidden: Tensor, behind: nn.Module | None, backend: str | None) -> Tensor:
+def _gated(layer: nn.Module, mlp: nn.Module, hidden: Tensor, behind: str, backend: str | None) -> Tensor:
     joint = getattr(mlp, "gate_up_proj", None)
     gate, up = (mlp.gate_proj.weight, mlp.up_proj.weight) if joint is None else joint.weight.chunk(2)
-    weight, eps, *form = layers.arguments_of_norm(norm)
+    weight, eps, *form = _arguments_of(layer, _norms_around(layer).second)
     inner = rms_norm_swiglu(hidden, weight, eps, gate, up, *form, _activation_of(mlp), backend=backend)
-    return _into(hidden, inner, mlp.down_proj, behind, backend)
+    return _into(layer, hidden, inner, mlp.down_proj, behind, backend)
 
 
 @reproducible
-def decode_forward(backend: str | None) -> Callable:
-    """Forward for a decoder layer whose parts are patched, as :func:`misfit` has checked."""
+def decode_forward(backend: str | None, pairs: str = "") -> Callable:
+    """Forward for a decoder layer whose parts are patched, as :func:`misfit` has checked; ``pairs``: what its rotation
+    turns by an angle, as in :func:`rope_and_cache`, where it is no latent attention's."""
 
     def step(layer: nn.Module, hidden: Tensor, mask: CausalMask | None, cache: DecodeCache, embeddings: Any) -> Tensor:
         if _is_linear(layer):
             hidden = attend_linear(layer, hidden, cache, backend)
+        elif _has_latents(layer):
+            hidden = attend_latents(layer, hidden, mask, cache, embeddings, backend)
         else:
-            attends = attend_latents if _has_latents(layer) else attend
-            hidden = attends(layer, hidden, mask, cache, embeddings, backend)
+            hidden = attend(layer, hidden, mask, cache, embeddings, backend, pairs)
         return feed_forward(layer, hidden, backend)
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
@@ -280,7 +326,8 @@ def decode_forward(backend: str | None) -> Callable:
             cache.__class__ is DecodeCache
             and cache.started
             and not args
-            and hidden_states.numel() == hidden_states.shape[-1]
+            and hidden_states.shape[1] == 1
+            and len(hidden_states) <= most_sequences(self)
             and not torch.is_grad_enabled()
             and not misfit(self)
             and (mask is None and has_states(self, cache) if _is_linear(self) else mask.__class__ is CausalMask)
@@ -300,33 +347,38 @@ def computes_the_same(layer: nn.Module, rotary: nn.Module, forward: Callable) ->
     modes = [(module, module.training) for module in layer.modules()]
     try:
         layer.eval()
-        return any(_same_behind(seed, layer, rotary, forward) for seed in range(1 if _is_gated(layer) else TRIES))
+        tries = range(1 if _is_gated(layer) else TRIES)
+        counts = {1, min(3, most_sequences(layer))}
+        return all(any(_same_behind(seed, count, layer, rotary, forward) for seed in tries) for count in counts)
     finally:
         for module, training in modes:
             module.training = training
 
 
-def _same_behind(seed: int, layer: nn.Module, rotary: nn.Module, forward: Callable) -> bool:
-    weight = layer.input_layernorm.weight
-    numbers = torch.randn(1, 10, weight.shape[0], generator=torch.Generator().manual_seed(seed))
+def _same_behind(seed: int, sequences: int, layer: nn.Module, rotary: nn.Module, forward: Callable) -> bool:
+    weight = layer.post_attention_layernorm.weight
+    numbers = torch.randn(sequences, 10, weight.shape[0], generator=torch.Generator().manual_seed(seed))
     hidden = numbers.to(weight.device, weight.dtype)
     linear_attention = _is_linear(layer)
     index = (layer.linear_attn if linear_attention else layer.self_attn).layer_idx
     kinds = (*([""] * index), RECURRENT if linear_attention else "", "")
     by_type = "layer_type" in inspect.signature(type(rotary).forward).parameters  # as Gemma's
-    types = (layer.self_attn.layer_type,) if by_type else ()
-    embeddings = rotary_of(rotary, hidden, torch.arange(10, device=weight.device)[None], types)
+    types = (layer.self_attn.config.layer_types[index],) if by_type else ()
+    positions = torch.arange(10, device=weight.device) + torch.arange(sequences, device=weight.device)[:, None]
+    embeddings = rotary_of(rotary, hidden, positions, types)
     alone = isinstance(embeddings, Tensor)  # complex numbers, as DeepSeek-V2's
 
     def run(forward: Callable, cache: DecodeCache, tokens: slice) -> Tensor:
         count = tokens.stop - tokens.start
         cache.set_length(tokens.start)
         cache.positions_of(cache.layers[0], count)
-        filled = torch.full((1,), tokens.stop, dtype=torch.int32, device=weight.device)
+        filled = torch.full((sequences,), tokens.stop, dtype=torch.int32, device=weight.device)
         return forward(
             layer,
             hidden[:, tokens],
-            attention_mask=None if linear_attention else CausalMask((1, 1, count, cache.capacity), None, filled, None),
+            attention_mask=None
+            if linear_attention
+            else CausalMask((sequences, 1, count, cache.capacity), None, filled, None),
             past_key_values=cache,
             use_cache=True,
             position_embeddings=embeddings[:, tokens] if alone else tuple(t[:, tokens] for t in embeddings),
@@ -334,7 +386,7 @@ def _same_behind(seed: int, layer: nn.Module, rotary: nn.Module, forward: Callab
 
     results = []
     for step in (type(layer).forward, forward):
-        cache = DecodeCache(len(kinds), 16, weight.device, kinds)
+        cache = DecodeCache(len(kinds), 16, weight.device, kinds, sequences)
         run(type(layer).forward, cache, slice(0, 9))
         results.append(run(step, cache, slice(9, 10)))
     expected, got = results

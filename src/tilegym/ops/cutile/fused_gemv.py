@@ -18,6 +18,10 @@ from tilegym.ops.cutile import stream_gemv
 from tilegym.ops.cutile.early_weights import NOTHING
 from tilegym.ops.cutile.early_weights import begin_early
 from tilegym.ops.cutile.early_weights import early_columns
+from tilegym.ops.cutile.few_rows import MAX_ROWS
+from tilegym.ops.cutile.few_rows import launch_few_rows
+from tilegym.ops.cutile.few_rows_norm import few_rows_gated
+from tilegym.ops.cutile.few_rows_norm import few_rows_several
 from tilegym.ops.cutile.linear import DTYPES
 from tilegym.ops.cutile.linear import launch_gemv
 from tilegym.ops.cutile.linear import total
@@ -55,7 +59,9 @@ def _rstd(x, eps, K: Int, TILE_K: Int):
 
 
 def _normed(x, norm, k, rstd, OFFSET: Float, ROUND: Bool, TILE_K: Int):
-    """A tile of the normalised row, as rms_norm rounds it, in fp32."""
+    """A tile of the normalised row, as rms_norm rounds it, in fp32; of x as it is if ``rstd`` is None."""
+    if rstd is None:
+        return weight_tile(x, 0, k, 1, TILE_K)
     w = ct.load(norm, (k,), (TILE_K,), padding_mode=ct.PaddingMode.ZERO).reshape((1, TILE_K))
     y = scaled(weight_tile(x, 0, k, 1, TILE_K) * rstd, w, None, x.dtype, OFFSET, ROUND)
     return y.astype(x.dtype).astype(ct.float32)
@@ -73,13 +79,14 @@ def _norm_gemv(
 @ct.kernel
 def norm_gemv_kernel(
     x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, eps, nothing, w4, b4, y4, third, EARLY: Int, COLS: Int,
-    FOUR: Bool, OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
+    FOUR: Bool, NORMED: Bool, OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
 ):  # fmt: skip
-    # x [1, K], norm [K]; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i], with blocks up to ``first`` for the first one,
-    # up to ``second`` for the second, and the others for the third, if FOUR up to ``third``; else w4, b4, y4 are 0.
+    # x [1, K], norm [K] if NORMED, else 0; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i], with blocks up to ``first``
+    # for the first one, up to ``second`` for the second, and the others for the third, if FOUR up to ``third``; else
+    # w4, b4, y4 are 0.
     n = ct.bid(0)
     begin_early((w1,), n, y1, nothing, TILE_N, min(EARLY, first), COLS, OVERLAP)
-    rstd = _rstd(x, eps, K, TILE_K)
+    rstd = _rstd(x, eps, K, TILE_K) if NORMED else None
     if n < first:
         _norm_gemv(x, norm, rstd, w1, b1, y1, n, OFFSET, ROUND, BIAS, K, TILE_N, TILE_K)
     elif n < second:
@@ -95,13 +102,13 @@ def norm_gemv_kernel(
 
 @ct.kernel
 def norm_swiglu_kernel(
-    x, norm, gate, up, out, eps, nothing, OFFSET: Float, ROUND: Bool, ACTIVATION: Int, K: Int, TILE_N: Int, TILE_K: Int,
-    EARLY: Int, COLS: Int, OVERLAP: Bool,
+    x, norm, gate, up, out, eps, nothing, NORMED: Bool, OFFSET: Float, ROUND: Bool, ACTIVATION: Int, K: Int,
+    TILE_N: Int, TILE_K: Int, EARLY: Int, COLS: Int, OVERLAP: Bool,
 ):  # fmt: skip
-    # x [1, K], norm [K], gate and up [N, K], out [1, N]
+    # x [1, K], norm [K] if NORMED, else 0, gate and up [N, K], out [1, N]
     n = ct.bid(0)
     begin_early((gate, up), n, out, nothing, TILE_N, EARLY, COLS, OVERLAP)
-    rstd = _rstd(x, eps, K, TILE_K)
+    rstd = _rstd(x, eps, K, TILE_K) if NORMED else None
     gates = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     ups = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     for k in range(ct.cdiv(K, TILE_K)):
@@ -136,7 +143,7 @@ def _fake_linears(x, norm_weight, eps, weights, biases, offset, rounded):
 @compilable(_fake_linears)
 def norm_gemv(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor],
@@ -149,9 +156,9 @@ def norm_gemv(
     four, absent = len(weights) == 4, 3 - len(weights)
     rows = [y.view(1, y.shape[-1]) for y in outs]
     arrays = [ts[:3] + ts[-1:] * absent for ts in (list(weights), list(biases) or [0] * len(weights), rows)]
-    arrays = (x.view(1, k), norm_weight, *arrays[0], *arrays[1], *arrays[2])
+    arrays = (x.view(1, k), 0 if norm_weight is None else norm_weight, *arrays[0], *arrays[1], *arrays[2])
     fourth = (weights[3], biases[3] if biases else 0, rows[3]) if four else (0, 0, 0)
-    form = (four, offset, rounded, len(biases) > 0, k)
+    form = (four, norm_weight is not None, offset, rounded, len(biases) > 0, k)
     streamed = stream_gemv.norm_plan(weights)
     if streamed is not None:
         kernel, blocks, (first, second, third, end), tiles = streamed
@@ -172,7 +179,7 @@ def _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded, activation):
 @compilable(_fake_swiglu)
 def norm_swiglu(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     gate: torch.Tensor,
     up: torch.Tensor,
@@ -183,26 +190,35 @@ def norm_swiglu(
     """x [..., K] with one row; [..., N]."""
     out = _fake_swiglu(x, norm_weight, eps, gate, up, offset, rounded, activation)
     n, k = gate.shape
-    form = (offset, rounded, PLACES[activation], k)
+    norm = 0 if norm_weight is None else norm_weight
+    form = (norm_weight is not None, offset, rounded, PLACES[activation], k)
     streamed = stream_gemv.plan(gate)
     if streamed is not None:
         kernel, blocks, tiles = streamed
-        args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, *form, *tiles)
+        args = (x.view(1, k), norm, gate, up, out.view(1, n), eps, *form, *tiles)
         launch(x, (blocks,), kernel, args, tiles[-1])
         return out
     kernel, tile_n, tile_k, early, cols, overlap = plan(norm_swiglu_kernel, k, x.dtype.itemsize * 8, x.get_device())
     tiles = (tile_n, tile_k, early, early_columns(gate, tile_n, cols), overlap)
-    args = (x.view(1, k), norm_weight, gate, up, out.view(1, n), eps, NOTHING, *form, *tiles)
+    args = (x.view(1, k), norm, gate, up, out.view(1, n), eps, NOTHING, *form, *tiles)
     launch(x, (-(-n // tile_n),), kernel, args, overlap)
     return out
 
 
-@compilable(lambda x, weight, residual, bias: residual.new_empty(residual.shape))
-def gemv_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., K] with one row, residual [..., N]; [..., N]."""
+@compilable(lambda x, weight, residual, bias, scale: residual.new_empty(residual.shape))
+def gemv_add(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """x [..., K] with up to 16 rows, residual [..., N]; [..., N]."""
     out = residual.new_empty(residual.shape)
     n, k = weight.shape
-    launch_gemv(x.view(1, k), weight, bias, residual.view(1, n), out.view(1, n), True)
+    rows = x.view(-1, k)
+    m = rows.shape[0]
+    arrays = rows, weight, bias, residual.view(m, n), out.view(m, n)
+    if m == 1:
+        launch_gemv(*arrays, True, scale)
+    else:
+        launch_few_rows(*arrays, scale)
     return out
 
 
@@ -224,20 +240,26 @@ def add_residual(y: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _is_one_row(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether the kernels serve it: one row, everything contiguous, no gradients."""
-    return (
-        x.numel() == x.shape[-1] > 0
+def _rows_served(x: torch.Tensor, *others: torch.Tensor | None) -> int:
+    """How many rows x has, if the kernels serve it: up to 16, everything contiguous, no gradients; else 0."""
+    k = x.shape[-1]
+    served = (
+        0 < x.numel() <= MAX_ROWS * k
         and x.is_contiguous()
         and all(t is None or (t.is_contiguous() and t.numel()) for t in others)
         and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)))
     )
+    return x.numel() // k if served else 0
+
+
+def _is_of_dtype(norm_weight: torch.Tensor | None, x: torch.Tensor) -> bool:
+    return norm_weight is None or norm_weight.dtype is x.dtype
 
 
 @register_impl("rms_norm_linear", "cutile")
 def rms_norm_linear(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor] | None = None,
@@ -248,18 +270,24 @@ def rms_norm_linear(
     biases_ = biases or [None] * len(weights)
     for weight, bias in zip(weights, biases_, strict=True):
         check_operands(x, weight, bias)
-    check_rms_norm(x, norm_weight.shape, norm_weight, None, None, casting)
+    if norm_weight is not None:
+        check_rms_norm(x, norm_weight.shape, norm_weight, None, None, casting)
     check_supported(x, DTYPES)
-    if norm_weight.dtype is x.dtype and _is_one_row(x, norm_weight, *weights, *biases_):
+    rows = _rows_served(x, norm_weight, *weights, *biases_)
+    if rows == 1 and _is_of_dtype(norm_weight, x):
         return norm_gemv(x, norm_weight, eps, weights, biases or [], offset, casting == "llama")
-    y = ops.rms_norm(x, norm_weight.shape, norm_weight, eps, None, None, offset, casting, backend="cutile")
+    y = x
+    if norm_weight is not None:
+        y = ops.rms_norm(x, norm_weight.shape, norm_weight, eps, None, None, offset, casting, backend="cutile")
+    if rows > 1:
+        return few_rows_several(y, weights, biases or [])
     return [ops.linear(y, w, b, backend="cutile") for w, b in zip(weights, biases_, strict=True)]
 
 
 @register_impl("rms_norm_swiglu", "cutile")
 def rms_norm_swiglu(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
@@ -268,13 +296,19 @@ def rms_norm_swiglu(
     activation: str = "silu",
 ) -> torch.Tensor:
     check_activation(activation)
-    one_row = norm_weight.dtype is x.dtype and _is_one_row(x, norm_weight, gate_weight, up_weight)
-    if one_row and gate_weight.shape == up_weight.shape:
+    rows = _rows_served(x, norm_weight, gate_weight, up_weight)
+    if rows and gate_weight.shape == up_weight.shape and (rows > 1 or _is_of_dtype(norm_weight, x)):
         check_operands(x, gate_weight, None)
         check_operands(x, up_weight, None)
-        check_rms_norm(x, norm_weight.shape, norm_weight, None, None, casting)
+        if norm_weight is not None:
+            check_rms_norm(x, norm_weight.shape, norm_weight, None, None, casting)
         check_supported(x, DTYPES)
-        return norm_swiglu(x, norm_weight, eps, gate_weight, up_weight, offset, casting == "llama", activation)
+        if rows == 1:
+            return norm_swiglu(x, norm_weight, eps, gate_weight, up_weight, offset, casting == "llama", activation)
+        y = x
+        if norm_weight is not None:
+            y = ops.rms_norm(x, norm_weight.shape, norm_weight, eps, None, None, offset, casting, backend="cutile")
+        return few_rows_gated(y, gate_weight, up_weight, PLACES[activation])
     gate, up = rms_norm_linear(x, norm_weight, eps, [gate_weight, up_weight], None, offset, casting)
     if activation == "silu":
         return ops.swiglu(gate, up, backend="cutile")
@@ -283,14 +317,20 @@ def rms_norm_swiglu(
 
 @register_impl("linear_add", "cutile")
 def linear_add(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     check_operands(x, weight, bias)
     check_residual(x, weight, residual)
     check_supported(x, DTYPES)
-    if _is_one_row(x, weight, residual, bias):
-        return gemv_add(x, weight, residual, bias)
+    if _rows_served(x, weight, residual, bias):
+        return gemv_add(x, weight, residual, bias, float(scale))
     y = ops.linear(x, weight, bias, backend="cutile")
+    if scale != 1.0:
+        y = y * scale
     if torch.is_grad_enabled() and (y.requires_grad or residual.requires_grad):
         return residual + y
     return add_residual(y, residual)

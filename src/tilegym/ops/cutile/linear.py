@@ -22,12 +22,15 @@ from tilegym.ops.cutile.early_weights import row_at_once
 from tilegym.ops.cutile.early_weights import rows_at_once
 from tilegym.ops.cutile.early_weights import rows_fit
 from tilegym.ops.cutile.early_weights import waits_in_graph
+from tilegym.ops.cutile.few_rows import MAX_ROWS
+from tilegym.ops.cutile.few_rows import launch_few_rows
+from tilegym.ops.cutile.few_rows import onto
 from tilegym.ops.cutile.matmul import check_supported
 from tilegym.ops.cutile.matmul import differentiable as differentiable_matmul
 from tilegym.ops.cutile.matmul import gemm
 from tilegym.ops.cutile.matmul import load_bias
-from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
+from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import let_next_begin
@@ -40,7 +43,6 @@ from tilegym.ops.pytorch.linear import check_operands
 from tilegym.ops.pytorch.linear import in_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_GEMV_ROWS = 16  # what the smallest tile of ct.mma holds
 # Of held_gemv_kernel: rows, columns and columns held, blocks a multiprocessor, and for how many columns at most.
 HELD = (
     (8, 256, 1536, 4, 2**31), (4, 512, 1024, 6, 5120), (4, 512, 3072, 4, 8192), (4, 512, 2048, 4, 2**31)
@@ -67,8 +69,8 @@ def total(acc, bias, n, BIAS: Bool, TILE_N: Int):
 
 @ct.kernel
 def gemv_kernel(
-    x, weight, bias, residual, out, nothing, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int,
-    COLS: Int, OVERLAP: Bool,
+    x, weight, bias, residual, out, nothing, BIAS: Bool, ADD: Bool, SCALE: Float, K: Int, TILE_N: Int, TILE_K: Int,
+    EARLY: Int, COLS: Int, OVERLAP: Bool,
 ):  # fmt: skip
     # x [1, K], weight [N, K], bias [N] if BIAS (else 0), residual [1, N] if ADD, out [1, N]; x and out may have another
     # dimension of 1. One row leaves most of a tensor core idle: the products are added up instead.
@@ -77,9 +79,8 @@ def gemv_kernel(
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     for k in range(ct.cdiv(K, TILE_K)):
         acc = acc + weight_tile(weight, n, k, TILE_N, TILE_K) * row_tile(x, k, TILE_K)
-    y = total(acc, bias, n, BIAS, TILE_N).astype(out.dtype)
-    if ADD:
-        y = (y.astype(ct.float32) + weight_tile(residual, 0, n, 1, TILE_N)).astype(out.dtype)
+    rest = weight_tile(residual, 0, n, 1, TILE_N) if ADD else None
+    y = onto(total(acc, bias, n, BIAS, TILE_N), rest, SCALE, out.dtype)
     if out.ndim == 2:
         ct.store(out, (0, n), y)
     else:
@@ -88,7 +89,8 @@ def gemv_kernel(
 
 @ct.kernel
 def held_gemv_kernel(
-    x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, HOLD: Int, OVERLAP: Bool
+    x, weight, bias, residual, out, BIAS: Bool, ADD: Bool, SCALE: Float, K: Int, TILE_N: Int, TILE_K: Int, HOLD: Int,
+    OVERLAP: Bool,
 ):  # fmt: skip
     """gemv_kernel, for arrays of two dimensions, with the first HOLD columns of a block's rows loaded ahead of the wait
     and kept in registers, which takes no second load; the others by tensor map, as ever."""
@@ -102,16 +104,15 @@ def held_gemv_kernel(
         acc = acc + tiles[k].astype(ct.float32) * row_tile(x, k, TILE_K)
     for k in range(ct.static_eval(HOLD // TILE_K), ct.cdiv(K, TILE_K)):
         acc = acc + weight_tile(weight, n, k, TILE_N, TILE_K) * row_tile(x, k, TILE_K)
-    y = total(acc, bias, n, BIAS, TILE_N).astype(out.dtype)
-    if ADD:
-        y = (y.astype(ct.float32) + weight_tile(residual, 0, n, 1, TILE_N)).astype(out.dtype)
+    rest = weight_tile(residual, 0, n, 1, TILE_N) if ADD else None
+    y = onto(total(acc, bias, n, BIAS, TILE_N), rest, SCALE, out.dtype)
     ct.store(out, (0, n), y)
 
 
 @ct.kernel
 def at_once_gemv_kernel(
-    x, weight, bias, residual, out, nothing, BIAS: Bool, ADD: Bool, K: Int, TILE_N: Int, TILE_K: Int, EARLY: Int,
-    COLS: Int, OVERLAP: Bool,
+    x, weight, bias, residual, out, nothing, BIAS: Bool, ADD: Bool, SCALE: Float, K: Int, TILE_N: Int, TILE_K: Int,
+    EARLY: Int, COLS: Int, OVERLAP: Bool,
 ):  # fmt: skip
     """gemv_kernel, for arrays of two dimensions, with all loads of a block on their way at once.
 
@@ -123,7 +124,7 @@ def at_once_gemv_kernel(
     begin_early((weight,), n, out, nothing, TILE_N, EARLY, COLS, OVERLAP, True)
     tiles = rows_at_once(weight, n, K, TILE_N, TILE_K)
     at = n * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
-    rest = ct.gather(residual, (0, at)).astype(ct.float32) if ADD else 0.0
+    rest = ct.gather(residual, (0, at)).astype(ct.float32) if ADD else None
     row = row_at_once(x, K, TILE_K)
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
     for k in ct.static_iter(range(K // TILE_K)):
@@ -131,38 +132,7 @@ def at_once_gemv_kernel(
     y = ct.sum(acc, axis=1)
     if BIAS:
         y = y + ct.gather(bias, at).astype(ct.float32)
-    y = y.astype(out.dtype)
-    if ADD:
-        y = (y.astype(ct.float32) + rest).astype(out.dtype)
-    ct.scatter(out, (0, at), y)
-
-
-@ct.kernel
-def few_rows_kernel(x, weight, bias, out, TILE_M: Int, TILE_N: Int, TILE_K: Int, BIAS: Bool, TF32: Bool):
-    # x [M, K] with M <= TILE_M, weight [N, K], bias [N] if BIAS, out [M, N]; or x [M, 1, K] and out [M, 1, N]. The
-    # weight is the left operand, whose tiles may be tall, and the rows of x, padded with zeros, are the few columns of
-    # the right one.
-    n = ct.bid(0)
-    zero = ct.PaddingMode.ZERO
-    acc = ct.zeros((TILE_N, TILE_M), dtype=ct.float32)
-    for k in range(ct.cdiv(weight.shape[1], TILE_K)):
-        w_tile = ct.load(weight, (n, k), (TILE_N, TILE_K), padding_mode=zero)
-        if x.ndim == 2:
-            x_tile = ct.load(x, (k, 0), (TILE_K, TILE_M), order=(1, 0), padding_mode=zero)
-        else:
-            x_tile = ct.load(x, (k, 0, 0), (TILE_K, 1, TILE_M), order=(2, 1, 0), padding_mode=zero)
-            x_tile = x_tile.reshape((TILE_K, TILE_M))
-        if TF32:
-            acc = ct.mma(w_tile.astype(ct.tfloat32), x_tile.astype(ct.tfloat32), acc)
-        else:
-            acc = ct.mma(w_tile, x_tile, acc)
-    if BIAS:
-        acc = acc + load_bias(bias, n, TILE_N).reshape((TILE_N, 1))
-    acc = acc.astype(out.dtype)
-    if out.ndim == 2:
-        ct.store(out, (n, 0), acc, order=(1, 0))
-    else:
-        ct.store(out, (n, 0, 0), acc.reshape((TILE_N, 1, TILE_M)), order=(2, 1, 0))
+    ct.scatter(out, (0, at), onto(y, rest, SCALE, out.dtype))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -232,8 +202,10 @@ def launch_gemv(
     residual: torch.Tensor | None,
     out: torch.Tensor,
     early: bool = False,
+    scale: float = 1.0,
 ) -> None:
-    """Writes ``x @ weight.T + bias + residual`` to out; x [1, K], weight [N, K], the others [N], [1, N], [1, N].
+    """Writes ``residual + scale * (x @ weight.T + bias)`` to out; x [1, K], weight [N, K], the others [N], [1, N],
+    [1, N].
 
     x and out may be [1, 1, K] and [1, 1, N]. ``early``: they are not, and this launch may mostly overlap that in front.
     """
@@ -243,59 +215,44 @@ def launch_gemv(
     if early and k <= n and rows_fit(weight):
         kernel, tile_n, tile_k, early_blocks, overlap = at_once_plan(x.get_device())
         cols = columns_of(k, tile_n, k) if overlap or not weight.is_cuda else 0
-        flags = (has_bias, adds, k, tile_n, tile_k, early_blocks, cols, overlap)
+        flags = (has_bias, adds, scale, k, tile_n, tile_k, early_blocks, cols, overlap)
         launch(x, (n // tile_n,), kernel, (*arrays, NOTHING, *flags), overlap)
         return
     held = held_plan(n, k, x.get_device()) if early and waits_in_graph(weight) else None
     if held is not None:
         kernel, tile_n, tile_k, hold, overlap = held
-        flags = (has_bias, adds, k, tile_n, tile_k, hold, overlap)
+        flags = (has_bias, adds, scale, k, tile_n, tile_k, hold, overlap)
         launch(x, (n // tile_n,), kernel, (*arrays, *flags), overlap)
         return
     kernel, tile_n, tile_k, early_blocks, cols, overlap = gemv_plan(k, x.dtype.itemsize * 8, x.get_device())
     cols = early_columns(weight, tile_n, cols) if early else 0
-    flags = (has_bias, adds, k, tile_n, tile_k, early_blocks, cols, overlap)
+    flags = (has_bias, adds, scale, k, tile_n, tile_k, early_blocks, cols, overlap)
     launch(x, (-(-n // tile_n),), kernel, (*arrays, NOTHING, *flags), overlap)
-
-
-@functools.lru_cache(maxsize=1024)
-def choose_tile(n: int, k: int, bits: int, device_index: int) -> tuple[int, int, int]:
-    """The tile of the weight for ``few_rows_kernel``, and the occupancy, as measured on an H200 with bf16.
-
-    In GB/s, cuBLAS in brackets: 14336x4096 2992 (2861), 6144x4096 2366 (2222), 128256x4096 4269 (4083), for up to 16
-    rows alike. Smaller tiles have too little memory traffic under way, and larger ones spill, unless a block has a
-    multiprocessor for itself, as where there are few: 16 rows of 2560x10240 take 18.9 us so (with half as wide a tile
-    22.4; cuBLAS 20.6), of 4096x14336 32.4 (34.5; 34.5), of 2048x4096 10.6 (11.8; 11.8), of 6144x4096 the same.
-    """
-    if device_index < 0:
-        return 32, 64, 2
-    blocks, processors = ct.cdiv(n, 64), sm_count(device_index)
-    alone = 2 * blocks <= processors
-    width = 4096 if alone or blocks > processors else 2048
-    return 64, min(width // bits, max(32, next_power_of_2(k))), 1 if alone else 2
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _fake(x, weight, bias):
+def _fake(x, weight, bias, settled=False):
     *rows, _ = x.shape
     return x.new_empty(*rows, weight.shape[0])
 
 
 @compilable(_fake)
-def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settled: bool = False
+) -> torch.Tensor:
     n, k = weight.shape
     out = _fake(x, weight, bias)
     if x.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     # One token of each sequence, as in decoding, comes in three dimensions, and a view takes the host a while.
-    of_tokens = x.dim() == 3 and x.shape[1] == 1 and x.shape[0] <= MAX_GEMV_ROWS
+    of_tokens = x.dim() == 3 and x.shape[1] == 1 and x.shape[0] <= MAX_ROWS
     rows = x if x.dim() == 2 or of_tokens else x.reshape(-1, k)
     m = rows.shape[0]
     y = out if rows is x else out.view(m, n)
-    if m > MAX_GEMV_ROWS:
+    if m > MAX_ROWS:
         if fits_better(m, n, x.dtype, x.get_device()) and rows.stride(1) == weight.stride(1) == 1:
             launch_wide(rows, weight, bias if bias is None else bias.contiguous(), y)
             return out
@@ -304,14 +261,13 @@ def linear_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     if weight.stride(1) != 1:
-        weight = weight.contiguous()
+        weight, settled = weight.contiguous(), False
     if m == 1:
-        launch_gemv(rows, weight, bias, None, y)
+        if settled:  # its kernels take two dimensions
+            rows, y = rows.view(1, k), y.view(1, n)
+        launch_gemv(rows, weight, bias, None, y, settled)
         return out
-    has_bias = bias is not None
-    tile_n, tile_k, occupancy = choose_tile(n, k, x.dtype.itemsize * 8, x.get_device())
-    args = (rows, weight, bias if has_bias else 0, y, MAX_GEMV_ROWS, tile_n, tile_k, has_bias, uses_tf32(x.dtype))
-    launch(out, (-(-n // tile_n),), hinted(few_rows_kernel, occupancy=occupancy), args)
+    launch_few_rows(rows, weight, bias, None, y)
     return out
 
 
@@ -355,6 +311,7 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    settled: bool = False,
 ) -> torch.Tensor:
     check_operands(x, weight, bias, out_dtype)
     check_supported(x, DTYPES)
@@ -367,4 +324,4 @@ def linear(
         return ops.linear(*in_dtype(out_dtype, x, weight, bias), backend="cutile")
     if gradients:
         return Linear.apply(x, weight, bias)
-    return linear_forward(x, weight, bias)
+    return linear_forward(x, weight, bias, settled)

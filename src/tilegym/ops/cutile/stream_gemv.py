@@ -33,8 +33,11 @@ BLOCKS = 3  # of a multiprocessor: with four, two turns ahead do not fit into th
 
 
 def normed_row(x, norms, eps, OFFSET: Float, ROUND: Bool, K: Int, TILE_K: Int):
-    """In a kernel: the row x [1, K], normalised as rms_norm does it, as tiles [1, TILE_K]; norms: the weight's."""
+    """In a kernel: the row x [1, K], normalised as rms_norm does it, as tiles [1, TILE_K]; norms: the weight's, or None
+    for x as it is."""
     row = row_at_once(x, K, TILE_K)
+    if norms is None:
+        return row
     squares = ct.zeros((1, TILE_K), dtype=ct.float32)
     for k in ct.static_iter(range((K + TILE_K - 1) // TILE_K)):
         squares = squares + row[k].astype(ct.float32) * row[k].astype(ct.float32)
@@ -79,11 +82,12 @@ def gated_rows(weights, ys, out, n, ACTIVATION: Int, K: Int, TILE_N: Int, TILE_K
 
 @ct.kernel
 def stream_swiglu_kernel(
-    x, norm, gate, up, out, eps, OFFSET: Float, ROUND: Bool, ACTIVATION: Int, K: Int, TILE_N: Int, TILE_K: Int,
-    AHEAD: Int, OVERLAP: Bool,
+    x, norm, gate, up, out, eps, NORMED: Bool, OFFSET: Float, ROUND: Bool, ACTIVATION: Int, K: Int, TILE_N: Int,
+    TILE_K: Int, AHEAD: Int, OVERLAP: Bool,
 ):  # fmt: skip
-    # x [1, K], norm [K], gate and up [N, K], out [1, N]; N is a multiple of TILE_N, K of TILE_K. AHEAD: turns whose
-    # weights are on their way, one or two; 0: each block has one. What is behind a block's last turn is that once more.
+    # x [1, K], norm [K] if NORMED, else 0, gate and up [N, K], out [1, N]; N is a multiple of TILE_N, K of TILE_K.
+    # AHEAD: turns whose weights are on their way, one or two; 0: each block has one. What is behind a block's last turn
+    # is that once more.
     let_next_begin(OVERLAP)
     first, blocks = ct.bid(0), ct.num_blocks(0)
     end = gate.shape[0] // TILE_N
@@ -91,7 +95,7 @@ def stream_swiglu_kernel(
     one = both_at_once(gate, up, first, K, TILE_N, TILE_K)
     if AHEAD == 2:
         two = both_at_once(gate, up, min(first + blocks, last), K, TILE_N, TILE_K)
-    norms = row_at_once(norm, K, TILE_K)
+    norms = row_at_once(norm, K, TILE_K) if NORMED else None
     if OVERLAP:
         ct.grid_dependency_control_wait()
     ys = normed_row(x, norms, eps, OFFSET, ROUND, K, TILE_K)
@@ -158,11 +162,11 @@ def put_total(acc, bias, out, n, BIAS: Bool, TILE_N: Int):
 @ct.kernel
 def stream_norm_gemv_kernel(
     x, norm, w1, w2, w3, b1, b2, b3, y1, y2, y3, first, second, end, eps, w4, b4, y4, third, FOUR: Bool,
-    OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int, AHEAD: Int, OVERLAP: Bool,
+    NORMED: Bool, OFFSET: Float, ROUND: Bool, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int, AHEAD: Int, OVERLAP: Bool,
 ):  # fmt: skip
-    # x [1, K], norm [K]; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i]; N_i are multiples of TILE_N. Of ``end`` turns
-    # those up to ``first`` are for w1, those up to ``second`` for w2, and if FOUR those from ``third`` on for w4; else
-    # w4, b4 and y4 are 0. AHEAD as above.
+    # x [1, K], norm [K] if NORMED, else 0; w_i [N_i, K], b_i [N_i] if BIAS, y_i [1, N_i]; N_i are multiples of TILE_N.
+    # Of ``end`` turns those up to ``first`` are for w1, those up to ``second`` for w2, and if FOUR those from ``third``
+    # on for w4; else w4, b4 and y4 are 0. AHEAD as above.
     let_next_begin(OVERLAP)
     begin, blocks = ct.bid(0), ct.num_blocks(0)
     last = end - 1 - (end - 1 - begin) % blocks
@@ -171,7 +175,7 @@ def stream_norm_gemv_kernel(
     one = one_of(weights, begin, ends, FOUR, K, TILE_N, TILE_K)
     if AHEAD == 2:
         two = one_of(weights, min(begin + blocks, last), ends, FOUR, K, TILE_N, TILE_K)
-    norms = row_at_once(norm, K, TILE_K)
+    norms = row_at_once(norm, K, TILE_K) if NORMED else None
     if OVERLAP:
         ct.grid_dependency_control_wait()
     ys = normed_row(x, norms, eps, OFFSET, ROUND, K, TILE_K)

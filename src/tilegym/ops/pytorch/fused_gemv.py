@@ -50,7 +50,7 @@ def check_rms_norm_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Te
 @register_impl("rms_norm_linear", "pytorch")
 def rms_norm_linear(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor] | None = None,
@@ -58,14 +58,16 @@ def rms_norm_linear(
     casting: str = "llama",
 ) -> list[torch.Tensor]:
     check_weights("rms_norm_linear", weights, biases)
-    y = rms_norm(x, norm_weight.shape, norm_weight, eps, None, None, offset, casting)
+    y = x
+    if norm_weight is not None:
+        y = rms_norm(x, norm_weight.shape, norm_weight, eps, None, None, offset, casting)
     return [linear(y, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True)]
 
 
 @register_impl("rms_norm_swiglu", "pytorch")
 def rms_norm_swiglu(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
@@ -80,10 +82,15 @@ def rms_norm_swiglu(
 
 @register_impl("linear_add", "pytorch")
 def linear_add(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     check_residual(x, weight, residual)
-    return residual + linear(x, weight, bias)
+    y = linear(x, weight, bias)
+    return residual + (y if scale == 1.0 else y * scale)
 
 
 @register_impl("rms_norm_add", "pytorch")

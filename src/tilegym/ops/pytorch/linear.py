@@ -12,6 +12,7 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    settled: bool = False,
 ) -> torch.Tensor:
     check_operands(x, weight, bias, out_dtype)
     return F.linear(*in_dtype(out_dtype, x, weight, bias))

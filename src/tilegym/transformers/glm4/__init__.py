@@ -14,4 +14,5 @@ FAMILY = Family(
         "post_mlp_layernorm",
         "norm",
     ),
+    decode_step=True,
 )

@@ -3,4 +3,4 @@
 from tilegym.transformers.computes import DENSE
 from tilegym.transformers.family import Family
 
-FAMILY = Family("granite", "Granite", DENSE)
+FAMILY = Family("granite", "Granite", DENSE, decode_step=True)

@@ -8,4 +8,5 @@ FAMILY = Family(
     "Olmo2",
     DENSE,
     norms=("post_attention_layernorm", "post_feedforward_layernorm", "norm", "q_norm", "k_norm"),
+    decode_step=True,
 )
