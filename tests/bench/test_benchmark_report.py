@@ -209,6 +209,8 @@ def test_models_stay_until_they_are_measured_again(run, tmp_path):
     assert (
         both.index("### llama-3.1-8b\n") < both.index("### llama-3.1-8b, float32\n") and both.count(docs.EARLIER) == 1
     )
+    summary.write_text(json.dumps(INFERENCE | {"batch_sizes": [8]}))
+    assert "### llama-3.1-8b, batch 8\n" in docs.write([tmp_path], page).read_text()
     page.write_text(first)
     other = INFERENCE | {"model": INFERENCE["model"] | {"id": "another"}}
     summary.write_text(json.dumps(other))

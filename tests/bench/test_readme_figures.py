@@ -117,6 +117,17 @@ def test_the_table_of_models(measured):
             assert is_rounded(number, value), f"{model}: {number}, measured: {value}"
 
 
+def test_the_table_of_training_steps(measured):
+    table = readme_table("trained model")
+    assert len(table) > 1
+    for model, *cells_of_providers in table:
+        rows = [measured[f"{model.lower()}: {figure}"] for figure in ("Tokens/s", "Peak memory, GB")]
+        for column, cell in zip(("Unpatched", "Liger 0.8.5", "TileGym"), cells_of_providers, strict=True):
+            shown = re.findall(r"\d+(?:\.\d+)?", cell)
+            for number, row in zip(shown, rows, strict=True):
+                assert is_rounded(number, first_number(row[column])), f"{model}, {column}: {number}, measured: {row}"
+
+
 def test_the_host_times(measured):
     sentence = re.search(r"A call of an op on tiny tensors costs.*?Calls", (ROOT / "README.md").read_text(), re.DOTALL)
     times = re.findall(r"`(\w+)` (\d+\.\d)(?: where torch's took|\s+and)\s+(\d+\.\d)", sentence.group())

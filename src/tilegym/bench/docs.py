@@ -336,9 +336,10 @@ def _host(result: HostResult | None) -> str:
 
 
 def _name_of(summary: dict[str, Any]) -> str:
-    """A model's heading; runs in another precision than the usual one stand beside it."""
-    name, precision = summary["model"]["id"], summary["precision"]
-    return name if precision == "bfloat16" else f"{name}, {precision}"
+    """A model's heading; runs in another precision than the usual one, or of several sequences, stand beside it."""
+    name, precision, batch = summary["model"]["id"], summary["precision"], max(summary["batch_sizes"])
+    name = name if precision == "bfloat16" else f"{name}, {precision}"
+    return name if batch == 1 else f"{name}, batch {batch}"
 
 
 def _inference(summary: dict[str, Any]) -> str:
