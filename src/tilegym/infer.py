@@ -25,22 +25,40 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 
+# Options that `tilegym train` has, too.
+MODEL_ID = typer.Option(
+    ...,
+    "--model_id",
+    help="Hub id or local folder; with --random_weights also a config file or a preset: " + ", ".join(models.presets()),
+)
+RANDOM_WEIGHTS = typer.Option(False, "--random_weights", help="Build from the config; download no weights.")
+USE_TILEGYM = typer.Option(False, "--use_tilegym", help="Patch the model with TileGym's ops.")
+USE_CUTILE = typer.Option(
+    False, "--use_cutile", help="Take the cuTile kernels; without a supported GPU the pytorch backend, and say so."
+)
+USE_ATTN = typer.Option(False, "--use_attn", help="Patch attention too.")
+INTERPRET = typer.Option(
+    False, "--interpret", help="Run the cuTile kernels on the CPU, in the interpreter: exact, but slow."
+)
+REPORT_KERNEL_COVERAGE = typer.Option(
+    False,
+    "--report_kernel_coverage",
+    help="The share of GPU time in TileGym's own kernels; on a CPU, of the time in dispatched ops.",
+)
+TRUST_REMOTE_CODE = typer.Option(
+    False, "--trust-remote-code", "--trust_remote_code", help="Run code that comes with the model. Read it first."
+)
+SUMMARY_FILE = typer.Option(None, "--summary_file", help="Write all results to this file, as JSON.")
+AS_JSON = typer.Option(False, "--json", help="Print all results as JSON to stdout, and nothing else there.")
+
+
 def infer(
-    model_id: str = typer.Option(
-        ...,
-        "--model_id",
-        help="Hub id or local folder; with --random_weights also a config file or a preset: "
-        + ", ".join(models.presets()),
-    ),
-    random_weights: bool = typer.Option(False, "--random_weights", help="Build from the config; download no weights."),
-    use_tilegym: bool = typer.Option(False, "--use_tilegym", help="Patch the model with TileGym's ops."),
-    use_cutile: bool = typer.Option(
-        False, "--use_cutile", help="Take the cuTile kernels; without a supported GPU the pytorch backend, and say so."
-    ),
-    use_attn: bool = typer.Option(False, "--use_attn", help="Patch attention too."),
-    interpret: bool = typer.Option(
-        False, "--interpret", help="Run the cuTile kernels on the CPU, in the interpreter: exact, but slow."
-    ),
+    model_id: str = MODEL_ID,
+    random_weights: bool = RANDOM_WEIGHTS,
+    use_tilegym: bool = USE_TILEGYM,
+    use_cutile: bool = USE_CUTILE,
+    use_attn: bool = USE_ATTN,
+    interpret: bool = INTERPRET,
     compare: bool = typer.Option(
         False,
         "--compare",
@@ -68,16 +86,10 @@ def infer(
     profile: bool = typer.Option(
         False, "--profile", help=f"Profile one run: a table, and a Chrome trace in {job.PROFILE_DIR}/."
     ),
-    report_kernel_coverage: bool = typer.Option(
-        False,
-        "--report_kernel_coverage",
-        help="The share of GPU time in TileGym's own kernels; on a CPU, of the time in dispatched ops.",
-    ),
-    trust_remote_code: bool = typer.Option(
-        False, "--trust-remote-code", "--trust_remote_code", help="Run code that comes with the model. Read it first."
-    ),
-    summary_file: Path | None = typer.Option(None, "--summary_file", help="Write all results to this file, as JSON."),
-    as_json: bool = typer.Option(False, "--json", help="Print all results as JSON to stdout, and nothing else there."),
+    report_kernel_coverage: bool = REPORT_KERNEL_COVERAGE,
+    trust_remote_code: bool = TRUST_REMOTE_CODE,
+    summary_file: Path | None = SUMMARY_FILE,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Run a Hugging Face model, with and without TileGym's kernels, and measure it.
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import typer
 
 from tilegym import infer
-from tilegym.bench import models
 from tilegym.bench import train_job
 from tilegym.bench import train_peer
 from tilegym.bench import train_terminal
@@ -14,24 +13,15 @@ from tilegym.bench.gradients import CRITERION
 
 
 def train(
-    model_id: str = typer.Option(
-        ...,
-        "--model_id",
-        help="Hub id or local folder; with --random_weights also a config file or a preset: "
-        + ", ".join(models.presets()),
-    ),
-    random_weights: bool = typer.Option(False, "--random_weights", help="Build from the config; download no weights."),
+    model_id: str = infer.MODEL_ID,
+    random_weights: bool = infer.RANDOM_WEIGHTS,
     num_layers: int | None = typer.Option(
         None, "--num_layers", min=1, help="Cut the model to its first so many layers, so that a large one fits."
     ),
-    use_tilegym: bool = typer.Option(False, "--use_tilegym", help="Patch the model with TileGym's ops."),
-    use_cutile: bool = typer.Option(
-        False, "--use_cutile", help="Take the cuTile kernels; without a supported GPU the pytorch backend, and say so."
-    ),
-    use_attn: bool = typer.Option(False, "--use_attn", help="Patch attention too."),
-    interpret: bool = typer.Option(
-        False, "--interpret", help="Run the cuTile kernels on the CPU, in the interpreter: exact, but slow."
-    ),
+    use_tilegym: bool = infer.USE_TILEGYM,
+    use_cutile: bool = infer.USE_CUTILE,
+    use_attn: bool = infer.USE_ATTN,
+    interpret: bool = infer.INTERPRET,
     compare: bool = typer.Option(
         False,
         "--compare",
@@ -64,16 +54,10 @@ def train(
     gradients_in_place: bool = typer.Option(
         False, "--gradients_in_place", help="Patched: write gradients over activations (set_gradients_in_place)."
     ),
-    report_kernel_coverage: bool = typer.Option(
-        False,
-        "--report_kernel_coverage",
-        help="The share of GPU time in TileGym's own kernels; on a CPU, of the time in dispatched ops.",
-    ),
-    trust_remote_code: bool = typer.Option(
-        False, "--trust-remote-code", "--trust_remote_code", help="Run code that comes with the model. Read it first."
-    ),
-    summary_file: Path | None = typer.Option(None, "--summary_file", help="Write all results to this file, as JSON."),
-    as_json: bool = typer.Option(False, "--json", help="Print all results as JSON to stdout, and nothing else there."),
+    report_kernel_coverage: bool = infer.REPORT_KERNEL_COVERAGE,
+    trust_remote_code: bool = infer.TRUST_REMOTE_CODE,
+    summary_file: Path | None = infer.SUMMARY_FILE,
+    as_json: bool = infer.AS_JSON,
 ) -> None:
     """Train a Hugging Face model for some steps, with and without TileGym's kernels, and measure them.
 
