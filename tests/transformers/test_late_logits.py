@@ -1,8 +1,10 @@
 """Logits that are computed when somebody reads them: what is answered without, and that all else sees the logits."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -107,6 +109,49 @@ def test_functions_of_them_and_their_gradients(run, function):
     got = function(late())
     assert_close(got, reference)
     assert_close(weight_gradient(model, got), wanted)
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+@pytest.mark.parametrize("cut", ["detach", "data", "no_grad", "no_grad_forward"])
+def test_a_loss_of_detached_logits_has_no_gradient_beyond_them(run, cut, scale):
+    model, _, late = run
+    with torch.set_grad_enabled(cut != "no_grad_forward"):
+        x = late()
+    if cut in ("detach", "data"):
+        x = x.detach() if cut == "detach" else x.data
+    elif cut == "no_grad":
+        with torch.no_grad():
+            x = x.float() * 1.0
+    ids, before = tokens(2, 8), {n: p.grad for n, p in model.named_parameters()}
+    assert isinstance(x, LateLogits) and not x.is_whole and not x.requires_grad
+
+    def loss_of(x):
+        return model.loss_function(x if scale is None else x * scale, ids, x.shape[-1])
+
+    plain = loss_of(x)
+    assert not plain.requires_grad and not x.is_whole
+    leaf = x.requires_grad_()
+    loss = loss_of(leaf)
+    loss.backward()
+    expected = x.whole().clone().requires_grad_()
+    reference = loss_of(expected)
+    reference.backward()
+    assert_close(loss, reference)
+    assert_close(plain, reference.detach())
+    assert_close(leaf.grad, expected.grad)
+    assert before == {n: p.grad for n, p in model.named_parameters()}
+
+
+def test_detached_logits_do_not_hold_the_graph(run):
+    """Kept from step to step they would hold the activations of all layers."""
+    model, expected, _ = run
+    ids = tokens(2, 8)
+    out = model(ids, labels=ids, output_hidden_states=True)
+    saved, kept = weakref.ref(out.hidden_states[0]), out.logits.detach()
+    del out
+    gc.collect()
+    assert saved() is None and not kept.is_whole
+    assert_close(kept, expected)
 
 
 class Doubled(torch.autograd.Function):

@@ -35,11 +35,20 @@ def _count_step(*_) -> None:
 
 
 class _Product:
-    """``hidden @ weight.T + bias`` in ``dtype``: what logits are computed from, with the graph behind it."""
+    """``hidden @ weight.T + bias`` in ``dtype``: what logits are computed from, with the graph behind it, if they are
+    ``attached`` to that."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.given, self.dtype = (hidden, weight, bias), dtype
+        self.attached = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.given)
+        self._bare = hidden.detach()  # below autograd, where logits are detached, it would have versions of its own
         self.states = self._states()
+
+    def detached(self) -> "_Product":
+        """The same without the graph, and without holding the activations that are saved there."""
+        product = copy.copy(self)
+        product.given, product.attached = (self._bare, *self.given[1:]), False
+        return product
 
     def _states(self) -> list[int]:
         """What differs once one of them holds other numbers, or none."""
@@ -61,7 +70,8 @@ class _Product:
                 "more: the output layer's weight, or the hidden states, have changed since, as by an optimizer's step. "
                 "Read outputs.logits before that, or patch the model with loss=False"
             )
-        return tuple(t if t is None or t.dtype is self.dtype else t.to(self.dtype) for t in self.given)
+        given = self.given if self.attached else (t if t is None else t.detach() for t in self.given)
+        return tuple(t if t is None or t.dtype is self.dtype else t.to(self.dtype) for t in given)
 
 
 class _Late(torch.autograd.Function):
@@ -117,6 +127,11 @@ class LateLogits(Tensor):
                 self._box.append(self._behind(logits, _aten._to_copy.default, *_FACTORS))
         return self._box[0]
 
+    @property
+    def gives_factors(self) -> bool:
+        """Whether a loss of :meth:`factors` has the gradients of one of these logits, which may begin their own graph."""
+        return not self._box and self._product.attached == self.requires_grad
+
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states, weight and bias with which a linear layer gives these logits, with their graph."""
         hidden, weight, bias = self._product.factors()
@@ -133,13 +148,14 @@ class LateLogits(Tensor):
         if self._box:
             return None
         if function is _aten.detach.default:
-            return LateLogits(self._product, self._steps, self._box)
+            return LateLogits(self._product.detached(), self._steps, self._box)
+        product = self._product if torch.is_grad_enabled() else self._product.detached()
         if function is _aten.clone.default:  # as DistributedDataParallel does
-            return LateLogits(self._product, self._steps)
+            return LateLogits(product, self._steps)
         to_fp32 = function is _aten._to_copy.default and options == {"dtype": torch.float32}
         scaled = function in _FACTORS and type(arguments[0]) in (int, float) and not options
         if to_fp32 or scaled:
-            return LateLogits(self._product, (*self._steps, (function, arguments, options)))
+            return LateLogits(product, (*self._steps, (function, arguments, options)))
         return None
 
     @classmethod
