@@ -13,6 +13,7 @@ from tiny_models import assert_close
 from tiny_models import computes
 from tiny_models import make_model
 from tiny_models import tokens
+from torch import nn
 
 from tilegym import ops
 from tilegym.errors import LateLogitsError
@@ -269,6 +270,23 @@ def test_other_weights_by_now(run, step):
     other.grad = torch.ones(1)
     torch.optim.SGD([other], lr=0.1).step()
     x.argmax(-1)
+
+
+def test_weights_that_are_frozen_meanwhile(run):
+    model, expected, late = run
+    x = late()
+    model.requires_grad_(False)
+    assert_close(x, expected)
+    model.requires_grad_(True)
+
+
+def test_another_models_step_before_the_backward_pass(run):
+    model, expected, late = run
+    gradient = weight_gradient(model, expected.square().mean())
+    loss, other = late().square().mean(), nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters()).step()
+    assert_close(weight_gradient(model, loss), gradient)
 
 
 def test_hidden_states_that_have_changed(run):

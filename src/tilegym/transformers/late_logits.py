@@ -42,7 +42,8 @@ class _Product:
         self.given, self.dtype = (hidden, weight, bias), dtype
         self.attached = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.given)
         self._bare = hidden.detach()  # below autograd, where logits are detached, it would have versions of its own
-        self.states = self._states()
+        self.states, self._steps = self._states(), _Steps.taken
+        self._is_trained = weight.requires_grad
 
     def detached(self) -> "_Product":
         """The same without the graph, and without holding the activations that are saved there."""
@@ -51,20 +52,25 @@ class _Product:
         return product
 
     def _states(self) -> list[int]:
-        """What differs once one of them holds other numbers, or none."""
-        states = [_Steps.taken] if self.given[1].requires_grad else []
+        """What differs once one of them holds other numbers, as far as versions tell."""
+        states = []
         for t in self.given:
             if t is not None:
                 states += t.data_ptr(), 0 if t.is_inference() else t._version
         return states
 
-    def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _may_have_been_stepped(self) -> bool:
+        return self._steps != _Steps.taken and (self._is_trained or self.given[1].requires_grad)
+
+    def factors(self, in_backward: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states, weight and bias in the dtype of the product, as autocast would have them.
+
+        ``in_backward``: what versions tell is enough, as for all that autograd saves.
 
         Raises:
             LateLogitsError: they do not hold any more what they held.
         """
-        if self._states() != self.states:
+        if self._states() != self.states or (not in_backward and self._may_have_been_stepped()):
             raise LateLogitsError(
                 "these logits were not computed in the forward pass, which needed the loss alone, and cannot be any "
                 "more: the output layer's weight, or the hidden states, have changed since, as by an optimizer's step. "
@@ -85,7 +91,7 @@ class _Late(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         with torch.autocast(grad.device.type, enabled=False):
-            hidden, weight, _ = ctx.product.factors()
+            hidden, weight, _ = ctx.product.factors(in_backward=True)
             rows, needed = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad[1:]
             computed = (
                 lambda: grad @ weight,
@@ -129,7 +135,7 @@ class LateLogits(Tensor):
 
     @property
     def gives_factors(self) -> bool:
-        """Whether a loss of :meth:`factors` has the gradients of one of these logits, which may begin their own graph."""
+        """Whether a loss of :meth:`factors` has the gradients of one of these logits, which may be leaves."""
         return not self._box and self._product.attached == self.requires_grad
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
