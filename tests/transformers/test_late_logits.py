@@ -155,6 +155,17 @@ def test_detached_logits_do_not_hold_the_graph(run):
     assert_close(kept, expected)
 
 
+def test_a_second_loss_gives_the_logits_a_gradient(run):
+    model, expected, late = run
+    ids, x = tokens(2, 8), late()
+    loss, reference = (model.loss_function(t, ids, t.shape[-1]) for t in (x, expected))
+    assert_close(torch.autograd.grad(loss, x)[0], torch.autograd.grad(reference, expected, retain_graph=True)[0])
+    gradient = weight_gradient(model, 0.5 * reference)
+    x = late()
+    x.register_hook(lambda gradient: 0.5 * gradient)
+    assert_close(weight_gradient(model, model.loss_function(x, ids, x.shape[-1])), gradient)
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -41,6 +41,7 @@ class _Product:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.given, self.dtype = (hidden, weight, bias), dtype
         self.attached = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.given)
+        self.returned = False  # by the forward pass that they are the logits of, with its loss
         self._bare = hidden.detach()  # below autograd, where logits are detached, it would have versions of its own
         self.states, self._steps = self._states(), _Steps.taken
         self._is_trained = weight.requires_grad
@@ -135,8 +136,13 @@ class LateLogits(Tensor):
 
     @property
     def gives_factors(self) -> bool:
-        """Whether a loss of :meth:`factors` has the gradients of one of these logits, which may be leaves."""
-        return not self._box and self._product.attached == self.requires_grad
+        """Whether a loss may be one of :meth:`factors`: not where a gradient is to come to these logits themselves."""
+        product = self._product
+        return not self._box and product.attached == self.requires_grad and not (product.attached and product.returned)
+
+    def set_returned(self) -> None:
+        """The forward pass has ended: who computes another loss does so from logits, and may want their gradient."""
+        self._product.returned = True
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states, weight and bias with which a linear layer gives these logits, with their graph."""
