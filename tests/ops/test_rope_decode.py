@@ -94,7 +94,7 @@ class Test_RopeFMHADecode(PyTestCase):
 
     @backends("rope_fmha_decode")
     @dtypes()
-    @pytest.mark.parametrize("window", [None, 1, 16, 17, 33, 1000])
+    @pytest.mark.parametrize("window", [None, 1, 16, 17, 33, 1000, 2**40])
     @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[5], CASES[6], CASES[7]], ids=str)
     def test_windows_and_sinks(self, backend, dtype, case, window):
         """As gpt-oss has them, with the first half of cos and sin; a window alone, and its own key alone."""

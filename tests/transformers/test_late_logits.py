@@ -1,8 +1,10 @@
 """Logits that are computed when somebody reads them: what is answered without, and that all else sees the logits."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tiny_models import assert_close
 from tiny_models import computes
 from tiny_models import make_model
 from tiny_models import tokens
+from torch import nn
 
 from tilegym import ops
 from tilegym.errors import LateLogitsError
@@ -107,6 +110,60 @@ def test_functions_of_them_and_their_gradients(run, function):
     got = function(late())
     assert_close(got, reference)
     assert_close(weight_gradient(model, got), wanted)
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+@pytest.mark.parametrize("cut", ["detach", "data", "no_grad", "no_grad_forward"])
+def test_a_loss_of_detached_logits_has_no_gradient_beyond_them(run, cut, scale):
+    model, _, late = run
+    with torch.set_grad_enabled(cut != "no_grad_forward"):
+        x = late()
+    if cut in ("detach", "data"):
+        x = x.detach() if cut == "detach" else x.data
+    elif cut == "no_grad":
+        with torch.no_grad():
+            x = x.float() * 1.0
+    ids, before = tokens(2, 8), {n: p.grad for n, p in model.named_parameters()}
+    assert isinstance(x, LateLogits) and not x.is_whole and not x.requires_grad
+
+    def loss_of(x):
+        return model.loss_function(x if scale is None else x * scale, ids, x.shape[-1])
+
+    plain = loss_of(x)
+    assert not plain.requires_grad and not x.is_whole
+    leaf = x.requires_grad_()
+    loss = loss_of(leaf)
+    loss.backward()
+    expected = x.whole().clone().requires_grad_()
+    reference = loss_of(expected)
+    reference.backward()
+    assert_close(loss, reference)
+    assert_close(plain, reference.detach())
+    assert_close(leaf.grad, expected.grad)
+    assert before == {n: p.grad for n, p in model.named_parameters()}
+
+
+def test_detached_logits_do_not_hold_the_graph(run):
+    """Kept from step to step they would hold the activations of all layers."""
+    model, expected, _ = run
+    ids = tokens(2, 8)
+    out = model(ids, labels=ids, output_hidden_states=True)
+    saved, kept = weakref.ref(out.hidden_states[0]), out.logits.detach()
+    del out
+    gc.collect()
+    assert saved() is None and not kept.is_whole
+    assert_close(kept, expected)
+
+
+def test_a_second_loss_gives_the_logits_a_gradient(run):
+    model, expected, late = run
+    ids, x = tokens(2, 8), late()
+    loss, reference = (model.loss_function(t, ids, t.shape[-1]) for t in (x, expected))
+    assert_close(torch.autograd.grad(loss, x)[0], torch.autograd.grad(reference, expected, retain_graph=True)[0])
+    gradient = weight_gradient(model, 0.5 * reference)
+    x = late()
+    x.register_hook(lambda gradient: 0.5 * gradient)
+    assert_close(weight_gradient(model, model.loss_function(x, ids, x.shape[-1])), gradient)
 
 
 class Doubled(torch.autograd.Function):
@@ -225,6 +282,23 @@ def test_other_weights_by_now(run, step):
     other.grad = torch.ones(1)
     torch.optim.SGD([other], lr=0.1).step()
     x.argmax(-1)
+
+
+def test_weights_that_are_frozen_meanwhile(run):
+    model, expected, late = run
+    x = late()
+    model.requires_grad_(False)
+    assert_close(x, expected)
+    model.requires_grad_(True)
+
+
+def test_another_models_step_before_the_backward_pass(run):
+    model, expected, late = run
+    gradient = weight_gradient(model, expected.square().mean())
+    loss, other = late().square().mean(), nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters()).step()
+    assert_close(weight_gradient(model, loss), gradient)
 
 
 def test_hidden_states_that_have_changed(run):

@@ -201,7 +201,7 @@ def cross_entropy(shift: bool = True, backend: str | None = None) -> Callable:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift else labels
         target = shift_labels.to(logits.device).reshape(-1)
         options = {"reduction": "mean" if num_items_in_batch is None else "sum", "backend": backend}
-        if isinstance(logits, LateLogits) and not logits.is_whole:
+        if isinstance(logits, LateLogits) and logits.gives_factors:
             hidden, weight, bias = logits.factors()
             hidden = hidden.reshape(-1, hidden.shape[-1])
             total = ops.fused_linear_cross_entropy(hidden, weight, target, bias, ignore_index, **options)

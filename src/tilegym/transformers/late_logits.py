@@ -35,33 +35,50 @@ def _count_step(*_) -> None:
 
 
 class _Product:
-    """``hidden @ weight.T + bias`` in ``dtype``: what logits are computed from, with the graph behind it."""
+    """``hidden @ weight.T + bias`` in ``dtype``: what logits are computed from, with the graph behind it, if they are
+    ``attached`` to that."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.given, self.dtype = (hidden, weight, bias), dtype
-        self.states = self._states()
+        self.attached = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.given)
+        self.returned = False  # by the forward pass that they are the logits of, with its loss
+        self._bare = hidden.detach()  # below autograd, where logits are detached, it would have versions of its own
+        self.states, self._steps = self._states(), _Steps.taken
+        self._is_trained = weight.requires_grad
+
+    def detached(self) -> "_Product":
+        """The same without the graph, and without holding the activations that are saved there."""
+        product = copy.copy(self)
+        product.given, product.attached = (self._bare, *self.given[1:]), False
+        return product
 
     def _states(self) -> list[int]:
-        """What differs once one of them holds other numbers, or none."""
-        states = [_Steps.taken] if self.given[1].requires_grad else []
+        """What differs once one of them holds other numbers, as far as versions tell."""
+        states = []
         for t in self.given:
             if t is not None:
                 states += t.data_ptr(), 0 if t.is_inference() else t._version
         return states
 
-    def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _may_have_been_stepped(self) -> bool:
+        return self._steps != _Steps.taken and (self._is_trained or self.given[1].requires_grad)
+
+    def factors(self, in_backward: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states, weight and bias in the dtype of the product, as autocast would have them.
+
+        ``in_backward``: what versions tell is enough, as for all that autograd saves.
 
         Raises:
             LateLogitsError: they do not hold any more what they held.
         """
-        if self._states() != self.states:
+        if self._states() != self.states or (not in_backward and self._may_have_been_stepped()):
             raise LateLogitsError(
                 "these logits were not computed in the forward pass, which needed the loss alone, and cannot be any "
                 "more: the output layer's weight, or the hidden states, have changed since, as by an optimizer's step. "
                 "Read outputs.logits before that, or patch the model with loss=False"
             )
-        return tuple(t if t is None or t.dtype is self.dtype else t.to(self.dtype) for t in self.given)
+        given = self.given if self.attached else (t if t is None else t.detach() for t in self.given)
+        return tuple(t if t is None or t.dtype is self.dtype else t.to(self.dtype) for t in given)
 
 
 class _Late(torch.autograd.Function):
@@ -75,7 +92,7 @@ class _Late(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         with torch.autocast(grad.device.type, enabled=False):
-            hidden, weight, _ = ctx.product.factors()
+            hidden, weight, _ = ctx.product.factors(in_backward=True)
             rows, needed = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad[1:]
             computed = (
                 lambda: grad @ weight,
@@ -117,6 +134,16 @@ class LateLogits(Tensor):
                 self._box.append(self._behind(logits, _aten._to_copy.default, *_FACTORS))
         return self._box[0]
 
+    @property
+    def gives_factors(self) -> bool:
+        """Whether a loss may be one of :meth:`factors`: not where a gradient is to come to these logits themselves."""
+        product = self._product
+        return not self._box and product.attached == self.requires_grad and not (product.attached and product.returned)
+
+    def set_returned(self) -> None:
+        """The forward pass has ended: who computes another loss does so from logits, and may want their gradient."""
+        self._product.returned = True
+
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states, weight and bias with which a linear layer gives these logits, with their graph."""
         hidden, weight, bias = self._product.factors()
@@ -133,13 +160,14 @@ class LateLogits(Tensor):
         if self._box:
             return None
         if function is _aten.detach.default:
-            return LateLogits(self._product, self._steps, self._box)
+            return LateLogits(self._product.detached(), self._steps, self._box)
+        product = self._product if torch.is_grad_enabled() else self._product.detached()
         if function is _aten.clone.default:  # as DistributedDataParallel does
-            return LateLogits(self._product, self._steps)
+            return LateLogits(product, self._steps)
         to_fp32 = function is _aten._to_copy.default and options == {"dtype": torch.float32}
         scaled = function in _FACTORS and type(arguments[0]) in (int, float) and not options
         if to_fp32 or scaled:
-            return LateLogits(self._product, (*self._steps, (function, arguments, options)))
+            return LateLogits(product, (*self._steps, (function, arguments, options)))
         return None
 
     @classmethod

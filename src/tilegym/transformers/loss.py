@@ -68,9 +68,20 @@ def forward_with_late_logits(original: Callable) -> Callable:
         name, head = output_layer(self)
         if not late_logits.is_plain(head) or not _is_ours(self.loss_function):
             return original(self, *args, **kwargs)
-        late = late_logits.twin_of(head, forward=functools.partial(late_logits.late_linear, head))
-        twin = late_logits.twin_of(self, _modules={**self._modules, name: late})
-        return original(twin, *args, **kwargs)
+        given = []
+
+        def late_linear(hidden):
+            given.append(late_logits.late_linear(head, hidden))
+            return given[-1]
+
+        twin = late_logits.twin_of(
+            self, _modules={**self._modules, name: late_logits.twin_of(head, forward=late_linear)}
+        )
+        outputs = original(twin, *args, **kwargs)
+        for logits in given:
+            if isinstance(logits, late_logits.LateLogits):
+                logits.set_returned()
+        return outputs
 
     return forward
 

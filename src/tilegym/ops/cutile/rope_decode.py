@@ -322,6 +322,8 @@ def rope_fmha_decode(
     if q.dtype not in FLOATS:
         raise UnsupportedError("q is not fp32, fp16 or bf16")
     scaling = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
+    if window_size is not None and window_size >= keys.shape[2]:
+        window_size = None  # it ends before no key, and may be no number of 32 bits
     position = position.view(1)
     norms = (q_norm, k_norm, float(eps), float(offset))
     if fits(q, pairs, keys, values, scaling, window_size):
