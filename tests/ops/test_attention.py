@@ -70,6 +70,7 @@ OPTIONS = {
     "scaling": dict(scaling=0.6),
     "window": dict(window_size=7),
     "window of one": dict(window_size=1),
+    "window beyond 32 bits": dict(window_size=2**40),
     "window, not causal": dict(window_size=20, is_causal=False),
     "soft cap": dict(soft_cap=1.5),
     "soft cap, full": dict(soft_cap=1.5, is_causal=False),

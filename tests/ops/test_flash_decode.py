@@ -85,6 +85,7 @@ OPTIONS = {
     "lengths beyond the ends": dict(kv_len=lengths(0, 999)),
     "window": dict(window_size=40),
     "window of one": dict(window_size=1),
+    "window beyond 32 bits": dict(window_size=2**40),
     "window and lengths": dict(window_size=21, kv_len=lengths(150, 33)),
     "soft cap": dict(soft_cap=1.5),
     "sinks": dict(sinks=randn(8, seed=5)),

@@ -22,6 +22,7 @@ from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.attention_backward import attention_backward
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
+from tilegym.ops.cutile.attention_common import LONGEST_WINDOW
 from tilegym.ops.cutile.attention_common import NO_MASK
 from tilegym.ops.cutile.attention_common import check_supported
 from tilegym.ops.cutile.attention_common import needs_exact
@@ -358,6 +359,8 @@ def fmha(
     if scaling is None:
         scaling = q.shape[3] ** -0.5
     check_supported(q, k, v, scaling, sinks, attention_mask, True)
+    if window_size is not None:
+        window_size = min(window_size, LONGEST_WINDOW)
     options = (scaling, is_causal, window_size, soft_cap)
     if wants_gradient(q, k, v, sinks, attention_mask):
         if attention_mask is not None and attention_mask.requires_grad:

@@ -14,6 +14,7 @@ from tilegym.ops.cutile.tiling import next_power_of_2
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+LONGEST_WINDOW = 2**30  # in keys: a kernel's numbers have 32 bits, and no sequence is longer
 NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
 KEY_MASK = 3  # boolean, and the same for all queries: padding
 LOG2E = math.log2(math.e)

@@ -19,6 +19,7 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.attention_common import ADDITIVE_MASK
 from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
+from tilegym.ops.cutile.attention_common import LONGEST_WINDOW
 from tilegym.ops.cutile.attention_common import cap_scores
 from tilegym.ops.cutile.attention_common import check_supported
 from tilegym.ops.cutile.attention_common import prepare_mask
@@ -256,5 +257,7 @@ def fmha_decode(
     check_arguments("fmha_decode", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
     scaling = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
     check_supported(q, k, v, scaling, sinks, attention_mask, True)
+    if window_size is not None:
+        window_size = min(window_size, LONGEST_WINDOW)
     options = (scaling, kv_len_per_split, kv_len, window_size, soft_cap, sinks, attention_mask)
     return decode_forward(q, k, v, *options) if torch.compiler.is_compiling() else _forward(q, k, v, *options, True)
