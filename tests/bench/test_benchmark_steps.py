@@ -168,6 +168,8 @@ def test_runs_stay_until_they_are_measured_again(folder):
         assert both.count(docs.EARLIER) == both.count("### llama-3.2-1b\n") == 1
         assert both.count("### llama-3.2-1b, 4 layers, gradients in place\n") == 1
     assert first.partition("### llama-3.2-1b\n")[2].strip() in both
+    summary.write_text(json.dumps(result(batch_size=2, optimizer="none").summary()))
+    assert "### llama-3.2-1b, 2 x 2048 tokens, optimizer none\n" in docs.write([folder], page).read_text()
     (folder / "infer.json").write_text("{")
     with pytest.raises(docs.BenchmarkError, match="infer.json cannot be read"):
         docs.write([folder], page)

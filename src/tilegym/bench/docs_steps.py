@@ -2,18 +2,19 @@
 
 from typing import Any
 
+from tilegym.bench import training
 from tilegym.bench.report import markdown
 
 TRAIN_FILES = "train*.json"
 HEADING = "## Training steps"
+USUAL_SIZES = 4, 2048  # the defaults of tilegym train
 
 EXPLAINED = """\
 One step after the other, without waiting in between: medians of events around each part; behind the whole step's half
 the distance between the 20th and the 80th percentile, in brackets what multiple the unpatched one's is of it: above
-1.00x it is faster, or needs less. All begin with the same weights and see the same batch of random tokens. *Kept for
-the backward pass* is what a forward pass leaves allocated. Errors of gradients are root sums of squares against the
-unpatched model in the next wider precision, relative to its gradients; patched ones may be twice as far off, parameter
-by parameter.
+1.00x it is faster, or needs less. All begin with the same weights and see the same batches. *Kept for the backward
+pass* is what a forward pass leaves allocated. Errors of gradients are root sums of squares against the unpatched model
+in the next wider precision, relative to its gradients; patched ones may be twice as far off, parameter by parameter.
 """
 
 
@@ -22,6 +23,9 @@ def name_of(summary: dict[str, Any]) -> str:
     parts = [summary["model"]["id"]]
     parts += [f"{summary['num_layers']} layers"] if summary["num_layers"] else []
     parts += [summary["precision"]] if summary["precision"] != "bfloat16" else []
+    sizes, optimizer = (summary["batch_size"], summary["sequence_length"]), summary["optimizer"]
+    parts += ["{} x {} tokens".format(*sizes)] if sizes != USUAL_SIZES else []
+    parts += [f"optimizer {optimizer}"] if optimizer != training.ADAMW else []
     parts += [flag.replace("_", " ") for flag in ("gradient_checkpointing", "gradients_in_place") if summary[flag]]
     return ", ".join(parts)
 
