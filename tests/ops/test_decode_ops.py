@@ -133,7 +133,14 @@ class Test_RMSNormSwiGLU(PyTestCase):
         extra = {"backend": backend}
         self.assertCorrectness(rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, extra)
         if gate.numel() < 10**5:
-            self.assertCorrectness(rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, extra, gradient=True)
+
+            def of_transposed_weights(gate_weight, up_weight, **others):
+                gate_weight, up_weight = (w.t().contiguous().t() for w in (gate_weight, up_weight))
+                return reference.rms_norm_swiglu(gate_weight=gate_weight, up_weight=up_weight, **others)
+
+            self.assertCorrectness(
+                rms_norm_swiglu, reference.rms_norm_swiglu, kwargs, extra, True, (of_transposed_weights,)
+            )
 
     @backends("rms_norm_swiglu")
     @dtypes()

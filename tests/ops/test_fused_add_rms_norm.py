@@ -18,6 +18,7 @@ from tilegym.ops.cutile import row_norms_backward
 from tilegym.ops.cutile.fused_add_rms_norm import add_rms_norm_forward
 from tilegym.ops.cutile.fused_add_rms_norm import add_rms_norm_forward_rstd
 from tilegym.ops.cutile.row_norms_backward import norm_backward
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.fused_add_rms_norm import fused_add_rms_norm as reference
 
 SHAPES = [(1, 4), (37, 128), (2, 7, 96), (3, 4099)]
@@ -47,6 +48,12 @@ class Test_FusedAddRMSNorm(PyTestCase):
     @pytest.mark.parametrize("n", [1500, 2048])
     def test_what_is_added_to_rows_in_two_tiles(self, n, dtype):
         kwargs = arguments(600 if HAS_GPU else 9, n, dtype=dtype)
+        self.assertCorrectness(fused_add_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize(("more", "n"), [(0, 512), (1, 512), (0, 1536), (1, 1536)])
+    def test_gradients_of_many_rows(self, more, n):
+        """Of 512 columns four rows a tile, without checks where they fill all tiles; of 1536 two ahead."""
+        kwargs = arguments(132 * sm_count(0 if HAS_GPU else -1) + more, n, dtype=torch.bfloat16)
         self.assertCorrectness(fused_add_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @dtypes(torch.bfloat16)
@@ -182,10 +189,10 @@ class Test_FusedAddRMSNorm(PyTestCase):
             norm_backward.operator, (dy, total, dtotal, w, None, rstd, 0.0, 1, True, False, torch.float32)
         )
 
-    @pytest.mark.parametrize("n", [2048, 4096, 20000])
+    @pytest.mark.parametrize("n", [512, 1536, 2048, 4096, 20000])
     def test_compiles_for_every_architecture(self, n):
-        x, residual, dy = (torch.empty(64, n, dtype=torch.bfloat16) for _ in range(3))
-        w, rstd = torch.empty(n, dtype=torch.bfloat16), torch.empty(64)
+        x, residual, dy = (torch.empty(128, n, dtype=torch.bfloat16) for _ in range(3))
+        w, rstd = torch.empty(n, dtype=torch.bfloat16), torch.empty(128)
         assert_launches_compile(lambda: add_rms_norm_forward_rstd(x, residual, w, 1e-6, 0.0, True))
         assert_launches_compile(
             lambda: norm_backward(dy, x, residual, w, None, rstd, 1.0, 1, True, False, torch.bfloat16)

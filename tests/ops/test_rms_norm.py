@@ -127,7 +127,8 @@ class Test_RMSNorm(PyTestCase):
         self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize(
-        ("n", "tile"), [(2048, 1), (2568, 1), (1536, 1), (1288, 1), (1024, 2), (768, 2), (128, 16)]
+        ("n", "tile"),
+        [(2048, 1), (2568, 1), (1800, 1), (1536, 1), (1288, 1), (1024, 2), (768, 2), (520, 2), (640, 2), (128, 16)],
     )
     @pytest.mark.parametrize("more", range(3))
     def test_gradients_of_rows_read_two_ahead(self, more, n, tile):
@@ -263,7 +264,8 @@ class Test_RMSNorm(PyTestCase):
         assert_launches_compile(lambda: rms_norm_forward(x, w, None, 1e-6, mode, 0.0, True))
 
     @pytest.mark.parametrize(
-        ("m", "n"), [(4, 2048), (64, 512), (64, 768), (64, 1536), (64, 2560), (64, 4096), (64, 8192), (64, 10000)]
+        ("m", "n"),
+        [(4, 2048), (64, 512), (64, 640), (64, 768), (64, 1536), (64, 2560), (64, 4096), (64, 8192), (64, 10000)],
     )
     def test_backward_compiles_for_every_architecture(self, m, n):
         x, w, rstd = torch.empty(m, n, dtype=torch.bfloat16), torch.empty(n), torch.empty(m)

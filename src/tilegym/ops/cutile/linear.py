@@ -43,9 +43,10 @@ from tilegym.ops.pytorch.linear import check_operands
 from tilegym.ops.pytorch.linear import in_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Of held_gemv_kernel: rows, columns and columns held, blocks a multiprocessor, and for how many columns at most.
+# Of held_gemv_kernel: rows, columns and columns held, blocks a multiprocessor, and from and up to how many columns.
 HELD = (
-    (8, 256, 1536, 4, 2**31), (4, 512, 1024, 6, 5120), (4, 512, 3072, 4, 8192), (4, 512, 2048, 4, 2**31)
+    (8, 256, 1536, 4, 0, 2**31), (4, 512, 1024, 6, 0, 5120), (4, 512, 3072, 4, 0, 8192), (4, 512, 2048, 4, 0, 2**31),
+    (4, 512, 2048, 5, 8193, 2**31),
 )  # fmt: skip
 
 
@@ -163,14 +164,14 @@ def held_plan(n: int, k: int, device_index: int) -> tuple[ct.kernel, int, int, i
     which keeps the multiprocessors busy, to the last wave of blocks. In the order of HELD: of Qwen2.5-3B, 2048x11008,
     51.4, 52.7 and 47.2 us; of Llama-3.2-3B, 3072x8192, 69.1 and 73.6 for the first and the last; of attention's last
     weight, 4096 columns of 2560 63.3, 63.1, 64.8, of 2880 48.7, 46.8, 48.0, 5120x5120 192.2, 183.6, 191.2, 8192x8192
-    413, 421, 422.
+    413, 421, 422. By five blocks a multiprocessor a layer of Gemma-3-4B, 2560x10240, takes 62.0 instead of 62.8.
     """
     if device_index < 0:
         return None if n % 8 or k < 128 else (held_gemv_kernel, 8, 64, 128, False)
     best, chosen = 0.0, None
-    for tile_n, tile_k, hold, occupancy, columns in HELD:
+    for tile_n, tile_k, hold, occupancy, least, most in HELD:
         hold = min(hold, k // tile_k * tile_k)
-        if n % tile_n or hold == 0 or k > columns:
+        if n % tile_n or hold == 0 or not least <= k <= most:
             continue
         waves = n / tile_n / (occupancy * sm_count(device_index))
         if tile_n == 4 and k > 8192 and waves > 1:

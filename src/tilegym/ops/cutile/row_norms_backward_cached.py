@@ -187,33 +187,37 @@ def backward_plan(
     pass in registers, for rows of up to MAX_CACHED_BACKWARD. ``center``: with a mean; ``add``: something is added;
     ``in_place``: dx over x; ``itemsize``: bytes of an element of x.
 
-    The fastest on an H200 in bf16: 8192 rows of 1024 to 8192, and 65536 of 512. Without checks plain rows of 2048
-    take 36.8 us instead of 38.1, of 2560 in five pieces 41.5 instead of 44.9; rows with a mean are slower without
-    them, but those of 2560 in five pieces, 46.3 us instead of 47.7. What is added is read before the reduction in
-    rows of two pieces of 1024, not in one tile: 44.5 us, not 50.1. Plain rows of 4096, two at a time, through a
-    pipeline of the threads' own loads take 60.2 us, one ahead in registers 62.5. Others are slower through pipelines:
-    with a mean they take too many registers. Rows of 2048 take 33.8 us read two ahead in four pieces, by three blocks
-    a multiprocessor (34.3 not LATE), 35.1 one ahead by four, 36.0 through a pipeline; with a mean 35.9, and 36.7
-    through one. Two ahead in three pieces, instead of in one tile of which a part is idle, rows of 1536 take 25.7 us
-    instead of 29.9, with a mean 27.9 instead of 33.0, of 1280 23.1 instead of 26.7, and 16384 of 768, two at a time,
-    27.0 instead of 30.5. Two ahead and without checks, by three blocks a multiprocessor, several short rows a tile:
-    65536x512 57.7 instead of 61.8, 262144x128 57.0 instead of 58.3, 65536x256 34.6 instead of 35.5, 8192x1024 18.7
-    instead of 18.9; with a mean no faster. Two ahead, rows of 2880 take 45.4 us with 8 warps, with a mean 48.5, one
-    ahead 46.8 and 48.9; rows of 3072 as long as one ahead, of 2560 longer. Rows of 4096 with a mean 62.6 us in four
-    pieces, 64.1 in two.
+    The fastest on an H200 in bf16: 8192 rows of 1024 to 8192, and 65536 of 512. Without checks plain rows of 2048 take
+    36.8 us instead of 38.1, of 2560 in five pieces 41.5 instead of 44.9; rows with a mean are slower without them, but
+    those of 2560 in five pieces, 46.3 us instead of 47.7. What is added is read before the reduction in rows of two
+    pieces of 1024, not in one tile: 44.5 us, not 50.1. Plain rows of 4096, two at a time, through a pipeline of the
+    threads' own loads take 60.2 us, one ahead in registers 62.5. Others are slower through pipelines: with a mean they
+    take too many registers. Rows of 2048 take 33.8 us read two ahead in four pieces, by three blocks a multiprocessor
+    (34.3 not LATE), 35.1 one ahead by four, 36.0 through a pipeline; with a mean 35.9, and 36.7 through one. Two ahead
+    in three pieces, instead of in one tile of which a part is idle, rows of 1536 take 25.7 us instead of 29.9, with a
+    mean 27.9 instead of 33.0, of 1280 23.1 instead of 26.7, of 1792 30.0 instead of 32.7, of 1600 with a mean 31.2
+    instead of 33.8, and 16384 of 768, two at a time, 27.0 instead of 30.5, one at a time with a mean 29.8 instead of
+    32.0, of 640 23.8 instead of 27.5. Two ahead and without checks, by three blocks a multiprocessor, several short
+    rows a tile: 65536x512 57.7 instead of 61.8, 262144x128 57.0 instead of 58.3, 65536x256 34.6 instead of 35.5,
+    8192x1024 18.7 instead of 18.9; with a mean no faster. 65536x512 where something is added takes 74.0 us without
+    checks by five blocks, one ahead, instead of 80.3; 8192x1536 33.7 in three pieces, instead of 34.7. Two ahead, rows
+    of 2880 take 45.4 us with 8 warps, with a mean 48.5, one ahead 46.8 and 48.9; rows of 3072 as long as one ahead, of
+    2560 longer. Rows of 4096 with a mean 62.6 us in four pieces, 64.1 in two.
 
     In place the compiler's pipeline loads no row before the one before it is stored, and what it makes of plain rows in
     one tile of 2048 neither: they are read into registers, in pieces.
     """
     rows, plain, exact = rows if n else 0, not center and not add, not center and (not add or n == 2048)
     tile_n, pieces, latency = next_power_of_2(n), 1, 0
-    many = itemsize == 2 and not (add or in_place) and rows >= 32 * sm_count(device)
+    several = itemsize == 2 and not in_place and rows >= 32 * sm_count(device)
+    many = several and not add
     # Many plain rows of 4096, two a block: half as many reductions to wait for, and half as many sums to add up.
     two = many and n == 4096 and plain and rows % 2 == 0
     four = many and n == 4096 and center
     deep, three = many and n == 2048, many and 2560 < n < 3072
     short = many and plain and 128 <= n <= 1024 and n == tile_n and rows % (2048 // n) == 0
-    thirds = many and ((1024 < n <= 1536 and n % 8 == 0) or (n == 768 and plain and rows % 2 == 0))
+    added = several and add and not center and n == 512 and rows % 4 == 0
+    thirds = n % 8 == 0 and ((many and (512 < n <= 768 or 1024 < n < 2048)) or (several and n == 1536 and not center))
     five = n == 2560 and center and not (add or in_place)
     if two:
         warps, occupancy, tile_n, latency = 8, 1, 2048, 8
@@ -229,8 +233,12 @@ def backward_plan(
         warps, occupancy, tile_n = 8, 2, 1024
     elif short:
         warps, occupancy = 4, 3
+    elif added:
+        warps, occupancy = 4, 5
+    elif thirds and n <= 768:
+        warps, occupancy, tile_n, exact = 4, 8 if center else 4, 256, True
     elif thirds:
-        warps, occupancy, tile_n, exact = 4, 4, 512 if n > 1024 else 256, True
+        warps, occupancy, tile_n, exact = 4, 3 if center and n > 1536 else 4, 512, True
     elif n == 2560 and plain:
         warps, occupancy, tile_n = 4, 4, 512
     elif five:
@@ -244,7 +252,8 @@ def backward_plan(
     if n > tile_n:
         pieces = ct.cdiv(n, tile_n)
     most = sm_count(device)
-    tile_m = 2 if two else max(1, min(2048 // (tile_n * pieces), next_power_of_2(rows // (occupancy * most))))
+    tile_m = max(1, min(2048 // (tile_n * pieces), next_power_of_2(rows // (occupancy * most))))
+    tile_m = 2 if two else 1 if thirds and center else tile_m
     kernel = hinted(backward_kernel, num_worker_warps=warps, occupancy=occupancy)
     # More blocks make more sums to add up: at least four tiles each, if that leaves one to a multiprocessor.
     tiles = ct.cdiv(rows, tile_m)
@@ -253,20 +262,20 @@ def backward_plan(
     # takes 46.2 instead of 44.6 with a mean, 55.2 instead of 52.1 where something is added, and 8192x8192 with a mean
     # 122.6 instead of 111.1.
     one = itemsize == 2 and tile_m == 1 and 2048 <= n <= 4096 and not (five or (add and 2048 < n <= 3072))
-    one = one or (thirds and n > 1024)
-    if (two or one or short or occupancy == 4) and blocks:
+    one = one or (thirds and tile_m == 1)
+    if (two or one or short or added or occupancy == 4) and blocks:
         # Each with as many tiles: of 528 blocks 512 are left, whose sums are one tile. 8192x2048 with a mean takes
         # 39.1 us instead of 42.0.
         blocks = ct.cdiv(tiles, ct.cdiv(tiles, blocks))
     bulk = latency > 0 and not two
-    whole = two or short or (thirds and n == 768)
+    whole = two or short or added or (thirds and n == tile_n * pieces and rows % tile_m == 0)
     check = not whole and (not exact or bulk or tile_m > 1 or n != tile_n * pieces)
     # Several rows a tile leave registers for it: 8192x1024 20.5 us instead of 22.9, 65536x512 62.7 instead of 67.1.
-    several = itemsize == 2 and tile_m > 1 and not (two or add or in_place)
+    fused = four or three or added or (itemsize == 2 and tile_m > 1 and not (two or add or in_place))
     ahead = 0 if latency else 2 if deep or three or short or thirds else 1
     # 8192x1024 19.9 us instead of 20.6, with a mean 21.2 instead of 22.0, x1536 30.7 instead of 31.4, x2880 where
     # something is added 56.7 instead of 57.4. But x2560 with a mean 46.9 instead of 44.5, and through pipelines, which
     # the barrier breaks up, twice as long and more.
     late = ahead == 2 or (ahead == 1 and (1024 <= n <= 2048 or (add and n <= 4096)))
-    how = bulk, check, late, warps if one else 0, 2 if four or three or several else int(one)
+    how = bulk, check, late, warps if one else 0, 2 if fused else int(one)
     return kernel, blocks, (tile_m, tile_n, pieces, ahead, latency, *how)
