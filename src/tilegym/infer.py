@@ -83,6 +83,12 @@ def infer(
         help="Runs before them that do not count: the first compiles, the second is recorded.",
     ),
     show_outputs: bool = typer.Option(False, "--show_outputs", help="Print the generated text."),
+    peer: str | None = typer.Option(
+        None,
+        "--peer",
+        help="Measure the unpatched model with this too: compile (transformers' static cache, with which it compiles "
+        "decoding on a GPU).",
+    ),
     profile: bool = typer.Option(
         False, "--profile", help=f"Profile one run: a table, and a Chrome trace in {job.PROFILE_DIR}/."
     ),
@@ -113,6 +119,7 @@ def infer(
         precision=precision,
         num_runs=num_runs,
         warmup_runs=warmup_runs,
+        peer=peer,
         profile=profile,
         report_kernel_coverage=report_kernel_coverage,
         trust_remote_code=trust_remote_code,

@@ -194,6 +194,21 @@ def test_page(run, tmp_path):
     assert noted.replace("Kernels have changed since.\n\n", "") == text
 
 
+@pytest.mark.parametrize("compiled, column", [(True, "torch.compile"), (False, "Static cache")])
+def test_peers_of_models(compiled, column, run, tmp_path):
+    run.write(tmp_path)
+    measured = INFERENCE["patched"] | {"throughput_tokens_per_second": 60.0}
+    for peer, expected in (
+        ({"error": None, "measurement": measured}, f"|  | Unpatched | {column} | TileGym |"),
+        ({"error": None, "measurement": measured}, "| Throughput, tokens/s | 55.0 ± 0.5 | 60.0 ± 0.5 | 66.0 ± 0.5 |"),
+        ({"error": "no way", "measurement": None}, "| Throughput, tokens/s | 55.0 ± 0.5 | 66.0 ± 0.5 |"),
+        ({"error": "no way", "measurement": None}, "torch.compile was not measured: no way\n"),
+    ):
+        summary = INFERENCE | {"peer": {"name": "compile", "compiled": compiled} | peer}
+        (tmp_path / "infer-llama.json").write_text(json.dumps(summary))
+        assert expected in docs.write([tmp_path], tmp_path / "page.md").read_text()
+
+
 def test_models_stay_until_they_are_measured_again(run, tmp_path):
     run.write(tmp_path)
     page, summary = tmp_path / "page.md", tmp_path / "infer-llama.json"

@@ -357,10 +357,15 @@ def _inference(summary: dict[str, Any]) -> str:
         ("Time per output token, ms", lambda m: _number(m["time_per_output_token_ms"], ".2f")),
         ("Peak memory, GB", lambda m: _number(m["peak_memory_bytes"] / 1e9, ".2f")),
     )
-    sides = {label: summary[key] for label, key in (("Unpatched", "unpatched"), ("TileGym", "patched")) if summary[key]}
+    peer = summary.get("peer") or {}
+    compiled = "torch.compile" if peer.get("compiled") else "Static cache"
+    sides = {"Unpatched": summary["unpatched"], compiled: peer.get("measurement"), "TileGym": summary["patched"]}
+    sides = {label: side for label, side in sides.items() if side}
     table = markdown(("", *sides), ([label, *(show(side) for side in sides.values())] for label, show in figures))
     lines = [head, table]
     coverage, comparison = summary.get("kernel_coverage"), summary.get("comparison")
+    if peer.get("error"):
+        lines.append(f"- transformers' static cache with torch.compile was not measured: {peer['error']}")
     if coverage:
         of = "GPU time" if coverage["measure"].startswith("gpu") else "CPU time in dispatched ops"
         lines.append(f"- Kernel coverage ({of}): {coverage['percent']:.1f}%")

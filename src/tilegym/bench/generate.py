@@ -72,8 +72,8 @@ class Measurement:
         return sequences / statistics.median(steps) if steps else None
 
 
-def run_once(model: Any, batches: list[Batch], output_length: int) -> Run:
-    """Generates ``output_length`` tokens for every batch and times it.
+def run_once(model: Any, batches: list[Batch], output_length: int, **how: Any) -> Run:
+    """Generates ``output_length`` tokens for every batch and times it; ``how``: more arguments of ``generate``.
 
     The device is waited for after the first token and after the last, and nowhere in between.
     """
@@ -84,7 +84,7 @@ def run_once(model: Any, batches: list[Batch], output_length: int) -> Run:
         clock = _first_token_clock(device, batch.size)
         _synchronize(device)
         start = time.perf_counter()
-        output = _generate(model, on_device, output_length, stopping_criteria=[clock])
+        output = _generate(model, on_device, output_length, stopping_criteria=[clock], **how)
         _synchronize(device)
         total += time.perf_counter() - start
         first_token_seconds.append(clock.first - start)
@@ -99,16 +99,17 @@ def measure(
     num_runs: int,
     warmup_runs: int,
     tell: Callable[[str], None] = lambda line: None,
+    **how: Any,
 ) -> Measurement:
     """Times ``num_runs`` runs after ``warmup_runs`` that do not count, and tells of each when it is over."""
     for i in range(warmup_runs):
-        run = run_once(model, batches, output_length)
+        run = run_once(model, batches, output_length, **how)
         tell(f"warm-up {i + 1}/{warmup_runs}: {run.seconds:.2f} s")
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
     runs = []
     for i in range(num_runs):
-        runs.append(run_once(model, batches, output_length))
+        runs.append(run_once(model, batches, output_length, **how))
         tell(f"run {i + 1}/{num_runs}: {runs[-1].seconds:.2f} s, {runs[-1].throughput:.1f} tokens/sec")
     return Measurement(runs, peak_memory(model.device))
 

@@ -19,6 +19,7 @@ import tilegym
 from tilegym.backend import selector
 from tilegym.backend import use_backend
 from tilegym.bench import generate
+from tilegym.bench import generate_peer
 from tilegym.bench import models
 from tilegym.bench import prompts
 from tilegym.bench.compare import Comparison
@@ -80,11 +81,16 @@ class Options(ModelOptions):
     num_runs: int = 3
     warmup_runs: int = 2
     profile: bool = False
+    peer: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        generate_peer.check(self.peer)
 
 
 @dataclass
 class Result:
-    """What a job found. ``unpatched`` and ``patched`` are None where that side was not run."""
+    """What a job found. ``unpatched``, ``patched`` and ``peer`` are None where that side was not run."""
 
     options: Options
     device: torch.device
@@ -95,6 +101,7 @@ class Result:
     patches: Any | None = None
     unpatched: generate.Measurement | None = None
     patched: generate.Measurement | None = None
+    peer: generate_peer.Peer | None = None
     coverage: Coverage | None = None
     comparison: Comparison | None = None
     profile_table: str | None = None
@@ -129,6 +136,7 @@ class Result:
             "skipped_modules": entries(self.patches, "skipped"),
             "unpatched": self.unpatched.summary() if self.unpatched else None,
             "patched": self.patched.summary() if self.patched else None,
+            "peer": self.peer.summary() if self.peer else None,
             "kernel_coverage": self.coverage.summary() if self.coverage else None,
             "comparison": self.comparison.summary() if self.comparison else None,
             "profile_file": str(self.profile_file) if self.profile_file else None,
@@ -255,7 +263,7 @@ def _check_profile_dir() -> None:
 def _measure(model: Any, result: Result, tell: Callable[[str], None]) -> None:
     options, batches = result.options, result.batches
 
-    def measured(label: str) -> generate.Measurement:
+    def measured(label: str, **how: Any) -> generate.Measurement:
         tell(f"{label}: {options.warmup_runs} warm-up and {options.num_runs} timed runs")
         return generate.measure(
             model,
@@ -264,8 +272,22 @@ def _measure(model: Any, result: Result, tell: Callable[[str], None]) -> None:
             options.num_runs,
             options.warmup_runs,
             lambda line: tell(f"{label}: {line}"),
+            **how,
         )
 
+    _measure_sides(model, result, measured, tell)
+    if options.peer is not None:
+        result.peer = generate_peer.run(model, options.peer, measured)
+        if result.peer.error is not None:
+            result.notices.append(f"--peer {options.peer} could not be measured: {result.peer.error}")
+        elif not result.peer.compiled:
+            result.notices.append(f"--peer {options.peer}: a static cache alone, transformers compiled nothing here")
+
+
+def _measure_sides(
+    model: Any, result: Result, measured: Callable[..., generate.Measurement], tell: Callable[[str], None]
+) -> None:
+    options, batches = result.options, result.batches
     if not options.use_tilegym or options.compare:
         with failures_are_the_models(options.model_id, "generate"):
             result.unpatched = measured("unpatched")

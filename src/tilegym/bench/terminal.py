@@ -112,15 +112,17 @@ def show_coverage_table(coverage: Coverage, console: Console) -> None:
 
 
 def _show_speed(result: Result, console: Console) -> None:
-    sides = {"unpatched": result.unpatched, "TileGym": result.patched}
+    sides = {"unpatched": result.unpatched}
+    sides |= {result.peer.label: result.peer.measurement} if result.peer else {}
+    sides |= {"TileGym": result.patched}
     sides = {name: side.summary() for name, side in sides.items() if side is not None}
     table = Table("", box=box.SIMPLE_HEAD)
     for name in sides:
         table.add_column(name, justify="right")
     # The interpreter is there to be right: how much slower it is than PyTorch says nothing.
-    compared = len(sides) == 2 and not result.options.interpret
-    if compared:
-        table.add_column("TileGym is", justify="right")
+    compared = [] if result.options.interpret or result.patched is None else list(sides)[:-1]
+    for i, name in enumerate(compared):
+        table.add_column(f"vs {name}" if i else "TileGym is", justify="right")
     rows = [
         ("throughput", "throughput_tokens_per_second", "{:.1f} tokens/sec", False),
         ("time to first token", "time_to_first_token_ms", "{:.2f} ms", True),
@@ -130,9 +132,10 @@ def _show_speed(result: Result, console: Console) -> None:
     for label, key, form, lower_is_better in rows:
         values = [side[key] for side in sides.values()]
         cells = ["-" if value is None else form.format(value) for value in values]
-        if compared and None not in values:
-            ratio = values[0] / values[1] if lower_is_better else values[1] / values[0]
-            cells.append(f"{ratio:.2f}x as fast")
+        for value, _ in zip(values, compared, strict=False):
+            if None not in values:
+                ratio = value / values[-1] if lower_is_better else values[-1] / value
+                cells.append(f"{ratio:.2f}x as fast")
         table.add_row(label, *cells)
     table.add_row("peak memory", *(bytes_text(side["peak_memory_bytes"]) for side in sides.values()))
     console.print(table)
@@ -140,7 +143,7 @@ def _show_speed(result: Result, console: Console) -> None:
         console.print("    peak memory on a CPU is the whole process's so far", highlight=False)
     for name, side in sides.items():
         rate, spread = side["throughput_tokens_per_second"], side["throughput_stdev"]
-        label = f"{name + ':':11}" if len(sides) == 2 else ""
+        label = f"{name + ':':{max(map(len, sides)) + 2}}" if len(sides) > 1 else ""
         console.print(f"{label}Average throughput: {rate:.2f} ± {spread:.2f} tokens/sec", highlight=False, style="bold")
     console.print()
 
