@@ -211,12 +211,14 @@ def _moe_in_class(patches: PatchSet, family: Family, backend: str | None) -> Non
 
 def _choose_in_class(
     patches: PatchSet, family: Family, method: str, choice: Callable, restore: Callable, name: str, where: Entry
-) -> None:
+) -> bool:
     cls = family.class_of("PreTrainedModel")
     original = getattr(cls, method)
     chosen = choice(_formula_of(original, 0, lambda: original), name)
-    if patches.replace_method(cls, method, chosen, where):
+    changed = patches.replace_method(cls, method, chosen, where)
+    if changed:
         patches.on_revert(functools.partial(restore, chosen, name, cls))
+    return changed
 
 
 MOE = Compute("moe", _moe_in_model, _moe_in_class)
@@ -238,21 +240,23 @@ LINEAR = Compute("linear", _linear_in_model)
 
 
 def _attn_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
-    from tilegym.transformers.attention import NAMES
+    from tilegym.transformers import continuous_batching
 
     where = entry(type(model).__name__, "attn", backend)
     if getattr(model.config, "output_attentions", False):
         patches.skip(where, "its config asks for attention weights (output_attentions)")
     else:
-        patches.use_attention(model, NAMES[backend], where)
+        continuous_batching.use_attention(patches, backend, model, where)
 
 
 def _attn_in_class(patches: PatchSet, family: Family, backend: str | None) -> None:
+    from tilegym.transformers import continuous_batching
     from tilegym.transformers.attention import NAMES
 
     where = entry(describe(family.class_of("PreTrainedModel")), "attn", backend)
     method, name = "get_correct_attn_implementation", NAMES[backend]
-    _choose_in_class(patches, family, method, choices.attention_choice, choices.restore_attention, name, where)
+    if _choose_in_class(patches, family, method, choices.attention_choice, choices.restore_attention, name, where):
+        continuous_batching.support(patches, family.class_of("ForCausalLM"))
 
 
 ATTN = Compute("attn", _attn_in_model, _attn_in_class)

@@ -203,13 +203,13 @@ def _put_function(patches: PatchSet, model: nn.Module, place: Place, backend: st
 
 
 def _put_attention(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
-    from tilegym.transformers.attention import NAMES
+    from tilegym.transformers import continuous_batching
 
     entry = _at(entry, type(model).__name__)
     if getattr(model.config, "output_attentions", False):
         patches.skip(entry, "its config asks for attention weights (output_attentions)")
     else:
-        patches.use_attention(model, NAMES[backend], entry)
+        continuous_batching.use_attention(patches, backend, model, entry)
 
 
 def _put_loss(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:

@@ -257,6 +257,12 @@ class PatchSet:
         """
         return self._use(model, "_attn_implementation", name, entry)
 
+    def support(self, owner: nn.Module | type, name: str, function: Callable) -> None:
+        """Makes ``function`` the method ``name`` of a model or a class, if it has one, as a part of what an entry says
+        already."""
+        if callable(getattr(owner, name, None)):
+            self._put(owner, name, BoundForward(function, owner) if isinstance(owner, nn.Module) else function)
+
     def use_experts(self, model: nn.Module, name: str, entry: Entry) -> bool:
         """Lets ``model`` alone use the experts implementation ``name``, as :meth:`use_attention` does attention."""
         return self._use(model, "_experts_implementation", name, entry)
