@@ -10,7 +10,7 @@ from tilegym.autokernel import profile
 from tilegym.autokernel.model_worker import ModelSpec
 from tilegym.autokernel.regions import find_regions
 from tilegym.autokernel.regions import install
-from tilegym.integrate.small_model import example
+from tilegym.integrate.inputs import example
 from tilegym.integrate.small_model import small_model
 from tilegym.inventory import reference
 from tilegym.inventory.rules import check_definition

@@ -17,8 +17,8 @@ from tilegym.errors import ModelError
 from tilegym.errors import PatchError
 from tilegym.errors import UnsupportedError
 from tilegym.integrate import recipes
+from tilegym.integrate.inputs import example
 from tilegym.integrate.plan import make_plan
-from tilegym.integrate.small_model import example
 from tilegym.transformers import decode_graph
 from tilegym.transformers.decode_graph import eager_steps
 from tilegym.transformers.general import Place
@@ -253,15 +253,8 @@ def test_families_by_hand_keep_their_patch():
         assert report.maker == "tilegym.integrate.apply"
 
 
-def test_what_is_no_language_model_is_refused():
+def test_what_is_no_model_of_transformers_is_refused():
     with pytest.raises(ModelError, match="config.model_type"):
         tilegym.apply(torch.nn.Linear(2, 2))
     with pytest.raises(ModelError, match="OptimizedModule is no model class of transformers: give the model in it"):
         tilegym.apply(torch.compile(small("stablelm")), use_cutile=False)
-    from transformers import BartConfig
-    from transformers import BartModel
-
-    config = BartConfig(vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-                        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16)  # fmt: skip
-    with pytest.raises(ModelError):
-        tilegym.apply(BartModel(config), use_cutile=False)

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 from transformers import LlamaConfig
 
 from tilegym.errors import ModelError
+from tilegym.integrate.inputs import example
 from tilegym.integrate.small_model import MAX_PARAMETERS
 from tilegym.integrate.small_model import default_config
-from tilegym.integrate.small_model import example
 from tilegym.integrate.small_model import small_model
 
 # Families whose layers differ from each other: dense and sparse, sliding and full, recurrent and attention.

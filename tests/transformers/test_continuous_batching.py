@@ -1,4 +1,4 @@
-"""transformers' continuous batching of patched models: their attention is transformers' own meanwhile, all else stays."""
+"""Continuous batching of patched models: their attention is transformers' own meanwhile, all else stays."""
 
 import warnings
 
@@ -116,7 +116,7 @@ class Test_Managers:
     def test_what_transformers_refuses(self):
         model = make_model("llama")
         with monkey_patch.apply(model, use_cutile=False):
-            with pytest.raises(Exception):
+            with pytest.raises(AttributeError):
                 model.init_continuous_batching(continuous_batching_config="none")
             assert model.config._attn_implementation == OURS
             ids = torch.tensor([[1, 2, 3]], device=model.device)

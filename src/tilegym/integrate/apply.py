@@ -1,6 +1,5 @@
 """``tilegym.apply``: kernels for a model of any family, in memory, by research instead of by its name."""
 
-import torch
 from torch import nn
 
 from tilegym.backend import assert_backend_available
@@ -11,10 +10,13 @@ from tilegym.errors import PatchError
 from tilegym.integrate.aggregate import GRAPH
 from tilegym.integrate.capture import capture
 from tilegym.integrate.exchange import decoding_misfit
+from tilegym.integrate.inputs import continues_text
+from tilegym.integrate.inputs import example
+from tilegym.integrate.inputs import forward_inputs
+from tilegym.integrate.inputs import mask_of
 from tilegym.integrate.plan import Item
 from tilegym.integrate.plan import Plan
 from tilegym.integrate.plan import make_plan
-from tilegym.integrate.small_model import example
 from tilegym.integrate.small_model import small_model
 from tilegym.integrate.verify import verify as verify_place
 from tilegym.transformers import generated
@@ -43,12 +45,13 @@ def apply(
     are replayed as CUDA graphs (``graph``) where a small model generates the same tokens so.
 
     Args:
-        model: a causal language model, of transformers or of one's own.
+        model: of transformers, or of one's own: a language model, a classifier, an encoder of text, images or sound, or
+            one of an encoder and a decoder.
         use_cutile: run what is patched on the ``cutile`` backend, but for calls that were measured to be faster in
             PyTorch; else on the one that is chosen when it runs.
-        verify: also run each kernel on tensors that are captured while the model generates, in prefill and decoding;
-            what is further off than the model's dtype explains is left out, and the report says so. A family's own
-            patch, in which kernels are fused with each other, is left aside then.
+        verify: also run each kernel on tensors that are captured while the model generates, in prefill and decoding,
+            or runs once; what is further off than the model's dtype explains is left out, and the report says so. A
+            family's own patch, in which kernels are fused with each other, is left aside then.
         by_hand: False: find out everything, also in families that have a patch.
         trust_remote_code: whether code that came with the model's config may run to make the small model.
         flags: computes to leave out, such as ``rope=False``; of a family with a patch, all arguments of its function.
@@ -57,7 +60,7 @@ def apply(
         The report; ``revert()`` on it, or using it as a context manager, restores the model.
 
     Raises:
-        ModelError: it is no causal language model, or cannot be made small.
+        ModelError: a model of its class cannot be made small and run.
         PatchError: nothing in the model could be patched, or a flag is of no compute in it.
         BackendError: cuTile is asked for and not installed.
         TypeError: a flag is neither True nor False.
@@ -69,8 +72,6 @@ def apply(
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
         raise ModelError(f"{type(model).__name__} has no config.model_type: give a model of transformers")
-    if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
-        raise ModelError(f"{type(model).__name__} is no causal language model: give a decoder with its output layer")
     if by_hand and not verify:
         if model_type in monkey_patch.FAMILIES:
             return monkey_patch.apply(model, use_cutile=use_cutile, **flags)
@@ -88,7 +89,7 @@ def apply(
     with patches.all_or_nothing():
         for compute, places in chosen.items():
             put(model, compute, places, use_cutile, patches)
-        if "attn" in chosen and flags.get(GRAPH, True):
+        if "attn" in chosen and flags.get(GRAPH, True) and continues_text(type(model), model.config):
             _put_graph(model, use_cutile, patches, trust_remote_code)
         _report_rest(patches, plan, why, use_cutile)
         patches.require_match(type(model).__name__)
@@ -117,10 +118,13 @@ def _verified(
     """Of every item the first candidate that gives the same on captured calls."""
     items = [item for found in wanted.values() for item in found]
     points = {item.key: (item.candidates[0].place, item.requirement.modules[0]) for item in items}
-    ids = example(model, batch=2, length=12)
-    mask = torch.ones_like(ids)
-    mask[1, :5] = 0  # padded on the left
-    calls = capture(model, points, {"prompt": Batch(ids[:1], mask[:1]), "padded batch": Batch(ids, mask)})
+    if continues_text(type(model), model.config):
+        ids = example(model, batch=2, length=12)
+        mask = mask_of(ids)
+        batches = {"prompt": Batch(ids[:1], mask[:1]), "padded batch": Batch(ids, mask)}
+    else:
+        batches = {"forward": forward_inputs(model), "padded batch": forward_inputs(model, padded=True)}
+    calls = capture(model, points, batches)
     backend = "cutile" if use_cutile else get_current_backend()
     chosen: dict[str, tuple[Place, ...]] = {}
     for item in items:

@@ -37,13 +37,17 @@ class Recorded:
 
 
 def capture(
-    model: nn.Module, places: dict[str, tuple[Place, str]], batches: dict[str, Batch], trains: bool = True
+    model: nn.Module,
+    places: dict[str, tuple[Place, str]],
+    batches: dict[str, Batch | dict[str, torch.Tensor]],
+    trains: bool = True,
 ) -> dict[str, list[Recorded]]:
-    """Lets ``model`` generate and keeps the calls around each place.
+    """Lets ``model`` generate, or runs it once, and keeps the calls around each place.
 
     Args:
         places: by key a place and the path of the module in which it is recorded.
-        batches: by name the prompts; of each the prefill and one decoding step are kept.
+        batches: by name the prompts; of each the prefill and one decoding step are kept. Or the arguments of a forward
+            pass, for a model that does not continue text.
         trains: also a call of the loss.
 
     Returns:
@@ -62,7 +66,10 @@ def capture(
         for key, (place, path) in places.items():
             stack.enter_context(_recording(model, place, path, found[key], label, patches))
         for name, batch in batches.items():
-            _generate(model, batch.to(model.device), name, label)
+            if isinstance(batch, Batch):
+                _generate(model, batch.to(model.device), name, label)
+            else:
+                _forward(model, batch, name, label)
         if trains and any(place.put == "loss" for place, _ in places.values()):
             label[0] = TRAINING
             ids = next(iter(batches.values())).input_ids.to(model.device)
@@ -92,6 +99,15 @@ def _generate(model: nn.Module, batch: Batch, name: str, label: list[str]) -> No
         ) from error
     finally:
         handle.remove()
+        label[0] = ""
+
+
+def _forward(model: nn.Module, inputs: dict[str, torch.Tensor], name: str, label: list[str]) -> None:
+    label[0] = name
+    try:
+        with torch.no_grad():
+            model(**{n: t.to(model.device, model.dtype if t.is_floating_point() else None) for n, t in inputs.items()})
+    finally:
         label[0] = ""
 
 

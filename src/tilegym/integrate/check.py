@@ -14,7 +14,7 @@ from tilegym.errors import PatchError
 from tilegym.integrate.aggregate import GRAPH
 from tilegym.integrate.aggregate import patched
 from tilegym.integrate.capture import capture
-from tilegym.integrate.small_model import example
+from tilegym.integrate.inputs import example
 from tilegym.integrate.small_model import small_model
 from tilegym.integrate.verify import untuned
 from tilegym.integrate.verify import verify

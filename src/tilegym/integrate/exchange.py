@@ -8,7 +8,11 @@ from torch import nn
 from transformers import GenerationConfig
 
 from tilegym.backend import use_backend
-from tilegym.integrate.small_model import example
+from tilegym.integrate.inputs import continues_text
+from tilegym.integrate.inputs import example
+from tilegym.integrate.inputs import forward_inputs
+from tilegym.integrate.inputs import main_output
+from tilegym.integrate.inputs import mask_of
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.decode_graph import eager_steps
 from tilegym.transformers.general_graph import put_graph
@@ -63,18 +67,23 @@ def decoding_misfit(model: nn.Module, length: int = 8) -> str:
 def _tokens(model: nn.Module, length: int) -> torch.Tensor:
     """What follows a padded batch."""
     ids = example(model)
-    mask = torch.ones_like(ids)
-    mask[1, :5] = 0
+    mask = mask_of(ids)
     greedy = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=length, min_new_tokens=length)
     return model.generate(ids, attention_mask=mask, generation_config=greedy)
 
 
 @torch.no_grad()
 def _logits(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Of a prompt, a step behind it, and a padded batch, without the padding."""
+    """Of a prompt, a step behind it, and a padded batch, without the padding; or of what the model reads."""
+    if not continues_text(type(model), model.config):
+        found = {}
+        for call in ("forward", "padded batch"):
+            inputs = forward_inputs(model, padded=call == "padded batch")
+            output, mask = main_output(model(**inputs)), inputs.get("attention_mask")
+            found[call] = output[mask.bool()] if mask is not None and output.shape[:2] == mask.shape else output
+        return found
     ids = example(model)
-    mask = torch.ones_like(ids)
-    mask[1, :5] = 0
+    mask = mask_of(ids)
     prompt = model(input_ids=ids[:, :-1], use_cache=True)
     found = {"prefill": prompt.logits}
     cache = getattr(prompt, "past_key_values", None)

@@ -319,6 +319,8 @@ def _pairs(model: nn.Module, trace: Trace, findings: Findings) -> None:
     for path, act in dict(gates(trace, mixers, producers)).items():
         match = Match(elementwise_gate(act), {}, None)
         findings.found.append(Finding("gate_mul", type(model.get_submodule(path)), path, {"activation": act}, match))
+    if not any(c.stage == "train" for c in trace.modules):
+        return
     head = model.get_output_embeddings()
     path = next((p for p, m in model.named_modules() if m is head), "")
     loss = next((c for c in trace.functions if c.stage == "train" and "loss" in c.callee.__name__.lower()), None)

@@ -108,7 +108,7 @@ def make_plan(model: nn.Module, trust_remote_code: bool = False, look_up: bool =
         look_up: match the drafts with the inventory too: the kernels' names, how they fit, and their order.
 
     Raises:
-        ModelError: it is no causal language model, or cannot be made small.
+        ModelError: it cannot be made small.
     """
     found = research(model, trust_remote_code)
     items, keys = [], set()

@@ -32,19 +32,20 @@ from tilegym.integrate.trace import record
 
 
 def research(model: nn.Module | Any, trust_remote_code: bool = False, seed: int = 0) -> Research:
-    """Finds out what a causal language model of transformers computes.
+    """Finds out what a model of transformers computes.
 
     A small model of the same family is built from the config and run once. Each of its parts is compared with
     formulas on random numbers, in fp32 and bf16; a part is recognised only if a formula reproduces it to rounding.
     What is found is then looked up in the model itself, whose weights are neither read nor run.
 
     Args:
-        model: a model; or a config of transformers, whose model is laid out without memory; or a ``model_type``.
+        model: a model; or a config of transformers, whose causal language model is laid out without memory; or a
+            ``model_type``.
         trust_remote_code: whether code that comes with the config may run.
         seed: of the small model's weights.
 
     Raises:
-        ModelError: the family is no causal language model, or cannot be made small.
+        ModelError: a config's family has no causal language model; or a model cannot be made small.
     """
     config = default_config(model) if isinstance(model, str) else getattr(model, "config", model)
     arguments = config, seed, trust_remote_code, type(model) if isinstance(model, nn.Module) else None

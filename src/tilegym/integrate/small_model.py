@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from tilegym.errors import ModelError
+from tilegym.integrate.inputs import continues_text
+from tilegym.integrate.inputs import example
+from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.small_config import RECIPES
-from tilegym.integrate.small_config import WINDOW
 from tilegym.integrate.small_config import filled
 from tilegym.integrate.small_config import gaps_filled
 
@@ -48,18 +50,19 @@ def small_model(
     model_class: type | None = None,
     recipes: tuple[Callable, ...] | None = None,
 ) -> SmallModel:
-    """Builds a small causal language model of the family of ``config``.
+    """Builds a small model of the family of ``config``: of ``model_class``, or a causal language model.
 
     Args:
         config: a config of transformers, which is not changed, or a ``model_type``, whose default config is taken.
         seed: of the weights.
         trust_remote_code: whether code that comes with the config may run.
-        model_class: the class to build where transformers does not know which, such as a model of one's own.
+        model_class: the class to build where that is not the causal language model which transformers makes of such a
+            config: an encoder, a classifier, a model of one's own.
         recipes: what to try instead of all of :mod:`tilegym.integrate.small_config`.
 
     Raises:
-        ModelError: the family is no causal language model, or no recipe makes it small; with what was tried. Or the
-            class is none of transformers', such as a wrapper's.
+        ModelError: the family has no causal language model and no class is given, or no recipe makes it small; with
+            what was tried. Or the class is none of transformers', such as a wrapper's.
     """
     if model_class is not None and not hasattr(model_class, "_from_config"):
         raise ModelError(
@@ -70,7 +73,7 @@ def small_model(
     failures: list[str] = []
     with torch.device("cpu"):
         candidates = _candidates(config, text, trust_remote_code, model_class)
-        small = _first_that_runs(candidates, RECIPES if recipes is None else recipes, seed, failures)
+        small = _first_that_runs(candidates, RECIPES if recipes is None else recipes, seed, failures, model_class)
     if small is not None:
         return small
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -83,12 +86,21 @@ def small_model(
 
 
 def _first_that_runs(
-    candidates: Iterator[tuple[Any, Callable]], recipes: tuple[Callable, ...], seed: int, failures: list[str]
+    candidates: Iterator[tuple[Any, Callable]],
+    recipes: tuple[Callable, ...],
+    seed: int,
+    failures: list[str],
+    model_class: type | None,
 ) -> SmallModel | None:
     for candidate, make in candidates:
+        encodes = hasattr(candidate, "is_decoder") and model_class is not None
+        encodes = encodes and not continues_text(model_class, candidate)
         for recipe in recipes:
             try:
                 values, changes = recipe(candidate.to_dict())
+                if encodes:
+                    values["is_decoder"] = candidate.is_decoder
+                    changes.pop("is_decoder", None)
                 model = _build(type(candidate), make, values, seed)
                 run(model)
             except Exception as error:  # each architecture checks its config in its own way, or fails in its forward
@@ -96,7 +108,7 @@ def _first_that_runs(
                 failures.append(f"{recipe.__name__}: {type(error).__name__}: {reason[-1] if reason else ''}"[:300])
             else:
                 whole = candidate
-                if recipe is gaps_filled or getattr(candidate, "is_decoder", None) is False:
+                if recipe is gaps_filled or (getattr(candidate, "is_decoder", None) is False and not encodes):
                     whole = type(candidate).from_dict(filled(candidate.to_dict(), recipe is gaps_filled))
                 return SmallModel(model, whole, make, changes, tuple(failures))
     return None
@@ -138,17 +150,13 @@ def _candidates(
         yield config, automatic
 
 
-def example(model: nn.Module, batch: int = 2, length: int = 2 * WINDOW + 3, seed: int = 1) -> torch.Tensor:
-    """[batch, length] random token ids for ``model``, longer than the small windows."""
-    vocab = model.get_output_embeddings() or model.get_input_embeddings()
-    vocab = min(vocab.weight.shape[0], model.get_input_embeddings().num_embeddings)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, vocab - 3, (batch, length), generator=generator)
-
-
 @torch.no_grad()
 def run(model: nn.Module) -> None:
-    """One training forward, one prefill and one decoding step; raises what they raise."""
+    """One training forward, one prefill and one decoding step, or one forward pass of a model that does not continue
+    text; raises what they raise."""
+    if not continues_text(type(model), model.config):
+        model(**forward_inputs(model))
+        return
     ids = example(model)
     model(input_ids=ids, labels=ids, use_cache=False)
     prefill = model(input_ids=ids, use_cache=True)

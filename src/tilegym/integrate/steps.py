@@ -12,7 +12,7 @@ from tilegym.bench.prompts import Batch
 from tilegym.errors import ModelError
 from tilegym.integrate.capture import Recorded
 from tilegym.integrate.check import check_patch
-from tilegym.integrate.small_model import example
+from tilegym.integrate.inputs import example
 from tilegym.integrate.small_model import small_model
 from tilegym.integrate.verify import Check
 from tilegym.integrate.verify import compile_ahead

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tilegym.integrate.small_model import example
+from tilegym.integrate.inputs import continues_text
+from tilegym.integrate.inputs import example
+from tilegym.integrate.inputs import forward_inputs
 
 
 @dataclass
@@ -165,7 +167,8 @@ def _profiled(trace: Trace, functions: dict[types.CodeType, types.FunctionType],
 
 
 def record(model: nn.Module) -> Trace:
-    """Runs ``model``: a training forward, a prefill of two rows, one decoding step.
+    """Runs ``model``: a training forward, a prefill of two rows, one decoding step; or a forward pass alone, as a
+    prefill, if it does not continue text.
 
     Raises whatever the model raises.
     """
@@ -188,10 +191,15 @@ def record(model: nn.Module) -> Trace:
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
-    ids = example(model)
+    continues = continues_text(type(model), model.config)
     functions = functions_of(modeling_files(model)) | _library_functions(model)
     try:
         with torch.no_grad(), _profiled(trace, functions, stack, stage), _Steps(trace, stack):
+            if not continues:
+                stage[0] = "prefill"
+                model(**forward_inputs(model))
+                return trace
+            ids = example(model)
             model(input_ids=ids, labels=ids, use_cache=False)
             stage[0] = "prefill"
             output = model(input_ids=ids, use_cache=True)

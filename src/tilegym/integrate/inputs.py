@@ -1,0 +1,85 @@
+"""What one forward pass of a model takes: token ids of a decoder that continues text, or what other models read."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilegym.errors import ModelError
+from tilegym.integrate.small_config import WINDOW
+
+_PADDED = 5  # tokens of the second row of a padded batch
+
+
+def continues_text(model_class: type, config: Any) -> bool:
+    """Whether models of a class generate text by themselves: decoders with an output layer. Others are run once:
+    encoders, classifiers, models of images or sound, and those of an encoder and a decoder."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    generates = getattr(model_class, "can_generate", lambda: False)() or model_class in _classes(
+        MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
+    )
+    return generates and not getattr(config, "is_encoder_decoder", False)
+
+
+def _classes(of_config: Any) -> tuple:
+    return of_config if isinstance(of_config, tuple) else (of_config,)
+
+
+def example(model: nn.Module, batch: int = 2, length: int = 2 * WINDOW + 3, seed: int = 1) -> torch.Tensor:
+    """[batch, length] random token ids for ``model``, longer than the small windows."""
+    vocab = model.get_output_embeddings() or model.get_input_embeddings()
+    vocab = min(vocab.weight.shape[0], model.get_input_embeddings().num_embeddings)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab - 3, (batch, length), generator=generator)
+
+
+def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> dict[str, torch.Tensor]:
+    """Random arguments for a forward pass of a model that does not continue text, on the CPU, numbers in fp32.
+
+    Args:
+        padded: with the first tokens of the second row masked, where the model reads tokens.
+
+    Raises:
+        ModelError: it reads neither tokens nor images nor sound.
+    """
+    name, config = getattr(model, "main_input_name", "input_ids"), model.config
+    generator = torch.Generator().manual_seed(1)
+    if name == "input_ids":
+        inputs = {"input_ids": _tokens(model, batch)}
+        if padded:
+            inputs["attention_mask"] = mask_of(inputs["input_ids"])
+    elif name == "pixel_values":
+        size = getattr(config, "image_size", None) or 32
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        channels = getattr(config, "num_channels", 3)
+        inputs = {name: torch.randn(batch, channels, height, width, generator=generator)}
+    elif name == "input_features" and hasattr(config, "max_source_positions"):
+        shape = batch, config.num_mel_bins, 2 * config.max_source_positions
+        inputs = {name: torch.randn(shape, generator=generator)}
+    elif name == "input_values":
+        inputs = {name: torch.randn(batch, 4000, generator=generator)}
+    else:
+        raise ModelError(f"{type(model).__name__} reads {name!r}: give a model of tokens, images or sound")
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = _tokens(model, batch)
+    return inputs
+
+
+def _tokens(model: nn.Module, batch: int) -> torch.Tensor:
+    vocab = model.get_input_embeddings().num_embeddings
+    shape = batch, 2 * WINDOW + 3
+    return torch.randint(3, vocab - 3, shape, generator=torch.Generator().manual_seed(1))
+
+
+def mask_of(ids: torch.Tensor) -> torch.Tensor:
+    """An attention mask like ``ids``, whose second row is padded on the left."""
+    mask = torch.ones_like(ids)
+    mask[1, :_PADDED] = 0
+    return mask
+
+
+def main_output(output: Any) -> torch.Tensor:
+    """The first numbers that a forward pass returns: logits, or hidden states; behind a loss."""
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else (output,)
+    return next(v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point() and v.ndim)

@@ -1,0 +1,186 @@
+"""``tilegym.apply`` to what does not continue text: encoders, classifiers, images, sound, and models of two parts."""
+
+import pytest
+import torch
+import transformers
+from common import HAS_GPU
+from common import device
+
+import tilegym
+from tilegym.backend import observe_calls
+from tilegym.backend import use_backend
+from tilegym.errors import ModelError
+from tilegym.integrate.inputs import forward_inputs
+from tilegym.integrate.inputs import main_output
+from tilegym.transformers.attention import NAMES
+
+_TEXT = dict(
+    vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+_TWO = dict(
+    vocab_size=61, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, pad_token_id=0,
+    decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, bos_token_id=1, eos_token_id=2,
+    decoder_start_token_id=1, forced_eos_token_id=None,
+)  # fmt: skip
+_IMAGE = dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=32, patch_size=8
+)
+_DECODER = _TEXT | dict(num_key_value_heads=2)
+_ENCODER = {"attn", "gelu", "layer_norm", "linear"}
+# The class, what differs in its config, and what is served of it.
+MODELS = {
+    "bert": ("BertModel", _TEXT, _ENCODER),
+    "roberta": ("RobertaForSequenceClassification", _TEXT, _ENCODER),
+    "modernbert": (  # its first layer sees all tokens, the second a window
+        "ModernBertForMaskedLM",
+        _TEXT | dict(local_attention=6, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2),
+        _ENCODER | {"geglu", "rope"},
+    ),
+    "nomic": ("NomicBertModel", _TEXT, {"attn", "layer_norm", "linear", "rope", "swiglu"}),
+    "deberta": ("DebertaV2Model", _TEXT, {"gelu", "layer_norm", "linear"}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        dict(vocab_size=61, d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16, decoder_start_token_id=0),
+        {"linear", "rms_norm"},
+    ),
+    "bart": ("BartForConditionalGeneration", _TWO | dict(max_position_embeddings=64), _ENCODER),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        _TWO | dict(max_source_positions=20, max_target_positions=64, num_mel_bins=16),
+        _ENCODER,
+    ),
+    "wav2vec2": ("Wav2Vec2Model", _TEXT, _ENCODER),
+    "vit": ("ViTForImageClassification", _IMAGE, _ENCODER),
+    "siglip": ("SiglipVisionModel", _IMAGE, _ENCODER),
+    "convnext": ("ConvNextModel", dict(hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1], image_size=32),
+                 {"gelu", "layer_norm", "linear"}),
+    "qwen3": ("Qwen3Model", _DECODER | dict(head_dim=16), {"attn", "linear", "rms_norm", "rope", "swiglu"}),
+    "mamba": ("MambaModel", _TEXT | dict(state_size=8), {"causal_conv1d", "linear", "rms_norm"}),
+    "stablelm": ("StableLmForSequenceClassification", _DECODER, {"attn", "layer_norm", "linear", "rope", "swiglu"}),
+}  # fmt: skip
+models = pytest.mark.parametrize("name", MODELS)
+
+
+def make(name, **options):
+    kind, changes, _ = MODELS[name]
+    model_class = getattr(transformers, kind, None)
+    if model_class is None:
+        pytest.skip(f"this transformers has no {kind}")
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**changes | options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(device())
+
+
+@torch.no_grad()
+def outputs(model):
+    """Of a forward pass, and of one with padding, without it."""
+    found = []
+    for padded in (False, True):
+        inputs = {n: t.to(model.device) for n, t in forward_inputs(model, padded).items()}
+        output, mask = main_output(model(**inputs)), inputs.get("attention_mask")
+        found.append(output[mask.bool()] if mask is not None and output.shape[:2] == mask.shape else output)
+    return found
+
+
+def assert_near(got, expected, tolerance=1e-5):
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * b.abs().max().item())
+
+
+@models
+def test_outputs_stay_and_revert(name):
+    model = make(name)
+    expected = outputs(model)
+    report = tilegym.apply(model, use_cutile=False, by_hand=False)
+    assert {entry.compute for entry in report.patched} >= MODELS[name][2]
+    assert_near(outputs(model), expected)
+    report.revert()
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model), expected, strict=True))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "nomic", "bart", "whisper", "vit", "stablelm"])
+def test_on_the_cutile_kernels(name, monkeypatch):
+    """In the interpreter without a GPU, the mask of padding, windows on both sides and all of a picture included."""
+    monkeypatch.setenv("TILEGYM_DISABLE_AUTOTUNE", "1")
+    model = make(name)
+    expected, served = outputs(model), set()
+
+    def observer(op, backend):
+        served.add((op, backend))
+        return torch.no_grad()
+
+    with tilegym.apply(model, by_hand=False), observe_calls(observer):
+        assert_near(outputs(model), expected, 5e-3 if HAS_GPU else 1e-5)
+    assert {("fmha", "cutile"), ("linear", "cutile"), ("layer_norm", "cutile")} <= served
+    assert HAS_GPU or not any(backend == "pytorch" for _, backend in served)
+
+
+@models
+def test_verified_on_the_models_own_tensors(name):
+    model = make(name)
+    with tilegym.apply(model, use_cutile=False, by_hand=False, verify=True) as report:
+        patched = {entry.compute for entry in report.patched}
+        assert patched >= MODELS[name][2] - ({"attn"} if name == "t5" else set())
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_models_of_two_parts_generate_the_same(name):
+    model = make(name)
+    inputs = {n: t.to(model.device) for n, t in forward_inputs(model).items() if n != "decoder_input_ids"}
+    options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    expected = model.generate(**inputs, **options)
+    with tilegym.apply(model, use_cutile=False) as report:
+        assert torch.equal(model.generate(**inputs, **options), expected)
+    assert "graph" not in {entry.compute for entry in report.patched}
+
+
+@pytest.mark.parametrize("name", ["roberta", "vit", "stablelm"])
+def test_a_training_step(name):
+    model = make(name, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).train()
+    inputs = {n: t.to(model.device) for n, t in forward_inputs(model, True).items()}
+    labels = torch.tensor([1, 0], device=model.device)
+
+    def gradients():
+        model.zero_grad()
+        loss = model(**inputs, labels=labels).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    expected = gradients()
+    assert len(expected) > 20
+    with tilegym.apply(model, use_cutile=False, by_hand=False):
+        for got, wanted in zip(gradients(), expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_an_attention_that_loses_the_padding_is_not_put_in(monkeypatch):
+    functions = transformers.AttentionInterface._global_mapping
+    ours = functions[NAMES[None]]
+    monkeypatch.setitem(functions, NAMES[None], lambda m, q, k, v, mask, **how: ours(m, q, k, v, None, **how))
+    model = make("bert")
+    expected = outputs(model)
+    with tilegym.apply(model, use_cutile=False) as report, use_backend("pytorch"):
+        assert "attn" not in {entry.compute for entry in report.patched}
+        assert any("gives something else (padded batch)" in entry.why for entry in report.skipped)
+        assert_near(outputs(model), expected)
+
+
+@pytest.mark.parametrize("kind, message", [("CLIPModel", "no small model of type 'clip' can be made")])
+def test_what_cannot_be_run_is_refused(kind, message):
+    model_class = getattr(transformers, kind)
+    model = model_class(model_class.config_class(text_config=_TEXT, vision_config=_IMAGE, projection_dim=16))
+    with pytest.raises(ModelError, match=message):
+        tilegym.apply(model, use_cutile=False)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_reads_something_else_is_refused():
+    model = make("vit")
+    model.__class__ = type("Other", (type(model),), {"main_input_name": "spectrum"})
+    with pytest.raises(ModelError, match="Other reads 'spectrum': give a model of tokens, images or sound"):
+        forward_inputs(model)
