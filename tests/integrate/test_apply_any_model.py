@@ -5,6 +5,7 @@ import torch
 import transformers
 from common import HAS_GPU
 from common import device
+from transformers.masking_utils import bidirectional_mask_function
 
 import tilegym
 from tilegym.backend import observe_calls
@@ -13,6 +14,7 @@ from tilegym.errors import ModelError
 from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.inputs import main_output
 from tilegym.transformers.attention import NAMES
+from tilegym.transformers.attention import causal_mask
 
 _TEXT = dict(
     vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -95,7 +97,7 @@ def assert_near(got, expected, tolerance=1e-5):
 def test_outputs_stay_and_revert(name):
     model = make(name)
     expected = outputs(model)
-    report = tilegym.apply(model, use_cutile=False, by_hand=False)
+    report = tilegym.apply(model, use_cutile=False, by_hand=False, attn=True)
     assert {entry.compute for entry in report.patched} >= MODELS[name][2]
     assert_near(outputs(model), expected)
     report.revert()
@@ -114,7 +116,7 @@ def test_on_the_cutile_kernels(name, monkeypatch):
         served.add((op, backend))
         return torch.no_grad()
 
-    with tilegym.apply(model, by_hand=False), observe_calls(observer):
+    with tilegym.apply(model, by_hand=False, attn=True), observe_calls(observer):
         assert_near(outputs(model), expected, 5e-3 if HAS_GPU else 1e-5)
     assert {("fmha", "cutile"), ("linear", "cutile"), ("layer_norm", "cutile")} <= served
     assert HAS_GPU or not any(backend == "pytorch" for _, backend in served)
@@ -123,7 +125,7 @@ def test_on_the_cutile_kernels(name, monkeypatch):
 @models
 def test_verified_on_the_models_own_tensors(name):
     model = make(name)
-    with tilegym.apply(model, use_cutile=False, by_hand=False, verify=True) as report:
+    with tilegym.apply(model, use_cutile=False, by_hand=False, verify=True, attn=True) as report:
         patched = {entry.compute for entry in report.patched}
         assert patched >= MODELS[name][2] - ({"attn"} if name == "t5" else set())
 
@@ -134,7 +136,7 @@ def test_models_of_two_parts_generate_the_same(name):
     inputs = {n: t.to(model.device) for n, t in forward_inputs(model).items() if n != "decoder_input_ids"}
     options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False)
     expected = model.generate(**inputs, **options)
-    with tilegym.apply(model, use_cutile=False) as report:
+    with tilegym.apply(model, use_cutile=False, attn=True) as report:
         assert torch.equal(model.generate(**inputs, **options), expected)
     assert "graph" not in {entry.compute for entry in report.patched}
 
@@ -153,9 +155,35 @@ def test_a_training_step(name):
 
     expected = gradients()
     assert len(expected) > 20
-    with tilegym.apply(model, use_cutile=False, by_hand=False):
+    with tilegym.apply(model, use_cutile=False, by_hand=False, attn=True):
         for got, wanted in zip(gradients(), expected, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "bart", "vit", "stablelm"])
+def test_attention_of_encoders_is_left_to_pytorch(name):
+    """But that of decoders, whatever stands behind them, is not."""
+    model = make(name)
+    causal = name == "stablelm"
+    with tilegym.apply(model, use_cutile=False) as report:
+        assert ("attn" in {entry.compute for entry in report.patched}) == causal
+        assert any("attn=True puts it in" in entry.why for entry in report.skipped) != causal
+        assert model.config._attn_implementation == (NAMES[None] if causal else "sdpa")
+
+
+def test_masks_of_encoders():
+    """None where nothing is padded, else a mask of keys, which is as that which is written out."""
+    padded = torch.ones(2, 5, dtype=torch.long)
+    options = dict(batch_size=2, q_length=5, kv_length=5, mask_function=bidirectional_mask_function)
+    assert causal_mask(**options, allow_is_bidirectional_skip=True) is None
+    assert causal_mask(**options, attention_mask=padded, allow_is_bidirectional_skip=True) is None
+    padded[1, :2] = 0
+    mask = causal_mask(**options, attention_mask=padded, allow_is_bidirectional_skip=True)
+    whole = causal_mask(**options, attention_mask=padded)
+    assert mask.shape == (2, 1, 1, 5) and whole.shape == (2, 1, 5, 5) and mask.dtype == torch.bool
+    assert torch.equal(mask.expand_as(whole), whole)
+    longer = causal_mask(**options | dict(kv_length=7), attention_mask=padded, allow_is_bidirectional_skip=True)
+    assert longer[1, 0, 0].tolist() == [False, False, True, True, True, False, False]
 
 
 def test_an_attention_that_loses_the_padding_is_not_put_in(monkeypatch):
@@ -164,7 +192,7 @@ def test_an_attention_that_loses_the_padding_is_not_put_in(monkeypatch):
     monkeypatch.setitem(functions, NAMES[None], lambda m, q, k, v, mask, **how: ours(m, q, k, v, None, **how))
     model = make("bert")
     expected = outputs(model)
-    with tilegym.apply(model, use_cutile=False) as report, use_backend("pytorch"):
+    with tilegym.apply(model, use_cutile=False, attn=True) as report, use_backend("pytorch"):
         assert "attn" not in {entry.compute for entry in report.patched}
         assert any("gives something else (padded batch)" in entry.why for entry in report.skipped)
         assert_near(outputs(model), expected)

@@ -55,6 +55,7 @@ def apply(
         by_hand: False: find out everything, also in families that have a patch.
         trust_remote_code: whether code that came with the model's config may run to make the small model.
         flags: computes to leave out, such as ``rope=False``; of a family with a patch, all arguments of its function.
+            An encoder's attention, which sees all tokens, is left to PyTorch unless ``attn=True``.
 
     Returns:
         The report; ``revert()`` on it, or using it as a context manager, restores the model.
@@ -82,8 +83,13 @@ def apply(
     unknown = sorted(set(flags) - set(plan.computes) - {"attn", GRAPH})  # a model may have no attention
     if unknown:
         raise PatchError(f"{model_type} has no compute {unknown[0]!r}; it has {', '.join(plan.computes)}")
-    wanted = {name: items for name, items in plan.computes.items() if flags.get(name, True)}
     why: dict[str, str] = {}
+    if "attn" not in flags:
+        # On an H200 in bf16 a layer of BERT-large, 16 x 512 tokens, takes 0.14 ms more with it.
+        encodes = [i for i in plan.computes.get("attn", ()) if i.requirement.parameters["mask"] == "none"]
+        flags |= {"attn": False} if encodes else {}
+        why |= {item.key: "PyTorch is faster at an encoder's attention; attn=True puts it in" for item in encodes}
+    wanted = {name: items for name, items in plan.computes.items() if flags.get(name, True)}
     chosen = _verified(model, wanted, use_cutile, why) if verify else _first(wanted)
     patches = PatchSet(model, maker=__name__)
     with patches.all_or_nothing():

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers import AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import bidirectional_mask_function
 from transformers.masking_utils import causal_mask_function
 from transformers.masking_utils import sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function
@@ -108,13 +109,14 @@ def causal_mask(
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    allow_is_bidirectional_skip: bool = False,
     **kwargs,
 ) -> Tensor | CausalMask | None:
     """The mask function that transformers calls once per forward; see ``transformers.masking_utils.sdpa_mask``.
 
     Returns:
-        None (causal, the last query at the last key, one query or as many as keys), a :class:`CausalMask`, or a full
-        boolean mask.
+        None (causal, the last query at the last key, one query or as many as keys; or of an encoder, no padding), a
+        :class:`CausalMask`, a boolean [B, 1, 1, Skv] (an encoder's padding), or a full boolean mask.
         On a GPU it waits for the device only before a prefill, to learn that nothing is padded.
     """
     tracing = is_tracing(attention_mask)  # what the device holds cannot be looked at
@@ -123,6 +125,9 @@ def causal_mask(
     compiling = tracing and not _is_capturing()
     window = None if compiling or mask_function is causal_mask_function else _window_of(mask_function)
     compact = mask_function is causal_mask_function or window is not None
+    padding = attention_mask is None or attention_mask.ndim == 2
+    if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and padding and not use_vmap:
+        return _padding_mask(attention_mask, kv_offset, kv_length, tracing)
     if isinstance(q_offset, Tensor) and q_offset.device.type == "cpu" and not compiling:
         q_offset = int(q_offset)
     # How many keys there are up to the last query; where a static cache keeps count on the device, that many more.
@@ -169,6 +174,14 @@ def causal_mask(
     if keys is None and kv_len is None and window is None and q_length in (1, kv_length):
         return None
     return CausalMask((batch_size, 1, q_length, kv_length), keys, kv_len, window)
+
+
+def _padding_mask(attention_mask: Tensor | None, start: int, length: int, tracing: bool) -> Tensor | None:
+    """The mask of an encoder, whose queries see all keys but padding: [B, 1, 1, Skv] boolean; None for no padding."""
+    if attention_mask is None or (not tracing and bool(attention_mask.all())):
+        return None
+    keys = attention_mask[:, start : start + length].to(torch.bool)
+    return nn.functional.pad(keys, (0, length - keys.shape[1]))[:, None, None, :]
 
 
 def _attention_forward(backend: str | None) -> Callable:
