@@ -130,11 +130,12 @@ def test_a_forward_that_others_have_wrapped_may_stay_if_it_does_nothing_by_itsel
     assert torch.equal(layer(x), -2 * x)
     patches.revert()
     assert torch.equal(layer(x), 2 * x)
-    again = PatchSet()
-    again.replace_attribute(layer, "changed", torch.neg, ENTRY, own=False)
-    assert not again.replace_forward(layer, passing_on(), ENTRY)
-    assert again.skipped[0].why == ALREADY_PATCHED or "replaced already" in again.skipped[0].why
-    assert torch.equal(layer(x), -2 * x)
+    with PatchSet() as again:
+        again.replace_attribute(layer, "changed", torch.neg, ENTRY, own=False)
+        assert not again.replace_forward(layer, passing_on(), ENTRY)
+        assert again.skipped[0].why == ALREADY_PATCHED or "replaced already" in again.skipped[0].why
+        assert torch.equal(layer(x), -2 * x)
+    assert not PatchSet.active()
 
 
 @pytest.mark.parametrize("function", [plus(1), passing_on()])
