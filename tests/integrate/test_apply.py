@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import pickle
 import time
 
@@ -62,6 +63,28 @@ def test_logits_and_tokens_stay_and_revert(family):
     report.revert()
     assert torch.equal(answers(model)[0], logits)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def put_hooks(model):
+    """As accelerate puts them into a model that is spread over devices."""
+    for module in model.modules():
+        module._hf_hook, module._old_forward = object(), module.forward
+        module.forward = functools.partial(lambda module, *args, **kw: module._old_forward(*args, **kw), module)
+
+
+@pytest.mark.parametrize("family", ["stablelm", "gpt_neox"])
+def test_under_hooks_of_accelerate(family):
+    plain, model = small(family), small(family)
+    logits, _ = answers(model)
+    with tilegym.apply(plain, use_cutile=False, by_hand=False, graph=False) as report:
+        expected = {(e.module, e.compute) for e in report.patched}
+    put_hooks(model)
+    with tilegym.apply(model, use_cutile=False, by_hand=False, graph=False) as report:
+        # The output layer is no linear layer alone there.
+        missing = expected - {(e.module, e.compute) for e in report.patched}
+        assert missing == {(type(model).__name__, "loss")}
+        torch.testing.assert_close(answers(model)[0], logits, rtol=1e-4, atol=1e-5 * logits.abs().max().item())
+    assert torch.equal(answers(model)[0], logits)
 
 
 @pytest.mark.parametrize("family", ["stablelm", "mixtral"])

@@ -80,6 +80,40 @@ def test_mixed_precision(family, backend, compute):
     assert sum(errors(gradients, exact[1])) <= 1.3 * sum(errors(expected[1], exact[1]))
 
 
+def test_routers_under_autocast_take_what_norms_in_fp32_give():
+    """As in a quantised model whose norms are kept in fp32 (peft's ``prepare_model_for_kbit_training``)."""
+    model = make_model("mixtral", torch.bfloat16).train()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+    ids = padded([5], "right")[0]
+    with torch.autocast(model.device.type, torch.bfloat16):
+        expected = model(ids, labels=ids).loss
+        with monkey_patch.apply(model, use_cutile=False), observed() as calls:
+            torch.testing.assert_close(model(ids, labels=ids).loss, expected, rtol=1e-2, atol=1e-2)
+    assert "moe_topk_routing" in {op for op, _ in calls}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_class_of_routers_is_tried_without_hooks_and_autocast(autocast):
+    """What is tried in the first step is none of its router logits, and is tried in fp32."""
+    ids = padded([5, 5], "right")[0]
+    options = dict(labels=ids, output_router_logits=True)
+
+    def step():
+        model = make_model("qwen3_moe").train()
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+            out = model(ids, **options)
+        return out.aux_loss, out.loss, out.router_logits
+
+    expected = step()
+    with monkey_patch.apply_tilegym_kernel_to_qwen3_moe(), observed() as calls:
+        got = step()
+    assert [t.shape for t in got[2]] == [t.shape for t in expected[2]]
+    assert "moe_topk_routing" in {op for op, _ in calls}
+    torch.testing.assert_close(got[:2], expected[:2], rtol=1e-2 if autocast else 1e-5, atol=0)
+
+
 @families
 def test_a_single_token_step_has_gradients(family):
     model = make_model(family).train()

@@ -21,6 +21,7 @@ from tilegym.integrate.small_model import small_model
 from tilegym.integrate.verify import verify as verify_place
 from tilegym.transformers import generated
 from tilegym.transformers import monkey_patch
+from tilegym.transformers.family import model_in
 from tilegym.transformers.general import Place
 from tilegym.transformers.general import put
 from tilegym.transformers.general_graph import put_graph
@@ -46,7 +47,7 @@ def apply(
 
     Args:
         model: of transformers, or of one's own: a language model, a classifier, an encoder of text, images or sound, or
-            one of an encoder and a decoder.
+            one of an encoder and a decoder; or one of peft's around it, which is patched.
         use_cutile: run what is patched on the ``cutile`` backend, but for calls that were measured to be faster in
             PyTorch; else on the one that is chosen when it runs.
         verify: also run each kernel on tensors that are captured while the model generates, in prefill and decoding,
@@ -70,6 +71,7 @@ def apply(
     require_switches("apply", **switches, **flags)
     if use_cutile:
         assert_backend_available("cutile")
+    model = model_in(model)
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
         raise ModelError(f"{type(model).__name__} has no config.model_type: give a model of transformers")
@@ -105,7 +107,7 @@ def apply(
 def revert(model: nn.Module | None = None) -> None:
     """Undoes what :func:`apply` and ``monkey_patch`` have patched in ``model``, or, without one, in transformers."""
     makers = (__name__, "tilegym.transformers.", "tilegym_generated_")
-    for patches in reversed(PatchSet.active(model)):
+    for patches in reversed(PatchSet.active(None if model is None else model_in(model))):
         if patches.maker.startswith(makers):
             patches.revert()
 

@@ -97,7 +97,8 @@ def signature(module: nn.Module, sizes: bool = True) -> tuple:
     """
     plain, children = [], list(module.named_children())
     for name, value in sorted(vars(module).items()):
-        if name.startswith("_") or name in ("layer_idx", "layer_id", "training", "layer_number"):
+        # "forward" is what hooks and patches leave in an instance.
+        if name.startswith("_") or name in ("layer_idx", "layer_id", "training", "layer_number", "forward"):
             continue
         if value is None or isinstance(value, (str, bool)) or (type(value) is int and sizes):
             plain.append((name, value))

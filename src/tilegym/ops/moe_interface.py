@@ -210,6 +210,8 @@ def _router_logits(
         return linear(x, weight, None, torch.float32, backend=backend)
     if wide:
         return linear(x.float(), weight.float(), bias, backend=backend)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):  # which casts for PyTorch's function only
+        return torch.nn.functional.linear(x, weight, bias)
     return linear(x, weight, bias, backend=backend)
 
 
@@ -233,11 +235,13 @@ def find_routing(module: torch.nn.Module) -> RouterFormula:
         raise UnsupportedError("the router has no floating-point weight with two dimensions")
     hidden = torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     try:
-        own_logits, own_weights, _ = module(hidden)
-        # Choices are compared in fp32, where no two experts' scores are equal.
-        module, hidden = copy.deepcopy(module).float(), hidden.float()
-        logits, weights, ids = module(hidden)
-        expected = torch.nn.functional.linear(hidden, module.weight, getattr(module, "bias", None))
+        # By their forwards: hooks, as those by which transformers keeps the logits of routers, are not to see this.
+        with torch.autocast(weight.device.type, enabled=False):
+            own_logits, own_weights, _ = module.forward(hidden)
+            # Choices are compared in fp32, where no two experts' scores are equal.
+            module, hidden = copy.deepcopy(module).float(), hidden.float()
+            logits, weights, ids = module.forward(hidden)
+            expected = torch.nn.functional.linear(hidden, module.weight, getattr(module, "bias", None))
         fits = weights.shape == ids.shape and torch.allclose(logits, expected, rtol=1e-2, atol=1e-2)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         raise UnsupportedError("the router does not give logits, weights and indices") from error

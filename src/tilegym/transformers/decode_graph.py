@@ -28,11 +28,11 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from tilegym.backend import get_current_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import argmax
 from tilegym.transformers.attention import NAMES as ATTENTION
 from tilegym.transformers.graph_capture import capture
+from tilegym.transformers.graph_capture import fingerprint
 from tilegym.transformers.rotary_rows import RotaryRows
 from tilegym.transformers.side_stream import Aside
 from tilegym.transformers.side_stream import LateFlag
@@ -243,25 +243,6 @@ def forget(model: nn.Module) -> None:
     _sessions.pop(model, None)
 
 
-def fingerprint(model: nn.Module) -> tuple:
-    """Changes with everything that a captured graph has taken for granted: which code runs on which memory."""
-    parts: list[Any] = [get_current_backend(), model.config._attn_implementation]
-    seen: set[int] = set()
-    left: list[nn.Module | None] = [model]
-    while left:  # by model.modules() it takes half as long again, and the prompt waits
-        module = left.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        own = vars(module)
-        parts += (id(module), id(own.get("forward")), own["training"], len(own["_forward_hooks"]))
-        parts.append(len(own["_forward_pre_hooks"]))
-        parts.extend([t.data_ptr() for t in own["_parameters"].values() if t is not None])
-        parts.extend([t.data_ptr() for t in own["_buffers"].values() if t is not None])
-        left.extend(own["_modules"].values())
-    return tuple(parts)
-
-
 def session_for(model: nn.Module, batch_size: int, length: int) -> Session:
     """The session that is kept for ``model`` if it fits, else a new one in its place."""
     capacity = -(-length // ROUND_CAPACITY) * ROUND_CAPACITY
@@ -324,7 +305,14 @@ def _is_plain(model: nn.Module, generation_config, stopping_criteria, model_kwar
         and not torch.is_autocast_enabled(model.device.type)
         and model.config._attn_implementation in ATTENTION.values()
         and not suits(model)
+        and not _prepares_otherwise(model)
     )
+
+
+def _prepares_otherwise(model: nn.Module) -> bool:
+    """Whether others have put something into this model that changes its inputs, as peft does to add virtual tokens."""
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    return prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation
 
 
 def sample(

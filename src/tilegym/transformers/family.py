@@ -10,6 +10,11 @@ from torch import nn
 from tilegym.transformers.patching import PatchSet
 
 
+def model_in(model: nn.Module) -> nn.Module:
+    """The model of transformers in a model of peft's; any other model itself."""
+    return model.get_base_model() if hasattr(type(model), "get_base_model") else model
+
+
 @dataclass(frozen=True)
 class Compute:
     """One thing that is patched, behind a flag of its name. Those that families share are in :mod:`.computes`.

@@ -3,9 +3,13 @@
 import contextlib
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
+
+from torch import nn
 
 from tilegym.errors import PatchError
 
@@ -56,6 +60,28 @@ class BoundForward(functools.partial):
 
     def __setstate__(self, args):
         super().__setstate__((self.func, args, {}, {}))
+
+
+def place_of_forward(module: nn.Module) -> str:
+    """The attribute of an instance where its forward stands: under a hook of accelerate's what that calls."""
+    own = vars(module)
+    return "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
+
+
+def chain_of(forward: Any) -> Iterator[Any]:
+    """The function behind a bound method or :class:`BoundForward`, what it wraps, and so on."""
+    function = getattr(forward, "__func__", forward)
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def is_bound_to(forward: Any, function: Callable) -> bool:
+    """Whether ``forward`` is ``function`` of an instance, or the innermost that it wraps.
+
+    That is what ``unwrap_model`` of accelerate leaves of a forward that it had put its mixed precision around.
+    """
+    return getattr(forward, "__func__", None) in (function, inspect.unwrap(function))
 
 
 class _Recipe:

@@ -23,6 +23,7 @@ from tilegym.transformers import loss
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import describe
 from tilegym.transformers.forwards import held
+from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import with_globals
 from tilegym.transformers.patching import ALREADY_PATCHED
 from tilegym.transformers.patching import Entry
@@ -108,9 +109,10 @@ def put(
 def _like(model: nn.Module, module: nn.Module | None = None) -> torch.Tensor:
     """A tensor of the dtype and device that ``module`` computes on."""
     first = next((p for m in (module, model) if m is not None for p in m.parameters()), None)
-    if first is not None and not first.is_floating_point():  # quantised
-        return torch.empty(0, dtype=getattr(model, "dtype", torch.float32), device=first.device)
-    return torch.empty(0, dtype=getattr(model, "dtype", first.dtype), device=first.device)
+    device = "cpu" if first.is_meta else first.device  # hooks of accelerate's fetch weights that are elsewhere
+    if not first.is_floating_point():  # quantised
+        return torch.empty(0, dtype=getattr(model, "dtype", torch.float32), device=device)
+    return torch.empty(0, dtype=getattr(model, "dtype", first.dtype), device=device)
 
 
 def _at(entry: Entry, path: str) -> Entry:
@@ -185,7 +187,7 @@ def _put_function(patches: PatchSet, model: nn.Module, place: Place, backend: st
         if value is function or value is held(new)
     ]
     for path, (module, name) in using.items():
-        current = vars(module).get("forward")
+        current = vars(module).get(place_of_forward(module))
         before = current.func if isinstance(current, BoundForward) else type(module).forward
         if why:
             patches.skip(_at(entry, path), why)

@@ -10,6 +10,7 @@ from types import ModuleType
 from torch import nn
 
 from tilegym.errors import PatchError
+from tilegym.transformers.family import model_in
 from tilegym.transformers.patching import PatchSet
 
 _folders: dict[str, Path] = {}
@@ -51,6 +52,7 @@ def apply_all(
     """
     if model is None:
         raise PatchError("generated patches are for one loaded model: pass model=")
+    model = model_in(model)
     patches = PatchSet(model, maker=maker)
     with patches.all_or_nothing():
         for patch, chosen in wanted.items():

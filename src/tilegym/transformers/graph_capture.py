@@ -1,11 +1,14 @@
-"""CUDA graphs of what a model launches."""
+"""CUDA graphs of what a model launches, and what tells whether it would launch the same again."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from tilegym.backend import get_current_backend
 
 
 class _NumbersAreFilledIn(TorchFunctionMode):
@@ -70,3 +73,30 @@ def capture(run: Callable[[], Any], state: list[Tensor], device: torch.device) -
     finally:
         restore()
     return graph, result
+
+
+def fingerprint(model: nn.Module) -> tuple:
+    """Changes with everything that a captured graph has taken for granted: which code runs on which memory."""
+    parts: list[Any] = [get_current_backend(), model.config._attn_implementation]
+    seen: set[int] = set()
+    left: list[nn.Module | None] = [model]
+    while left:  # by model.modules() it takes half as long again, and the prompt waits
+        module = left.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        own = vars(module)
+        parts += (id(module), id(own.get("forward")), own["training"], len(own["_forward_hooks"]))
+        parts.append(len(own["_forward_pre_hooks"]))
+        if "merged_adapters" in own or "_active_adapter" in own:
+            parts.append(_adapters_of(own))
+        parts.extend([t.data_ptr() for t in own["_parameters"].values() if t is not None])
+        parts.extend([t.data_ptr() for t in own["_buffers"].values() if t is not None])
+        left.extend(own["_modules"].values())
+    return tuple(parts)
+
+
+def _adapters_of(own: dict[str, Any]) -> str:
+    """The switches and factors of a module of peft's: which of its adapters compute, and which are in its weight."""
+    plain = {n: v for n, v in own.items() if isinstance(v, (bool, int, float, str, list, dict)) and n[0] != "_"}
+    return repr((own.get("_active_adapter"), own.get("_disable_adapters"), plain))

@@ -83,6 +83,7 @@ def forward_with_late_logits(original: Callable) -> Callable:
                 logits.set_returned()
         return outputs
 
+    forward.may_stay = True  # with another loss function it is the original
     return forward
 
 

@@ -17,6 +17,7 @@ from tilegym.transformers import generated
 from tilegym.transformers.deepseek2 import DEEPSEEK_V2
 from tilegym.transformers.deepseek2 import DEEPSEEK_V3
 from tilegym.transformers.family import Family
+from tilegym.transformers.family import model_in
 from tilegym.transformers.gemma3 import FAMILY as GEMMA3
 from tilegym.transformers.glm4 import FAMILY as GLM4
 from tilegym.transformers.gpt_oss import FAMILY as GPT_OSS
@@ -68,7 +69,7 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
 
     Args:
         model: a model of transformers whose ``config.model_type`` is one of the supported families, or one that
-            ``tilegym integrate`` has written a patch for.
+            ``tilegym integrate`` has written a patch for; or one of peft's around such a model, which is patched then.
         use_cutile: run what is patched on the ``cutile`` backend, but for calls that were measured to be faster in
             PyTorch; else on the one that is chosen when it runs.
         use_attn: whether to patch attention.
@@ -89,6 +90,7 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
         TypeError: no family has a compute of a flag's name, or a flag is neither True nor False.
     """
     require_switches("apply", use_cutile=use_cutile, use_attn=use_attn, **flags)
+    model = model_in(model)
     model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
     written = None if model_type in FAMILIES else generated.find(model_type)
     family = FAMILIES[_model_type(model, tuple(FAMILIES))] if written is None else None
@@ -106,7 +108,7 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
 
 def revert(model: nn.Module | None = None) -> None:
     """Undoes what this module has patched in ``model``, or, without one, in transformers itself; if anything."""
-    for patches in reversed(PatchSet.active(model)):
+    for patches in reversed(PatchSet.active(None if model is None else model_in(model))):
         if patches.maker == __name__:
             patches.revert()
 
@@ -137,6 +139,7 @@ def _for_family(family: Family) -> Callable[..., PatchSet]:
         bound.apply_defaults()
         require_switches(name, **{flag: value for flag, value in bound.arguments.items() if flag != "model"})
         if bound.arguments["model"] is not None:
+            bound.arguments["model"] = model_in(bound.arguments["model"])
             _model_type(bound.arguments["model"], (family.model_type,))
         return _patch(family, **bound.arguments)
 

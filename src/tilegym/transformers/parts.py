@@ -12,6 +12,7 @@ from torch import nn
 from tilegym.backend import name_of
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import describe
+from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
@@ -63,8 +64,7 @@ def put_in_model(
         if why:
             patches.skip(entry, why)
             continue
-        own = vars(module)
-        current = own.get("_old_forward" if "_hf_hook" in own else "forward")  # what accelerate's hook calls
+        current = vars(module).get(place_of_forward(module))
         current = current.func if isinstance(current, BoundForward) else cls.forward
         patches.replace_forward(module, with_part(current, factory, part, backend), entry)
     if not found:

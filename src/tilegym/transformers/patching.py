@@ -22,7 +22,10 @@ from torch import nn
 
 from tilegym.errors import PatchError
 from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import chain_of
 from tilegym.transformers.forwards import describe
+from tilegym.transformers.forwards import is_bound_to
+from tilegym.transformers.forwards import place_of_forward
 
 ALREADY_PATCHED = "already patched"
 
@@ -74,6 +77,14 @@ def _write(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
+def _may_stay(forward: Callable | None) -> bool:
+    """Whether it is the original once its patch set is undone, and may stay in what others have put around it."""
+    return getattr(forward, "may_stay", False)
+
+
+_FORWARDS = ("forward", "_old_forward")  # one takes the place of the other when accelerate's hooks come and go
+
+
 class _Replacement:
     """``owner.name`` (``owner[name]`` for a dict) is ``new`` once ``do`` was called, and was ``former``."""
 
@@ -94,15 +105,28 @@ class _Replacement:
     def undo(self) -> bool:
         """Puts ``former`` back; False if somebody else has replaced the value since."""
         self.active.discard(self)
+        if isinstance(self.new, BoundForward) and self.name in _FORWARDS:
+            self.name = place_of_forward(self.owner)
         current = _read(self.owner, self.name)
-        if current is self.new or (isinstance(self.new, str) and current == self.new):
-            _write(self.owner, self.name, self.former)
+        if self._is_new(current):
+            _write(self.owner, self.name, self._below())
             return True
         for later in self.active:  # a later patch of ours lies on top: it shall put back what was below this one
-            if later.owner is self.owner and later.name == self.name and later.former is self.new:
+            if later.owner is self.owner and later.former is self.new:
                 later.former = self.former
                 return True
-        return current is self.former
+        return current is self.former or _may_stay(getattr(self.new, "func", None))
+
+    def _is_new(self, current: Any) -> bool:
+        if isinstance(self.new, BoundForward) and is_bound_to(current, self.new.func):
+            return True
+        return current is self.new or (isinstance(self.new, str) and current == self.new)
+
+    def _below(self) -> Any:
+        """``former``; a hook of accelerate's that came since needs something to call."""
+        if self.name == "_old_forward" and self.former is MISSING:
+            return types.MethodType(type(self.owner).forward, self.owner)
+        return self.former
 
 
 class _Callback:
@@ -197,13 +221,13 @@ class PatchSet:
         forward, bound to itself (not so the replicas of ``nn.DataParallel``). Under accelerate's hooks what the hook
         calls is replaced. A forward that another library has put on the instance is left alone and reported as skipped.
         """
-        own = vars(module)
-        name = "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
-        current = own.get(name)
-        if isinstance(current, BoundForward):
-            if current.func is function:
-                return self.skip(entry, ALREADY_PATCHED)
-        elif name == "forward" and getattr(current, "__func__", current) not in (None, type(module).forward):
+        name = place_of_forward(module)
+        current = vars(module).get(name)
+        now = getattr(current, "__func__", current)
+        if now is function or (_may_stay(function) and function in chain_of(current)):
+            return self.skip(entry, ALREADY_PATCHED)
+        foreign = not isinstance(current, BoundForward) and now not in (None, type(module).forward)
+        if foreign and name == "forward":
             return self.skip(entry, f"its forward has been replaced already, by {describe(current)}")
         return self._replace(module, name, BoundForward(function, module), entry)
 
