@@ -1,7 +1,8 @@
 """How a test process uses what it shares: each has a GPU of its own if there are several, and waits for memory there.
 
-The interpreter keeps the typed kernels, hundreds of thousands of objects; Python's collector went through them all so
-often that it took a third of the tests' time. It comes by less often here.
+The interpreter keeps the kernels that it has read, and torch and transformers what they are made of: millions of
+objects that stay. Python's collector went through them all so often that it took a third of the tests' time. It comes
+by less often here, and passes over what was there when a file of tests ended.
 """
 
 import contextlib
@@ -46,6 +47,13 @@ def pytest_runtest_call(item):
         gc.collect()
         torch.cuda.empty_cache()
         time.sleep(wait)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_stays_is_collected_once():
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,16 @@
 """What launch() takes, refuses and guarantees, apart from what kernels compute."""
 
 import dataclasses
+import gc
 import time
+import weakref
 
 import cuda.tile as ct
 import numpy as np
 import pytest
 import torch
 
+from interpreter import programs
 from tilegym import interpreter
 from tilegym.interpreter import KernelError
 from tilegym.interpreter import _cutile
@@ -345,8 +348,6 @@ def test_speed_of_attention():
 
 
 def test_caches_do_not_keep_kernels_alive():
-    import gc
-
     before = len(frontend._caches)
 
     def run():
@@ -359,6 +360,18 @@ def test_caches_do_not_keep_kernels_alive():
     run()
     gc.collect()
     assert len(frontend._caches) <= before + 1
+
+
+@pytest.mark.parametrize("group", ["memory", "shapes", "reductions", "products", "atomics", "control_flow"])
+def test_programs_do_not_keep_the_typed_ir_alive(group):
+    """It is many times as large as they are: what a process collects garbage among, as long as a kernel lives."""
+    kept = []
+    for case in getattr(programs, group)():
+        block = _cutile.typed_ir(case.kernel, interpreter.kernel_signature(case.kernel, case.make_args()))
+        kept.append((case, frontend.Program(block), weakref.ref(block.ctx)))
+        del block
+    gc.collect()
+    assert not [case for case, _, ir in kept if ir() is not None]
 
 
 @ct.kernel

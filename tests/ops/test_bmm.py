@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import ARCHITECTURES
 from common import HAS_GPU
+from common import OVERLAPS
 from common import PyTestCase
 from common import assert_compiles
 from common import backends
@@ -78,12 +79,12 @@ class Test_BMM(PyTestCase):
         self.assertCorrectness(bmm, reference, kwargs, {"backend": "cutile"})
 
     def test_a_row_of_each_compiles(self):
-        for arch in ARCHITECTURES:
+        for overlap, architectures in OVERLAPS:
             for n, k, transposed in ((512, 128, False), (128, 512, True)):
                 a, c = (torch.empty(16, 1, size, dtype=torch.bfloat16) for size in (k, n))
                 b = torch.empty(16, 256, 512, dtype=torch.bfloat16)[:, :128]
                 tiles = row_plan(n, k, 16, transposed)
-                assert_compiles(bmm_row_kernel, (a, b, c, *tiles, transposed, arch == "sm_90"), (arch,))
+                assert_compiles(bmm_row_kernel, (a, b, c, *tiles, transposed, overlap), architectures)
 
     @backends("bmm")
     @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from common import ARCHITECTURES
 from common import HAS_GPU
+from common import OVERLAPS
 from common import PyTestCase
 from common import assert_compiles
 from common import assert_launches_compile
 from common import backends
 from common import device
+from common import distinct
 from common import dtypes
 from common import gpu
 from common import randn
@@ -239,7 +240,7 @@ def test_overlapping_launches_compile():
     """OVERLAP, every kernel's last argument, needs compute capability 9.0."""
     with recorded_launches() as recorded:
         launches()
-    for kernel, args in recorded:
+    for kernel, args in distinct(recorded):
         assert args[-1] is False
         assert compile_kernel(kernel, (*args[:-1], True), "sm_90")[:4] == b"\x7fELF"
 
@@ -355,14 +356,14 @@ def test_rows_that_registers_hold_compile():
     """With the sizes of a GPU's."""
     x, norm, weight = one_row(k=4096, n=4096)
     x = x[0]
-    for arch in ARCHITECTURES:
-        sizes = (4096, 4, 1024, arch == "sm_90")
+    for overlap, architectures in OVERLAPS:
+        sizes = (4096, 4, 1024, overlap)
         for cols in (0, 4096):
             args = (x, weight, 0, x, x, NOTHING, False, True, 1.0, *sizes[:3], 528, cols, sizes[3])
-            assert_compiles(linear.at_once_gemv_kernel, args, (arch,))
+            assert_compiles(linear.at_once_gemv_kernel, args, architectures)
         long = torch.empty(512, 14336, dtype=torch.bfloat16)
-        args = (long[:1], long, 0, x[:, :512], x[:, :512], False, True, 1.0, 14336, 8, 256, 1024, arch == "sm_90")
-        assert_compiles(linear.held_gemv_kernel, args, (arch,))
+        args = (long[:1], long, 0, x[:, :512], x[:, :512], False, True, 1.0, 14336, 8, 256, 1024, overlap)
+        assert_compiles(linear.held_gemv_kernel, args, architectures)
 
 
 @gpu

@@ -7,6 +7,7 @@ from common import PyTestCase
 from common import assert_launches_compile
 from common import backends
 from common import device
+from common import distinct
 from common import dtypes
 from common import gpu
 from common import randn
@@ -291,7 +292,7 @@ def test_compiles_for_every_architecture():
 def test_overlapping_launches_compile():
     with recorded_launches() as recorded:
         launches()
-    for kernel, args in recorded:
+    for kernel, args in distinct(recorded):
         if kernel is rope_decode.filled_kernel:
             continue
         merges = kernel is rope_decode.merge_kernel

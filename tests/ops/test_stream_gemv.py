@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from common import ARCHITECTURES
 from common import HAS_GPU
+from common import OVERLAPS
 from common import assert_compiles
 from common import gpu
 from common import randn
@@ -113,20 +113,20 @@ def test_rows_in_turn_by_their_sizes():
 def test_compile():
     """With the sizes of a GPU's, on every architecture."""
     out = torch.empty(1, 512, dtype=torch.bfloat16)
-    for arch in ARCHITECTURES:
+    for overlap, architectures in OVERLAPS:
         for k, *tiles in ((4096, 1, 1024, 2), (8192, 1, 1024, 1), (1024, 8, 256, 0)):
             gate = torch.empty(512, k, dtype=torch.bfloat16)
-            args = (gate[:1], gate[0], gate, gate, out, 1e-5, True, 0.0, True, 0, k, *tiles, arch == "sm_90")
-            assert_compiles(hinted(stream_gemv.stream_swiglu_kernel, occupancy=stream_gemv.BLOCKS), args, (arch,))
+            args = (gate[:1], gate[0], gate, gate, out, 1e-5, True, 0.0, True, 0, k, *tiles, overlap)
+            assert_compiles(hinted(stream_gemv.stream_swiglu_kernel, occupancy=stream_gemv.BLOCKS), args, architectures)
             args = (*args[:9], 1, *args[10:])
-            assert_compiles(hinted(stream_gemv.stream_swiglu_kernel, occupancy=stream_gemv.BLOCKS), args, (arch,))
+            assert_compiles(hinted(stream_gemv.stream_swiglu_kernel, occupancy=stream_gemv.BLOCKS), args, architectures)
         for k, *tiles in ((4096, 4, 1024, 0), (2048, 2, 1024, 2), (2880, 2, 1024, 1)):
             q = torch.empty(512, k, dtype=torch.bfloat16)
             row = (q[:1], q[0], *[q] * 3, *[0] * 3, *[out] * 3)
-            form = (True, 0.0, True, False, k, *tiles, arch == "sm_90")
+            form = (True, 0.0, True, False, k, *tiles, overlap)
             for fourth in ((0, 0, 0, 384, False), (q, 0, out, 384, True)):
                 args = (*row, 128, 256, 512 if fourth[-1] else 384, 1e-5, *fourth, *form)
-                assert_compiles(hinted(stream_gemv.stream_norm_gemv_kernel, occupancy=4), args, (arch,))
+                assert_compiles(hinted(stream_gemv.stream_norm_gemv_kernel, occupancy=4), args, architectures)
 
 
 @gpu

@@ -9,6 +9,8 @@ comes through this module, so that a new version is met in one place.
 
 from __future__ import annotations
 
+import functools
+
 from cuda import tile as ct
 
 from .errors import UnsupportedCuTileError
@@ -55,6 +57,10 @@ from cuda.tile._ir.type import ListTy
 from cuda.tile._ir.type import StridedViewTy
 from cuda.tile._ir.type import TileTy
 from cuda.tile._ir.type import TokenTy
+from cuda.tile._passes import hir2ir
+
+# It is asked for at every call in a kernel, of a few hundred functions, and was a fifth of the front end's time.
+hir2ir.get_signature = functools.lru_cache(4096)(hir2ir.get_signature)
 
 # The newest architecture and bytecode: what any GPU supports, the front end then accepts.
 FRONT_END_ARCH = "sm_100"

@@ -56,16 +56,16 @@ def _lanes(offsets):
     return [order[rank == turn] for turn in range(int(rank.max()) + 1)]
 
 
-def _apply(r, op, pointer, mask, shape, update, combine, fallback, out):
+def _apply(r, location, pointer, mask, shape, update, combine, fallback, out):
     """Runs ``combine(old, update)`` over every active lane, lanes of one address in order; returns the old values."""
-    memory, offsets, active = addressed(op, r, pointer, mask, shape, "atomic access")
+    memory, offsets, active = addressed(location, r, pointer, mask, shape, "atomic access")
     old = fallback.expand(shape).clone().reshape(-1)
     lanes = offsets.reshape(-1)
     positions = torch.arange(lanes.numel()) if active is None else active.reshape(-1).nonzero().reshape(-1)
     flat_update = update.expand(shape).reshape(-1)
     with _lock:
         if r[0].sanitizer is not None:
-            r[0].sanitizer.atomic(r[0], op.loc, memory, lanes[positions], flat_update[positions])
+            r[0].sanitizer.atomic(r[0], location, memory, lanes[positions], flat_update[positions])
         if positions.numel():
             for round_ in _lanes(lanes[positions]):
                 chosen = positions[round_]
@@ -81,12 +81,12 @@ def atomic_rmw(builder, op):
     mask = None if op.mask is None else builder.tensor_slot(op.mask)
     shape, dtype = tuple(op.pointer.get_type().tensor_shape()), dtype_of(op.update)
     combine = _combiner(op.mode, dtype)
-    out = builder.define(op.result_vars[0])
+    out, location = builder.define(op.result_vars[0]), op.loc
 
     def step(r):
         value = r[update]
         fallback = torch.zeros((), dtype=value.dtype)
-        _apply(r, op, pointer, mask, shape, value, lambda old, new, _: combine(old, new), fallback, out)
+        _apply(r, location, pointer, mask, shape, value, lambda old, new, _: combine(old, new), fallback, out)
 
     return builder.numbered(step, op.result_vars[0])
 
@@ -98,7 +98,7 @@ def atomic_cas(builder, op):
     mask = None if op.mask is None else builder.tensor_slot(op.mask)
     shape = tuple(op.pointer.get_type().tensor_shape())
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    out = builder.define(op.result_vars[0])
+    out, location = builder.define(op.result_vars[0]), op.loc
 
     def step(r):
         wanted = r[expected].expand(shape).reshape(-1)
@@ -107,7 +107,7 @@ def atomic_cas(builder, op):
             raw = bits[old.element_size()]  # the hardware compares bits: NaN equals itself, -0 is not 0
             return torch.where(old.view(raw) == wanted[lanes].contiguous().view(raw), new, old)
 
-        _apply(r, op, pointer, mask, shape, r[desired], swap, r[expected], out)
+        _apply(r, location, pointer, mask, shape, r[desired], swap, r[expected], out)
 
     return builder.numbered(step, op.result_vars[0])
 
@@ -117,7 +117,7 @@ def atomic_reduce_view(builder, op):
     ty = op.view.get_type()
     view, update = builder.slot(op.view), builder.tensor_slot(op.update)
     index = [builder.slot(var) for var in op.index]
-    steps, tile_shape = tile_steps(ty), tuple(ty.tile_shape)
+    steps, tile_shape, location = tile_steps(ty), tuple(ty.tile_shape), op.loc
     combine = _combiner(op.mode, dtype_of(op.update))
 
     def step(r):
@@ -126,14 +126,14 @@ def atomic_reduce_view(builder, op):
         window = Window(array, starts, tile_shape)
         value = r[update]
         if not window.whole:
-            check_window(op, state, array, window, starts, tile_shape, False, "atomic reduction")
+            check_window(location, state, array, window, starts, tile_shape, False, "atomic reduction")
             if window.empty:
                 return
             value = value[window.slices]
         target = window.of(array)
         with _lock:
             if state.sanitizer is not None:
-                state.sanitizer.view_atomic(state, op.loc, array, window, value)
+                state.sanitizer.view_atomic(state, location, array, window, value)
             target.copy_(combine(target, value))
 
     return step

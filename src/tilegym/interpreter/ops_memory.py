@@ -52,7 +52,7 @@ class Window:
         return view.memory.flat.as_strided(self.shape, view.strides, self.offset)
 
 
-def check_window(op, state, view: View, window: Window, starts, tile_shape, unchecked: bool, what: str) -> None:
+def check_window(location, state, view: View, window: Window, starts, tile_shape, unchecked: bool, what: str) -> None:
     """Errors for tiles outside their view, where cuTile leaves the behaviour undefined."""
     if window.whole:
         return
@@ -65,7 +65,7 @@ def check_window(op, state, view: View, window: Window, starts, tile_shape, unch
     last = tuple(start + n - 1 for start, n in zip(starts, tile_shape, strict=True))
     raise OutOfBoundsError(
         f"{problem}: elements {tuple(starts)} to {last} of shape {view.shape}",
-        location=describe(op.loc),
+        location=describe(location),
         array=view.memory.name,
         index=tuple(starts),
     )
@@ -90,7 +90,7 @@ def tile_load(builder, op):
         if window.whole:
             r[out] = window.of(array).clone()
             return
-        check_window(op, state, array, window, starts, tile_shape, unchecked, "load")
+        check_window(location, state, array, window, starts, tile_shape, unchecked, "load")
         fill = padding
         if state.garbage and mode == PaddingMode.UNDETERMINED:
             fill = state.undetermined(dtype, location, array.memory.name)
@@ -117,7 +117,7 @@ def tile_store(builder, op):
         window = Window(array, starts, tile_shape)
         value = r[tile]
         if not window.whole:
-            check_window(op, state, array, window, starts, tile_shape, unchecked, "store")
+            check_window(location, state, array, window, starts, tile_shape, unchecked, "store")
             if window.empty:
                 return
             value = value[window.slices]
@@ -202,7 +202,7 @@ def pointer_offset(builder, op):
     builder.emit(step, op.loc, (pointer, offset), (out,))
 
 
-def addressed(op, r, pointer, mask, shape, what: str) -> tuple:
+def addressed(location, r, pointer, mask, shape, what: str) -> tuple:
     """Offsets (a tensor of ``shape``) and mask (or None) of an access through pointers, checked against the memory."""
     target = r[pointer]
     memory, offsets = target.memory, target.offset
@@ -217,7 +217,7 @@ def addressed(op, r, pointer, mask, shape, what: str) -> tuple:
         offset = int(offsets[wrong].reshape(-1)[0])
         raise OutOfBoundsError(
             f"{what} outside the array of shape {memory.shape}, {offset - memory.start} elements from its first one",
-            location=describe(op.loc),
+            location=describe(location),
             array=memory.name,
             index=memory.index_of(offset),
         )
@@ -234,7 +234,7 @@ def load_pointer(builder, op):
     zero = constant(0, (), dtype)
 
     def step(r):
-        memory, offsets, active = addressed(op, r, pointer, mask, shape, "gather")
+        memory, offsets, active = addressed(location, r, pointer, mask, shape, "gather")
         if active is None:
             tile = memory.flat[offsets]
         else:
@@ -254,7 +254,7 @@ def store_pointer(builder, op):
     shape, location = tuple(op.pointer.get_type().tensor_shape()), op.loc
 
     def step(r):
-        memory, offsets, active = addressed(op, r, pointer, mask, shape, "scatter")
+        memory, offsets, active = addressed(location, r, pointer, mask, shape, "scatter")
         values = r[value].expand(shape)
         if active is not None:
             offsets, values = offsets[active], values[active]

@@ -65,13 +65,13 @@ def cat(op):
     return lambda x, y: torch.cat((x, y), axis)
 
 
-def _corner(op, index, whole, part) -> tuple:
+def _corner(location, index, whole, part) -> tuple:
     """The slices of tile ``index`` of the grid of ``part``-shaped tiles of a ``whole``-shaped one."""
     if any(not 0 <= i < size // n for i, size, n in zip(index, whole, part, strict=True)):
         counts = tuple(size // n for size, n in zip(whole, part, strict=True))
         raise OutOfBoundsError(
             f"tile index {tuple(index)} is outside the grid of {counts} sub-tiles",
-            location=describe(op.loc),
+            location=describe(location),
             index=tuple(index),
         )
     return tuple(slice(i * n, i * n + n) for i, n in zip(index, part, strict=True))
@@ -81,10 +81,10 @@ def _corner(op, index, whole, part) -> tuple:
 def extract(builder, op):
     x, index = builder.slot(op.x), [builder.slot(var) for var in op.index]
     whole, part = tuple(op.x.get_type().shape), tuple(op.shape)
-    out = builder.define(op.result_vars[0])
+    out, location = builder.define(op.result_vars[0]), op.loc
 
     def step(r):
-        r[out] = r[x][_corner(op, [r[slot] for slot in index], whole, part)]
+        r[out] = r[x][_corner(location, [r[slot] for slot in index], whole, part)]
 
     return step
 
@@ -93,11 +93,11 @@ def extract(builder, op):
 def insert(builder, op):
     x, value, index = builder.slot(op.x), builder.slot(op.value), [builder.slot(var) for var in op.index]
     whole, part = tuple(op.x.get_type().shape), tuple(op.value.get_type().shape)
-    out = builder.define(op.result_vars[0])
+    out, location = builder.define(op.result_vars[0]), op.loc
 
     def step(r):
         result = r[x].clone(memory_format=torch.contiguous_format)
-        result[_corner(op, [r[slot] for slot in index], whole, part)] = r[value]
+        result[_corner(location, [r[slot] for slot in index], whole, part)] = r[value]
         r[out] = result
 
     return step

@@ -23,7 +23,7 @@ def accessible(state, memory) -> tuple:
 def make_tensor_view(builder, op):
     base = builder.slot(op.base_ptr)
     shape, strides = ([builder.slot(var) for var in values] for values in (op.shape, op.strides))
-    out = builder.define(op.result_vars[0])
+    out, location = builder.define(op.result_vars[0]), op.loc
 
     def step(r):
         pointer = r[base]
@@ -34,7 +34,7 @@ def make_tensor_view(builder, op):
         if 0 not in sizes and not low <= pointer.offset <= last <= high:
             raise OutOfBoundsError(
                 f"array of shape {sizes} reaches outside its memory",
-                location=describe(op.loc),
+                location=describe(location),
                 array=memory.name,
                 index=memory.index_of(pointer.offset if pointer.offset < low else last),
             )
@@ -80,14 +80,14 @@ def foreign_pointer_cast(builder, op):
 @builds_step(O.GetArrayListItem)
 def get_array_list_item(builder, op):
     arrays, index = builder.slot(op.x), builder.slot(op.index)
-    out = [builder.define(var) for var in op.result_vars]
+    out, location = [builder.define(var) for var in op.result_vars], op.loc
 
     def step(r):
         i = r[index]
         if not 0 <= i < len(r[arrays]):
             name = r[arrays][0].flat_values()[0].memory.name.rpartition("[")[0]
             raise OutOfBoundsError(
-                f"list index {i} of {len(r[arrays])} arrays", location=describe(op.loc), array=name, index=(i,)
+                f"list index {i} of {len(r[arrays])} arrays", location=describe(location), array=name, index=(i,)
             )
         for slot, value in zip(out, r[arrays][i].flat_values(), strict=True):
             r[slot] = value
@@ -115,7 +115,7 @@ def tile_steps(ty) -> tuple:
 @builds_step(O.AssumeDivBy)
 def assume_divisible(builder, op):
     source, divisor = builder.slot(op.x), op.divisor
-    out = builder.define(op.result_vars[0])
+    out, location = builder.define(op.result_vars[0]), op.loc
 
     def step(r):
         value = r[source]
@@ -128,7 +128,7 @@ def assume_divisible(builder, op):
         wrong = claimed % divisor != 0
         if wrong if isinstance(wrong, bool) else bool(wrong.any()):
             what = "address" if array is not None else f"value {claimed}"
-            raise DivisibilityError(f"{what} is not divisible by {divisor}", location=describe(op.loc), array=array)
+            raise DivisibilityError(f"{what} is not divisible by {divisor}", location=describe(location), array=array)
         r[out] = value
 
     _emit_at_top(builder, op, step, (source,), out)
@@ -137,7 +137,7 @@ def assume_divisible(builder, op):
 @builds_step(O.AssumeBounded)
 def assume_bounded(builder, op):
     source = builder.slot(op.x)
-    out = builder.define(op.result_vars[0])
+    out, location = builder.define(op.result_vars[0]), op.loc
     low = -math.inf if op.lower_bound is None else op.lower_bound
     high = math.inf if op.upper_bound is None else op.upper_bound
 
@@ -145,7 +145,7 @@ def assume_bounded(builder, op):
         value = r[source]
         inside = (low <= value <= high) if isinstance(value, int) else bool(((value >= low) & (value <= high)).all())
         if not inside:
-            raise DivisibilityError(f"value {value} is not within {low} to {high}", location=describe(op.loc))
+            raise DivisibilityError(f"value {value} is not within {low} to {high}", location=describe(location))
         r[out] = value
 
     _emit_at_top(builder, op, step, (source,), out)
