@@ -48,6 +48,9 @@ class Wrapper(nn.Module):
 class Adapted(nn.Module):
     """As a linear layer of peft's, in what it keeps besides the adapters."""
 
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+
     def __init__(self, base):
         super().__init__()
         self.base_layer, self.merged_adapters, self.scaling = base, [], {"default": 2.0}
@@ -123,6 +126,17 @@ def test_virtual_tokens_are_left_to_transformers():
         model.prepare_inputs_for_generation = original  # as peft leaves it
         generate(model, ids)
         assert model in decode_graph._sessions
+
+
+def test_what_calls_adapted_layers_is_found_out():
+    model, ids = make_model("llama", mlp_bias=False), tokens(2, 7)
+    for layer in model.model.layers:
+        layer.mlp.up_proj, layer.self_attn.q_proj = Adapted(layer.mlp.up_proj), Adapted(layer.self_attn.q_proj)
+    expected = model(ids).logits
+    with tilegym.apply(Wrapper(model), use_cutile=False, by_hand=False) as report, observed() as calls:
+        assert_close(model(ids).logits, expected)
+    assert {"swiglu", "apply_rope_base", "rms_norm", "linear", "fmha"} <= {op for op, _ in calls}
+    assert "model.layers.1.self_attn.q_proj.base_layer" in {e.module for e in report.patched if e.compute == "linear"}
 
 
 # With peft itself.

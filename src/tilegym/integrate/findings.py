@@ -95,7 +95,9 @@ def signature(module: nn.Module, sizes: bool = True) -> tuple:
     Args:
         sizes: whether integers and shapes count; without them a full-size module equals its small counterpart.
     """
-    plain, children = [], list(module.named_children())
+    plain = []
+    # Of a layer with adapters of peft's the one in it counts: what calls it computes the same as with that one.
+    children = [(n, getattr(m, "base_layer", m)) for n, m in module.named_children()]
     for name, value in sorted(vars(module).items()):
         # "forward" is what hooks and patches leave in an instance.
         if name.startswith("_") or name in ("layer_idx", "layer_id", "training", "layer_number", "forward"):
