@@ -171,6 +171,13 @@ def test_attention_of_encoders_is_left_to_pytorch(name):
         assert model.config._attn_implementation == (NAMES[None] if causal else "sdpa")
 
 
+def test_attention_of_a_family_that_is_patched_by_hand_has_the_same_flag():
+    model = make("qwen3")
+    for attn in (True, False):
+        with tilegym.apply(model, use_cutile=False, attn=attn) as report:
+            assert ("attn" in {entry.compute for entry in report.patched}) == attn
+
+
 def test_masks_of_encoders():
     """None where nothing is padded, else a mask of keys, which is as that which is written out."""
     padded = torch.ones(2, 5, dtype=torch.long)

@@ -19,6 +19,8 @@ def continues_text(model_class: type, config: Any) -> bool:
     generates = getattr(model_class, "can_generate", lambda: False)() or model_class in _classes(
         MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     )
+    # Code that comes with a model may be older than that rule of transformers.
+    generates = generates or model_class.__name__.endswith(("ForCausalLM", "LMHeadModel"))
     return generates and not getattr(config, "is_encoder_decoder", False)
 
 
