@@ -81,11 +81,11 @@ def _software() -> Iterator[Check]:
     fits = _release(torch.__version__) >= (2, 9)
     found = f"{torch.__version__} ({_torch_build()})"
     yield Check("PyTorch", OK if fits else FAIL, found, None if fits else "pip install 'torch>=2.9'")
-    version, remedy = _version("transformers"), "pip install 'transformers>=5.10,<5.24'"
+    version, remedy = _version("transformers"), "pip install 'transformers>=5.10,<6'"
     if version is None:
         yield Check("transformers", INFO, "not installed: only the ops", remedy)
-    elif not (5, 10) <= _release(version) < (5, 24):
-        yield Check("transformers", FAIL, f"{version}; TileGym is made for 5.10 to 5.23", remedy)
+    elif not (5, 10) <= _release(version) < (6, 0):
+        yield Check("transformers", FAIL, f"{version}; TileGym is made for 5.10 and later versions of 5", remedy)
     else:
         yield Check("transformers", OK, version)
 

@@ -53,7 +53,7 @@ def test_json():
         ("transformers", "transformers", "5.10.0rc1", "ok"),
         ("transformers", "transformers", "4.57.3", "fail"),
         ("transformers", "transformers", "5.23.1", "ok"),
-        ("transformers", "transformers", "5.24.0", "fail"),
+        ("transformers", "transformers", "5.24.0", "ok"),
         ("transformers", "transformers", "6.0.0", "fail"),
         ("cuda-tile", "cuTile", "1.7rc1", "ok"),
         ("cuda-tile", "cuTile", "1.10.0", "fail"),

@@ -10,6 +10,7 @@ from tilegym.bench import compare
 from tilegym.bench import generate
 from tilegym.bench.prompts import Batch
 from tilegym.errors import ModelError
+from tilegym.transformers.cache_name import CACHE
 
 LENGTH = 8
 
@@ -56,7 +57,7 @@ def blind_to_the_cache(model):
     """Wrong in decoding only: every step sees its own token and nothing before it."""
 
     def forget(module, args, kwargs):
-        if kwargs.get("past_key_values") is not None and kwargs["hidden_states"].shape[1] == 1:
+        if kwargs.get(CACHE) is not None and kwargs["hidden_states"].shape[1] == 1:
             kwargs["position_embeddings"] = tuple(torch.zeros_like(x) for x in kwargs["position_embeddings"])
         return args, kwargs
 

@@ -18,6 +18,7 @@ from torch import nn
 import tilegym
 from tilegym.transformers import decode_graph
 from tilegym.transformers import monkey_patch
+from tilegym.transformers.cache_name import CACHE
 from tilegym.transformers.decode_graph import eager_steps
 from tilegym.transformers.patching import PatchSet
 
@@ -110,7 +111,7 @@ def test_virtual_tokens_are_left_to_transformers():
 
     def prepare(ids, **kwargs):
         inputs = original(ids, **kwargs)
-        cache = inputs.get("past_key_values")
+        cache = inputs.get(CACHE)
         inputs["attention_mask"] = inputs["position_ids"] = None
         if cache is None or not cache.get_seq_length():
             embeddings = model.get_input_embeddings()(inputs.pop("input_ids"))

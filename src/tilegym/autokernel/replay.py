@@ -16,6 +16,7 @@ from torch import nn
 from tilegym.bench.prompts import Batch
 from tilegym.transformers import decode_graph
 from tilegym.transformers import graph_capture
+from tilegym.transformers.cache_name import CACHE
 
 # Turns a function into one that does the same by replaying; both work in place. Besides the function it is given what
 # the function changes and depends on, which it leaves as it is, and the device. It may raise whatever it likes.
@@ -53,7 +54,8 @@ class Greedy(decode_graph.Session):
         unit = decode_graph.ROUND_CAPACITY
         super().__init__(model, batch.size, -(-(batch.prompt_length + output_length) // unit) * unit)
         for layer in self.cache.layers:
-            layer.is_compileable = True  # masks are written out: without one SDPA would see slots that hold nothing
+            if not isinstance(getattr(type(layer), "is_compileable", None), property):  # linear attention's is True
+                layer.is_compileable = True  # masks are written out: without one SDPA would see slots that hold nothing
         self._model, device = model, model.device
         known = inspect.signature(type(model).forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -86,9 +88,9 @@ class Greedy(decode_graph.Session):
             input_ids=self._prompt,
             attention_mask=self._prompt_mask if self._padded else None,
             position_ids=self._prompt_positions,
-            past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
+            **{CACHE: self.cache},
             **self._last_only,
         )
         self.cache.set_length(self._prompt.shape[1])

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from tilegym.backend import use_backend
 from tilegym.integrate.inputs import continues_text
+from tilegym.integrate.inputs import decoding_step
 from tilegym.integrate.inputs import example
 from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.inputs import main_output
@@ -86,9 +87,8 @@ def _logits(model: nn.Module) -> dict[str, torch.Tensor]:
     mask = mask_of(ids)
     prompt = model(input_ids=ids[:, :-1], use_cache=True)
     found = {"prefill": prompt.logits}
-    cache = getattr(prompt, "past_key_values", None)
-    if cache is not None:
-        step = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+    step = decoding_step(model, ids, prompt)
+    if step is not None:
         found["decode"] = step.logits
     found["padded batch"] = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
     return found

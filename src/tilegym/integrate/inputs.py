@@ -7,6 +7,8 @@ from torch import nn
 
 from tilegym.errors import ModelError
 from tilegym.integrate.small_config import WINDOW
+from tilegym.transformers.cache_name import cache_argument
+from tilegym.transformers.cache_name import cache_of
 
 _PADDED = 5  # tokens of the second row of a padded batch
 
@@ -66,6 +68,14 @@ def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> di
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = _tokens(model, batch)
     return inputs
+
+
+def decoding_step(model: nn.Module, ids: torch.Tensor, prefill: Any) -> Any | None:
+    """The last of ``ids`` once more, behind a prefill's output: the output; None where that has kept no cache."""
+    cache = cache_of(prefill)
+    if cache is None:
+        return None
+    return model(input_ids=ids[:, -1:], use_cache=True, **{cache_argument(type(model)): cache})
 
 
 def _tokens(model: nn.Module, batch: int) -> torch.Tensor:

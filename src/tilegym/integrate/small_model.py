@@ -15,6 +15,7 @@ from torch import nn
 
 from tilegym.errors import ModelError
 from tilegym.integrate.inputs import continues_text
+from tilegym.integrate.inputs import decoding_step
 from tilegym.integrate.inputs import example
 from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.small_config import RECIPES
@@ -160,9 +161,7 @@ def run(model: nn.Module) -> None:
     ids = example(model)
     model(input_ids=ids, labels=ids, use_cache=False)
     prefill = model(input_ids=ids, use_cache=True)
-    cache = getattr(prefill, "past_key_values", None)
-    if cache is not None:
-        model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+    decoding_step(model, ids, prefill)
 
 
 def _build(config_class: type, make: Callable[..., nn.Module], values: dict[str, Any], seed: int) -> nn.Module:

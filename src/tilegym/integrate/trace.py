@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tilegym.integrate.inputs import continues_text
+from tilegym.integrate.inputs import decoding_step
 from tilegym.integrate.inputs import example
 from tilegym.integrate.inputs import forward_inputs
 
@@ -204,9 +205,7 @@ def record(model: nn.Module) -> Trace:
             stage[0] = "prefill"
             output = model(input_ids=ids, use_cache=True)
             stage[0] = "decode"
-            cache = getattr(output, "past_key_values", None)
-            if cache is not None:
-                model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+            decoding_step(model, ids, output)
     finally:
         for handle in handles:
             handle.remove()

@@ -31,6 +31,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from tilegym.errors import FallbackWarning
 from tilegym.ops import argmax
 from tilegym.transformers.attention import NAMES as ATTENTION
+from tilegym.transformers.cache_name import CACHE
 from tilegym.transformers.graph_capture import capture
 from tilegym.transformers.graph_capture import fingerprint
 from tilegym.transformers.rotary_rows import RotaryRows
@@ -42,7 +43,7 @@ ROUND_CAPACITY = 256  # caches hold a multiple of as many tokens, so that simila
 _LAYERS = ("full_attention", "sliding_attention")
 RECURRENT = "linear_attention"  # layers with states of fixed size, which they change in place
 # Arguments of generate that only its own loops know, and arguments of forward that the session sees to.
-_SPECIAL = {"custom_generate", "streamer", "tokenizer", "assistant_model", "synced_gpus", "past_key_values"}
+_SPECIAL = {"custom_generate", "streamer", "tokenizer", "assistant_model", "synced_gpus", "past_key_values", CACHE}
 # Settings that choose a loop with arguments of its own.
 _MODES = (
     "assistant_early_exit",
@@ -54,7 +55,7 @@ _MODES = (
     "prompt_lookup_num_tokens",
 )
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)  # that keep nothing of what they see
-_ARGUMENTS = {"attention_mask", "past_key_values", "use_cache", "position_ids", "logits_to_keep", "cache_position"}
+_ARGUMENTS = {"attention_mask", CACHE, "use_cache", "position_ids", "logits_to_keep", "cache_position"}
 
 
 class _Layer(StaticLayer):
@@ -187,9 +188,9 @@ class Session:
             outputs = model(
                 input_ids=self.tokens,
                 attention_mask=self.mask if padded else None,
-                past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
+                **{CACHE: self.cache},
                 **options,
             )
         logits = outputs.logits[:, -1]
@@ -334,7 +335,7 @@ def _sample_by_session(
 ) -> Tensor:
     max_length = stopping_criteria.max_length
     session = session_for(model, input_ids.shape[0], max_length)
-    model_kwargs["past_key_values"] = session.cache
+    model_kwargs[CACHE] = session.cache
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     batch_size, length = input_ids.shape
     outputs = model._prefill(input_ids, generation_config, model_kwargs)

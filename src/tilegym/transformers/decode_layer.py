@@ -31,6 +31,7 @@ from tilegym.ops.moe_interface import FORMULA
 from tilegym.ops.moe_interface import experts_forward
 from tilegym.transformers import layers
 from tilegym.transformers.attention import CausalMask
+from tilegym.transformers.cache_name import CACHE
 from tilegym.transformers.decode_graph import RECURRENT
 from tilegym.transformers.decode_graph import DecodeCache
 from tilegym.transformers.decode_latents import attend_latents
@@ -321,7 +322,7 @@ def decode_forward(backend: str | None, pairs: str = "") -> Callable:
         return feed_forward(layer, hidden, backend)
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
         if (
             cache.__class__ is DecodeCache
             and cache.started
@@ -379,9 +380,9 @@ def _same_behind(seed: int, sequences: int, layer: nn.Module, rotary: nn.Module,
             attention_mask=None
             if linear_attention
             else CausalMask((sequences, 1, count, cache.capacity), None, filled, None),
-            past_key_values=cache,
             use_cache=True,
             position_embeddings=embeddings[:, tokens] if alone else tuple(t[:, tokens] for t in embeddings),
+            **{CACHE: cache},
         )
 
     results = []

@@ -13,6 +13,7 @@ from tilegym.ops import modules
 from tilegym.ops.mla_interface import latent_attention
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import CausalMask
+from tilegym.transformers.cache_name import CACHE
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.forwards import with_globals
 
@@ -68,7 +69,6 @@ def latent_attention_forward(original: Callable, rotations: dict[str, Callable],
         hidden_states: Tensor,
         *,
         attention_mask: Tensor | CausalMask | None = None,
-        past_key_values: Any = None,
         position_embeddings: Any = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
@@ -78,10 +78,10 @@ def latent_attention_forward(original: Callable, rotations: dict[str, Callable],
                 self,
                 hidden_states,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 position_embeddings=position_embeddings,
                 **kwargs,
             )
+        cache = kwargs.pop(CACHE, None)
         batch, length, _ = hidden_states.shape
         if self.q_lora_rank is None:
             q = self.q_proj(hidden_states)
@@ -93,8 +93,8 @@ def latent_attention_forward(original: Callable, rotations: dict[str, Callable],
         latents, kpe = compressed.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         latents = self.kv_a_layernorm(latents)
         qpe, kpe = rotate(self, qpe, kpe, position_embeddings)
-        if past_key_values is not None:
-            latents, kpe = past_key_values.update(latents, kpe, self.layer_idx)
+        if cache is not None:
+            latents, kpe = cache.update(latents, kpe, self.layer_idx)
         causal, kv_len = True, None
         if attention_mask is None:
             if 1 < length < latents.shape[2]:  # a prompt in an empty, longer static cache
@@ -161,7 +161,8 @@ def computes_latent_attention(modeling: types.ModuleType, prefix: str, original:
                     embeddings = getattr(modeling, f"{prefix}RotaryEmbedding")(config)(
                         hidden, torch.arange(_LENGTH)[None]
                     )
-                    arguments = dict(attention_mask=mask, position_embeddings=embeddings, past_key_values=None)
+                    arguments = dict(attention_mask=mask, position_embeddings=embeddings)
+                    arguments[CACHE] = None
                     expected = original(layer, hidden, **arguments)[0]
                     config._attn_implementation = NAMES[None]
                     got = forward(layer, hidden, **arguments)[0]

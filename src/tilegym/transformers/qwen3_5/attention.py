@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tilegym.ops import rms_norm_gated
 from tilegym.ops import sigmoid_mul
 from tilegym.ops.modules import apply_rotary_pos_emb
+from tilegym.transformers.cache_name import CACHE
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.forwards import with_globals
 
@@ -46,17 +47,17 @@ def gated_attention_forward(rotate: Callable, eager: Callable, backend: str | No
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any = None,
-        past_key_values: Any = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
+        cache = kwargs.pop(CACHE, None)
         shape = hidden_states.shape[:-1]
         q, gate = self.q_proj(hidden_states).view(*shape, -1, 2 * self.head_dim).chunk(2, -1)  # [B, S, H, D]
         q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(self.k_proj(hidden_states).view(*shape, -1, self.head_dim)).transpose(1, 2)
         v = self.v_proj(hidden_states).view(*shape, -1, self.head_dim).transpose(1, 2)
         q, k = rotate(q, k, *position_embeddings)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
@@ -122,7 +123,7 @@ def computes_gated_attention(original: Callable) -> bool:
     angle = _numbers(1, 5, 2, seed=4)
     tables = tuple(torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
     mask = torch.full((5, 5), torch.finfo(torch.float32).min, device="cpu").triu(1)[None, None]
-    arguments = dict(position_embeddings=tables, attention_mask=mask, past_key_values=None)
+    arguments = dict(position_embeddings=tables, attention_mask=mask) | {CACHE: None}
     try:
         forward = attention_forward(original, {"sigmoid_mul": "pytorch"})
         expected = forward(module, hidden, **arguments)[0]
