@@ -5,6 +5,7 @@ attention functions only: for as long as its manager runs, the model has one of 
 """
 
 import functools
+import inspect
 import warnings
 from typing import Any
 
@@ -23,7 +24,12 @@ def use_attention(patches: PatchSet, backend: str | None, model: nn.Module, wher
 
 
 def support(patches: PatchSet, owner: nn.Module | type) -> None:
-    patches.support(owner, init_continuous_batching.__name__, init_continuous_batching)
+    function = init_continuous_batching
+    if isinstance(owner, type):  # one of its own, by which patches that lie one over the other are told apart
+        function = functools.wraps(function)(
+            lambda model, *args, **kwargs: init_continuous_batching(model, *args, **kwargs)
+        )
+    patches.support(owner, init_continuous_batching.__name__, function)
 
 
 def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,5 +63,5 @@ def _stop(manager: Any, model: Any, ours: str, *args: Any, **kwargs: Any) -> Any
         return type(manager).stop(manager, *args, **kwargs)
     finally:
         # Unless the patch was reverted meanwhile.
-        if getattr(model.init_continuous_batching, "__func__", None) is init_continuous_batching:
+        if inspect.unwrap(getattr(model.init_continuous_batching, "__func__", None)) is init_continuous_batching:
             model.set_attn_implementation(ours)

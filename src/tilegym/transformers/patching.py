@@ -284,7 +284,8 @@ class PatchSet:
     def support(self, owner: nn.Module | type, name: str, function: Callable) -> None:
         """Makes ``function`` the method ``name`` of a model or a class, if it has one, as a part of what an entry says
         already."""
-        if callable(getattr(owner, name, None)):
+        there = getattr(_read(owner, name), "func", None) is function  # by another set, for another backend
+        if callable(getattr(owner, name, None)) and not there:
             self._put(owner, name, BoundForward(function, owner) if isinstance(owner, nn.Module) else function)
 
     def use_experts(self, model: nn.Module, name: str, entry: Entry) -> bool:
