@@ -94,6 +94,22 @@ def test_models_without_our_attention_are_left_alone():
 
 @pytest.mark.filterwarnings("ignore::tilegym.errors.FallbackWarning")
 class Test_Managers:
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_of_two_backends_one_is_reverted(self, first):
+        model, expected = unpatched("llama")
+        sets = [monkey_patch.apply(model, use_cutile=cutile, linear=False) for cutile in (False, True)]
+        sets[first].revert()
+        name = model.config._attn_implementation
+        assert name.startswith(OURS)
+        if first:  # without a GPU the other one is the interpreter's, and slow
+            assert generate(model) == expected
+        manager = model.init_continuous_batching(**options())
+        assert model.config._attn_implementation != name
+        manager.stop()
+        assert model.config._attn_implementation == name
+        sets[1 - first].revert()
+        assert model.config._attn_implementation == "sdpa" and "init_continuous_batching" not in vars(model)
+
     def test_reverted_before_it_stops(self):
         model = make_model("llama")
         report = monkey_patch.apply(model, use_cutile=False)

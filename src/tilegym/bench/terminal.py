@@ -132,7 +132,7 @@ def _show_speed(result: Result, console: Console) -> None:
     for label, key, form, lower_is_better in rows:
         values = [side[key] for side in sides.values()]
         cells = ["-" if value is None else form.format(value) for value in values]
-        for value, _ in zip(values, compared, strict=False):
+        for value in values[: len(compared)]:
             if None not in values:
                 ratio = value / values[-1] if lower_is_better else values[-1] / value
                 cells.append(f"{ratio:.2f}x as fast")

@@ -50,7 +50,7 @@ def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> di
     name, config = getattr(model, "main_input_name", "input_ids"), model.config
     generator = torch.Generator().manual_seed(1)
     if name == "input_ids":
-        inputs = {"input_ids": _tokens(model, batch)}
+        inputs = {"input_ids": example(model, batch)}
         if padded:
             inputs["attention_mask"] = mask_of(inputs["input_ids"])
     elif name == "pixel_values":
@@ -66,7 +66,7 @@ def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> di
     else:
         raise ModelError(f"{type(model).__name__} reads {name!r}: give a model of tokens, images or sound")
     if getattr(config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = _tokens(model, batch)
+        inputs["decoder_input_ids"] = example(model, batch)
     return inputs
 
 
@@ -76,12 +76,6 @@ def decoding_step(model: nn.Module, ids: torch.Tensor, prefill: Any) -> Any | No
     if cache is None:
         return None
     return model(input_ids=ids[:, -1:], use_cache=True, **{cache_argument(type(model)): cache})
-
-
-def _tokens(model: nn.Module, batch: int) -> torch.Tensor:
-    vocab = model.get_input_embeddings().num_embeddings
-    shape = batch, 2 * WINDOW + 3
-    return torch.randint(3, vocab - 3, shape, generator=torch.Generator().manual_seed(1))
 
 
 def mask_of(ids: torch.Tensor) -> torch.Tensor:

@@ -256,7 +256,7 @@ def _attn_in_class(patches: PatchSet, family: Family, backend: str | None) -> No
     where = entry(describe(family.class_of("PreTrainedModel")), "attn", backend)
     method, name = "get_correct_attn_implementation", NAMES[backend]
     if _choose_in_class(patches, family, method, choices.attention_choice, choices.restore_attention, name, where):
-        continuous_batching.support(patches, family.class_of("ForCausalLM"))
+        continuous_batching.support(patches, family.class_of("ForCausalLM"), backend)
 
 
 ATTN = Compute("attn", _attn_in_model, _attn_in_class)

@@ -284,8 +284,7 @@ class PatchSet:
     def support(self, owner: nn.Module | type, name: str, function: Callable) -> None:
         """Makes ``function`` the method ``name`` of a model or a class, if it has one, as a part of what an entry says
         already."""
-        there = getattr(_read(owner, name), "func", None) is function  # by another set, for another backend
-        if callable(getattr(owner, name, None)) and not there:
+        if callable(getattr(owner, name, None)):
             self._put(owner, name, BoundForward(function, owner) if isinstance(owner, nn.Module) else function)
 
     def use_experts(self, model: nn.Module, name: str, entry: Entry) -> bool:
