@@ -18,6 +18,7 @@ from common import sanitized
 
 from tilegym import interpreter
 from tilegym.backend import use_backend
+from tilegym.backend.cutile.tuning_key import parameter_names
 from tilegym.errors import FallbackWarning
 from tilegym.errors import UnsupportedError
 from tilegym.ops import fmha
@@ -26,11 +27,20 @@ from tilegym.ops.cutile.attention import _suits
 from tilegym.ops.cutile.attention import attention_forward
 from tilegym.ops.cutile.attention import attention_kernel
 from tilegym.ops.cutile.attention_common import check_supported
+from tilegym.ops.cutile.attention_common import parts_of
 from tilegym.ops.cutile.attention_tiles import interleave_of
+from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.pytorch.attention import fmha as reference
 
 # B, Hq, Hkv, Sq, Skv, D, Dv: grouped heads, more keys than queries and fewer, no power of two anywhere.
-SHAPES = [(1, 2, 2, 64, 64, 32, 32), (2, 4, 2, 17, 50, 80, 80), (1, 6, 1, 40, 33, 24, 16), (1, 1, 1, 1, 1, 16, 16)]
+SHAPES = [
+    (1, 2, 2, 64, 64, 32, 32),
+    (2, 4, 2, 17, 50, 80, 80),
+    (1, 6, 1, 40, 33, 24, 16),
+    (1, 1, 1, 1, 1, 16, 16),
+    (1, 2, 1, 30, 40, 144, 96),
+    (1, 2, 1, 30, 40, 64, 72),
+]
 GPU_SHAPES = [
     (2, 32, 8, 2048, 2048, 128, 128),
     (1, 8, 8, 1000, 4001, 64, 64),
@@ -338,16 +348,26 @@ class Test_FMHA(PyTestCase):
         torch.library.opcheck(attention_forward.operator, everything)
 
     @pytest.mark.parametrize("arch", ARCHITECTURES)
-    @pytest.mark.parametrize("head_dim", [128, 256])
+    @pytest.mark.parametrize("head_dim", [72, 128, 192, 256])
     def test_compiles(self, arch, head_dim):
         q = torch.empty(1, 8, 512, head_dim, dtype=torch.bfloat16)
         k, v, out = (torch.empty(1, n, 512, head_dim, dtype=torch.bfloat16) for n in (2, 2, 8))
-        config = _configs(arch, head_dim)[0]
-        tile = (config.TILE_M, config.TILE_N, head_dim, head_dim)
+        parts = parts_of(head_dim, torch.bfloat16)
+        config = _configs(arch, sum(parts))[0]
+        tile = (config.TILE_M, config.TILE_N, *parts, *parts)
         interleave = interleave_of(config, True)
         flags = (True, False, False, 0, 1, False, False, False, True, config.TWO_LOOPS, False, False, interleave)
         kernel = attention_kernel.replace_hints(**config.hints)
         assert_compiles(kernel, (q, k, v, out, 0, 0, 0, 0, 0.1, 1.0, 0, *tile, *flags), (arch,))
+
+    @pytest.mark.parametrize("dtype, widths", [(torch.bfloat16, (64, 16, 64, 32)), (torch.float32, (128, 0, 128, 0))])
+    def test_columns_in_two_tiles(self, dtype, widths):
+        q, k, v = (t.cpu() for t in tensors(1, 2, 1, 5, 6, 80, 96, dtype=dtype).values())
+        with recorded_launches() as launches:
+            fmha(q, k, v, backend="cutile")
+        [(kernel, args)] = launches
+        args = dict(zip(parameter_names(kernel), args, strict=True))
+        assert tuple(args[name] for name in ("TILE_D", "TILE_R", "TILE_DV", "TILE_RV")) == widths
 
     def test_everything_compiles(self):
         q, k, v = (t.half().cpu() for t in tensors(*SHAPES[1]).values())
@@ -374,9 +394,17 @@ class Test_FMHA(PyTestCase):
         torch.testing.assert_close(out, fmha(**kwargs, backend="cutile"), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dim", range(1, 257))
+def test_parts(dim):
+    first, second = parts_of(dim, torch.bfloat16)
+    assert dim <= first + second <= max(16, next_power_of_2(dim))
+    assert second == 0 or first % second == 0 and second >= 16
+    assert parts_of(dim, torch.float32) == (max(16, next_power_of_2(dim)), 0)
+
+
 class Test_Configs:
     @pytest.mark.parametrize("arch", ARCHITECTURES)
-    @pytest.mark.parametrize("tile_d", [16, 128, 256])
+    @pytest.mark.parametrize("tile_d", [16, 80, 96, 128, 256])
     def test_something_suits_every_length(self, arch, tile_d):
         for queries in (1, 16, 100, 8192):
             q = torch.empty(1, 1, queries, 0)

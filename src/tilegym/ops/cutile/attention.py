@@ -25,9 +25,11 @@ from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.attention_common import LONGEST_WINDOW
 from tilegym.ops.cutile.attention_common import NO_MASK
 from tilegym.ops.cutile.attention_common import check_supported
+from tilegym.ops.cutile.attention_common import load_columns
+from tilegym.ops.cutile.attention_common import load_rows
 from tilegym.ops.cutile.attention_common import needs_exact
+from tilegym.ops.cutile.attention_common import parts_of
 from tilegym.ops.cutile.attention_common import prepare_mask
-from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.attention_scores import store_lse
 from tilegym.ops.cutile.attention_scores import take_scores
@@ -45,7 +47,7 @@ from tilegym.ops.pytorch.checks import wants_gradient
 
 
 def attend(
-    q_tile,
+    queries,
     k,
     v,
     mask,
@@ -58,7 +60,9 @@ def attend(
     soft_cap,
     TILE_N: Int,
     TILE_D: Int,
+    TILE_R: Int,
     TILE_DV: Int,
+    TILE_RV: Int,
     CAUSAL: Bool,
     WINDOW: Bool,
     SOFT_CAP: Bool,
@@ -70,13 +74,12 @@ def attend(
 ):
     """Takes tile ``j`` of the keys and values into ``state``; ``partial``: some query must not see some key of it."""
     batch, _, kv_head, _ = place
-    zero = ct.PaddingMode.ZERO
-    k_tile = ct.load(k, (batch, kv_head, 0, j), (1, 1, TILE_D, TILE_N), order=(0, 1, 3, 2), padding_mode=zero)
-    k_tile = k_tile.reshape((TILE_D, TILE_N))
-    if TF32:
-        k_tile = k_tile.astype(ct.tfloat32)
-    s = ct.mma(q_tile, k_tile, ct.zeros((q_tile.shape[0], TILE_N), dtype=ct.float32))
-    options = (TILE_N, TILE_DV, CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT, TF32)
+    k_tile = load_columns(k, batch, kv_head, j, TILE_N, TILE_D, TF32)
+    s = ct.mma(queries[0], k_tile, ct.zeros((queries[0].shape[0], TILE_N), dtype=ct.float32))
+    if TILE_R:
+        rest = load_columns(k, batch, kv_head, j, TILE_N, TILE_R, TF32, TILE_D // TILE_R)
+        s = ct.mma(queries[1], rest, s)
+    options = (TILE_N, TILE_DV, CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT, TF32, TILE_RV)
     return take_scores(s, v, mask, place, j, partial, limits, state, scaling, soft_cap, *options)
 
 
@@ -96,7 +99,9 @@ def attention_kernel(
     TILE_M: Int,
     TILE_N: Int,
     TILE_D: Int,
+    TILE_R: Int,  # columns of queries and keys behind TILE_D, or 0
     TILE_DV: Int,
+    TILE_RV: Int,  # columns of values behind TILE_DV, or 0
     CAUSAL: Bool,
     WINDOW: Bool,
     SOFT_CAP: Bool,
@@ -122,10 +127,9 @@ def attention_kernel(
     positions = start + ct.arange(TILE_M, dtype=ct.int32)[:, None]  # of the queries among the keys
     tiles = key_tiles(mask, batch, head, start, keys, window, TILE_M, TILE_N, CAUSAL, WINDOW, MASK)
 
-    q_tile = ct.load(q, (batch, head, i, 0), (1, 1, TILE_M, TILE_D), padding_mode=ct.PaddingMode.ZERO)
-    q_tile = q_tile.reshape((TILE_M, TILE_D))
-    if TF32:
-        q_tile = q_tile.astype(ct.tfloat32)
+    queries = (load_rows(q, batch, head, i, TILE_M, TILE_D, TF32),)
+    if TILE_R:
+        queries = (*queries, load_rows(q, batch, head, i, TILE_M, TILE_R, TF32, TILE_D // TILE_R))
     row_max = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
     row_sum = ct.zeros((TILE_M, 1), dtype=ct.float32)
     if SINKS:
@@ -135,22 +139,31 @@ def attention_kernel(
         row_max = ct.full((TILE_M, 1), sink, dtype=ct.float32)
         row_sum = ct.ones((TILE_M, 1), dtype=ct.float32)
     state = (row_max, row_sum, ct.zeros((TILE_M, TILE_DV), dtype=ct.float32))
+    if TILE_RV:
+        state = (*state, ct.zeros((TILE_M, TILE_RV), dtype=ct.float32))
     place, limits = (batch, head, kv_head, i), (positions, keys, window)
-    options = (TILE_D, TILE_DV, CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT, TF32)
+    options = (
+        TILE_D, TILE_R, TILE_DV, TILE_RV, CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT, TF32,
+    )  # fmt: skip
 
     def step(state, j, partial):
-        return attend(q_tile, k, v, mask, place, j, partial, limits, state, scaling, soft_cap, TILE_N, *options)
+        return attend(queries, k, v, mask, place, j, partial, limits, state, scaling, soft_cap, TILE_N, *options)
 
     # A single comparison and a reciprocal are for wide rows only. Measured on an H200 with both, causal: D 256 takes
     # 1876 us instead of 1896 (and 1818 with eight heads in turns), but D 128 1032 instead of 994, D 64 629 for 621.
-    wide = TILE_D > 128
+    wide = TILE_D + TILE_R > 128
     partial_head = WINDOW or MASK == KEY_MASK or not wide
-    row_max, row_sum, acc = for_each_tile(step, state, tiles, BOUNDED, TWO_LOOPS, partial_head)
+    state = for_each_tile(step, state, tiles, BOUNDED, TWO_LOOPS, partial_head)
+    row_max, row_sum = state[0], state[1]
     if LSE:
         store_lse(lse, batch, head, i, row_max, row_sum, 1.0 if SOFT_CAP else scaling, TILE_M, EXACT)
     row_sum = ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
-    acc = acc * (1.0 / row_sum) if wide else acc / row_sum
+    acc = state[2] * (1.0 / row_sum) if wide else state[2] / row_sum
     ct.store(out, (batch, head, i, 0), acc.reshape((1, 1, TILE_M, TILE_DV)).astype(out.dtype))
+    if TILE_RV:
+        acc = state[3] * (1.0 / row_sum) if wide else state[3] / row_sum
+        acc = acc.reshape((1, 1, TILE_M, TILE_RV)).astype(out.dtype)
+        ct.store(out, (batch, head, i, TILE_DV // TILE_RV), acc)
 
 
 def _configs(arch: str, tile_d: int) -> list[Config]:
@@ -159,6 +172,8 @@ def _configs(arch: str, tile_d: int) -> list[Config]:
     Those for sm_90 were measured on an H200 at 4096 tokens, causal and full (cuDNN in the same run): D 64 444 and 481
     TFLOP/s (433, 486), D 128 569 and 616 (609, 668), D 256 full 681 (717) and causal, in another run, 605 (639). With 4
     warps a 128 x 128 tile reaches a third of that: its accumulators spill. Heads in turns gain 3 to 4 % if causal.
+    In two tiles (parts_of) and with the first ones, B8 H16 S1024 D80 full takes 118 us (cuDNN 116, one tile of 128
+    166), S729 D72 with padding 77 (198, 104), B2 H32 S2048 D96 causal 142 (148, 175).
     """
     if arch == "cpu":
         return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=True)]
@@ -168,11 +183,15 @@ def _configs(arch: str, tile_d: int) -> list[Config]:
                 Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, INTERLEAVE=8, num_worker_warps=8),
                 Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False),
             ]
+        tall = Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8)
+        if tile_d > 96:
+            return [Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2), tall]
         if tile_d > 64:
-            return [
-                Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2),
-                Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8),
-            ]
+            wide = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, INTERLEAVE=8, occupancy=2)
+            small = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=8, occupancy=3)
+            if tile_d > 80:
+                return [wide, small, tall]
+            return [Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, occupancy=2), wide, small, tall]
         return [
             Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=32, occupancy=4),
             Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2),
@@ -230,7 +249,7 @@ def _launch_forward(
     if keys == 0:
         return out.zero_(), lse
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
-    tile_d, tile_dv = tile_of(head_dim), tile_of(v_dim)
+    tiles_d, tiles_dv = parts_of(head_dim, q.dtype), parts_of(v_dim, q.dtype)
     mask_shape = None if mask_kind == NO_MASK else mask.shape
     windowed, has_kv_len = window_size is not None, kv_len is not None
     options = (is_causal, windowed, soft_cap is not None, mask_kind)
@@ -258,8 +277,8 @@ def _launch_forward(
             0 if window_size is None else window_size,
             cfg.TILE_M,
             cfg.TILE_N,
-            tile_d,
-            tile_dv,
+            *tiles_d,
+            *tiles_dv,
             *options,
             1 if one_row else cfg.TILE_M,
             *extras,
@@ -271,8 +290,8 @@ def _launch_forward(
             interleave_of(cfg, is_causal),
         )
 
-    tuner = _autotuner(max(tile_d, tile_dv), dtype == torch.float32)
-    key = (batch, heads, kv_heads, queries, keys, head_dim, tile_dv, mask_shape, dtype, q.get_device(), *flags)
+    tuner = _autotuner(max(sum(tiles_d), sum(tiles_dv)), dtype == torch.float32)
+    key = (batch, heads, kv_heads, queries, keys, head_dim, sum(tiles_dv), mask_shape, dtype, q.get_device(), *flags)
     tuner(None, grid_fn=grid, kernel=attention_kernel, args_fn=arguments, key=key)
     return out, lse
 

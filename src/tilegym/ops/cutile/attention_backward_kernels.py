@@ -24,7 +24,6 @@ import cuda.tile as ct
 
 from tilegym.ops.cutile.attention_backward_tiles import add_products
 from tilegym.ops.cutile.attention_backward_tiles import load_parts
-from tilegym.ops.cutile.attention_backward_tiles import load_rows
 from tilegym.ops.cutile.attention_backward_tiles import load_statistic
 from tilegym.ops.cutile.attention_backward_tiles import store_parts
 from tilegym.ops.cutile.attention_backward_tiles import sum_of_products
@@ -34,6 +33,7 @@ from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.attention_common import LOG2E
 from tilegym.ops.cutile.attention_common import cap_scores
+from tilegym.ops.cutile.attention_common import load_rows
 from tilegym.ops.cutile.attention_tiles import for_each_tile
 from tilegym.ops.cutile.attention_tiles import interleaved_block
 from tilegym.ops.cutile.attention_tiles import key_tiles

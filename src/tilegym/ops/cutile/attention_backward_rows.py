@@ -2,7 +2,7 @@
 
 import cuda.tile as ct
 
-from tilegym.ops.cutile.attention_backward_tiles import load_rows
+from tilegym.ops.cutile.attention_common import load_rows
 from tilegym.ops.cutile.attention_tiles import interleaved_block
 from tilegym.ops.cutile.tiling import Int
 

@@ -3,8 +3,8 @@
 import cuda.tile as ct
 
 from tilegym.ops.cutile.attention_backward_kernels import softmax_backward
-from tilegym.ops.cutile.attention_backward_tiles import load_rows
 from tilegym.ops.cutile.attention_backward_tiles import load_statistic
+from tilegym.ops.cutile.attention_common import load_rows
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 

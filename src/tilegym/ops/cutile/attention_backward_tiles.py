@@ -2,24 +2,16 @@
 
 import cuda.tile as ct
 
+from tilegym.ops.cutile.attention_common import load_rows
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
-
-
-def load_rows(x, batch, head, i, ROWS: Int, COLUMNS: Int, TF32: Bool):
-    """Rows of one head of x [B, H, S, D], as the operand of a product."""
-    tile = ct.load(x, (batch, head, i, 0), (1, 1, ROWS, COLUMNS), padding_mode=ct.PaddingMode.ZERO)
-    tile = tile.reshape((ROWS, COLUMNS))
-    return tile.astype(ct.tfloat32) if TF32 else tile
 
 
 def load_parts(x, pe, batch, head, pe_head, i, ROWS: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TF32: Bool):
     """As load_rows, PARTS tiles of TILE_P columns, and if TILE_R one of the rows of head ``pe_head`` of ``pe``."""
     tiles = ()
     for part in ct.static_iter(range(PARTS)):
-        tile = ct.load(x, (batch, head, i, part), (1, 1, ROWS, TILE_P), padding_mode=ct.PaddingMode.ZERO)
-        tile = tile.reshape((ROWS, TILE_P))
-        tiles = (*tiles, tile.astype(ct.tfloat32) if TF32 else tile)
+        tiles = (*tiles, load_rows(x, batch, head, i, ROWS, TILE_P, TF32, part))
     if TILE_R:
         tiles = (*tiles, load_rows(pe, batch, pe_head, i, ROWS, TILE_R, TF32))
     return tiles

@@ -20,6 +20,24 @@ KEY_MASK = 3  # boolean, and the same for all queries: padding
 LOG2E = math.log2(math.e)
 
 
+def load_rows(x, batch, head, i, ROWS: Int, COLUMNS: Int, TF32: Bool, part: int = 0):
+    """Tile ``i`` of the tokens of one head of x [B, H, S, D], as the operand of a product, [ROWS, COLUMNS].
+
+    ``part``: which columns, in units of COLUMNS.
+    """
+    tile = ct.load(x, (batch, head, i, part), (1, 1, ROWS, COLUMNS), padding_mode=ct.PaddingMode.ZERO)
+    tile = tile.reshape((ROWS, COLUMNS))
+    return tile.astype(ct.tfloat32) if TF32 else tile
+
+
+def load_columns(x, batch, head, j, ROWS: Int, COLUMNS: Int, TF32: Bool, part: int = 0):
+    """The transpose of :func:`load_rows`."""
+    zero = ct.PaddingMode.ZERO
+    tile = ct.load(x, (batch, head, part, j), (1, 1, COLUMNS, ROWS), order=(0, 1, 3, 2), padding_mode=zero)
+    tile = tile.reshape((COLUMNS, ROWS))
+    return tile.astype(ct.tfloat32) if TF32 else tile
+
+
 def cap_scores(s, soft_cap, EXACT: Bool = False):
     """``soft_cap * tanh(s / soft_cap)``; unless EXACT by tanh(x) = 1 - 2 / (1 + exp(2x)), to an ulp of ``soft_cap``."""
     if EXACT:
@@ -27,10 +45,11 @@ def cap_scores(s, soft_cap, EXACT: Bool = False):
     return soft_cap - 2 * soft_cap / (1 + ct.exp2(s * (2 * LOG2E / soft_cap)))
 
 
-def update_softmax(s, row_max, row_sum, acc, unit, AXIS: Int, EXACT: Bool):
+def softmax_step(s, row_max, row_sum, unit, AXIS: Int, EXACT: Bool):
     """Takes a tile of scores, in multiples of ``unit`` and with the keys along ``AXIS``, into the online softmax.
 
-    Returns the probabilities (relative to the new maximum) and the updated row_max, row_sum and acc.
+    Returns the probabilities (relative to the new maximum), the updated row_max and row_sum, and what the weighted sum
+    of values so far is to be multiplied by.
     """
     new_max = ct.maximum(row_max, ct.max(s, axis=AXIS, keepdims=True))
     # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is not a number.
@@ -43,7 +62,13 @@ def update_softmax(s, row_max, row_sum, acc, unit, AXIS: Int, EXACT: Bool):
         unit = unit * LOG2E
         p = ct.exp2(s * unit - base * unit, flush_to_zero=True)
         shrink = ct.exp2((row_max - base) * unit, flush_to_zero=True)
-    return p, new_max, row_sum * shrink + ct.sum(p, axis=AXIS, keepdims=True), acc * shrink
+    return p, new_max, row_sum * shrink + ct.sum(p, axis=AXIS, keepdims=True), shrink
+
+
+def update_softmax(s, row_max, row_sum, acc, unit, AXIS: Int, EXACT: Bool):
+    """:func:`softmax_step`, of the weighted sum ``acc`` too: returns the probabilities, row_max, row_sum and acc."""
+    p, row_max, row_sum, shrink = softmax_step(s, row_max, row_sum, unit, AXIS, EXACT)
+    return p, row_max, row_sum, acc * shrink
 
 
 def needs_exact(dtype: torch.dtype, mask_kind: int) -> bool:
@@ -52,6 +77,20 @@ def needs_exact(dtype: torch.dtype, mask_kind: int) -> bool:
     An additive mask may hold the lowest number there is, whose multiple would be -inf.
     """
     return mask_kind == ADDITIVE_MASK or dtype == torch.float32
+
+
+@functools.cache
+def parts_of(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The widths of two tiles, or of one and 0, that hold ``head_dim`` in as few columns as powers of two allow.
+
+    80 are 64 and 16, where a tile of 128 would compute much for nothing. The second divides the first. In fp32 there is
+    one: the backward pass rounds scores as one product does, and its gradients depend on rounding them alike.
+    """
+    tile = tile_of(head_dim)
+    if tile <= 64 or dtype == torch.float32:
+        return tile, 0
+    rest = tile_of(head_dim - tile // 2)
+    return (tile // 2, rest) if rest < tile // 2 else (tile, 0)
 
 
 @functools.cache

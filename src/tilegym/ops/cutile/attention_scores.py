@@ -9,7 +9,8 @@ from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.attention_common import LOG2E
 from tilegym.ops.cutile.attention_common import cap_scores
-from tilegym.ops.cutile.attention_common import update_softmax
+from tilegym.ops.cutile.attention_common import load_rows
+from tilegym.ops.cutile.attention_common import softmax_step
 from tilegym.ops.cutile.attention_tiles import load_mask
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -36,14 +37,15 @@ def take_scores(
     KV_LEN: Bool,
     EXACT: Bool,
     TF32: Bool,
+    TILE_RV: Int = 0,
 ):
     """Takes the products ``s`` of queries and tile ``j`` of the keys, and its values, into the softmax ``state``.
 
+    That is (row_max, row_sum, acc), of TILE_DV columns of the values, and of the next TILE_RV, if any, one more acc.
     ``partial``: some query must not see some key of the tile.
     """
-    batch, head, kv_head, i = place
+    batch, head, _, i = place
     positions, keys, window = limits
-    row_max, row_sum, acc = state
     if SOFT_CAP:
         s = cap_scores(s * scaling, soft_cap, EXACT)
     if MASK == BOOLEAN_MASK:
@@ -64,18 +66,29 @@ def take_scores(
         s = ct.where(visible, s, -math.inf)
     # Scores are still q k^T where nothing but a factor follows, which then costs no operation of its own.
     unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
-    p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, 1, EXACT)
-    v_tile = ct.load(v, (batch, kv_head, j, 0), (1, 1, TILE_N, TILE_DV), padding_mode=ct.PaddingMode.ZERO)
-    v_tile = v_tile.reshape((TILE_N, TILE_DV))
+    p, row_max, row_sum, shrink = softmax_step(s, state[0], state[1], unit, 1, EXACT)
+    options = (TILE_N, KV_LEN, TF32)
+    sums = (add_values(state[2] * shrink, p, v, place, j, partial, keys, 0, TILE_DV, *options),)
+    if TILE_RV:
+        rest = add_values(state[3] * shrink, p, v, place, j, partial, keys, TILE_DV // TILE_RV, TILE_RV, *options)
+        sums = (*sums, rest)
+    return row_max, row_sum, *sums
+
+
+def add_values(
+    acc, p, v, place, j, partial, keys, part, TILE_DV: Int, TILE_N: Int, KV_LEN: Bool, TF32: Bool
+):  # fmt: skip
+    """``acc`` and the values of tile ``j`` weighted by ``p``, of columns ``part``, in units of TILE_DV."""
+    batch, _, kv_head, _ = place
+    v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, False, part)
     if KV_LEN and partial:
         # What a cache holds behind its last key may be NaN, which times zero would be NaN.
         rows = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
         v_tile = ct.where(rows < keys, v_tile, ct.zeros((TILE_N, TILE_DV), dtype=v_tile.dtype))
+    # Returned once, at the end: of an early return cuTile makes a loop, and then no two of the loop around it.
     if TF32:
-        acc = ct.mma(p.astype(ct.tfloat32), v_tile.astype(ct.tfloat32), acc)
-    else:
-        acc = ct.mma(p.astype(v_tile.dtype), v_tile, acc)
-    return row_max, row_sum, acc
+        v_tile = v_tile.astype(ct.tfloat32)
+    return ct.mma(p.astype(v_tile.dtype), v_tile, acc)
 
 
 def store_lse(lse, batch, head, i, row_max, row_sum, unit, TILE_M: Int, EXACT: Bool):

@@ -23,6 +23,8 @@ from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.attention_common import MAX_HEAD_DIM
 from tilegym.ops.cutile.attention_common import NO_MASK
 from tilegym.ops.cutile.attention_common import check_supported
+from tilegym.ops.cutile.attention_common import load_columns
+from tilegym.ops.cutile.attention_common import load_rows
 from tilegym.ops.cutile.attention_common import needs_exact
 from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import tile_of
@@ -37,21 +39,6 @@ from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.pytorch.mla import check_mla
-
-
-def load_rows(x, batch, head, i, TILE: Int, TILE_D: Int, TF32: Bool):
-    """Rows of one head of x [B, H, S, D], [TILE, TILE_D]."""
-    tile = ct.load(x, (batch, head, i, 0), (1, 1, TILE, TILE_D), padding_mode=ct.PaddingMode.ZERO)
-    tile = tile.reshape((TILE, TILE_D))
-    return tile.astype(ct.tfloat32) if TF32 else tile
-
-
-def load_columns(x, batch, head, j, TILE: Int, TILE_D: Int, TF32: Bool):
-    """The transpose of :func:`load_rows`."""
-    zero = ct.PaddingMode.ZERO
-    tile = ct.load(x, (batch, head, 0, j), (1, 1, TILE_D, TILE), order=(0, 1, 3, 2), padding_mode=zero)
-    tile = tile.reshape((TILE_D, TILE))
-    return tile.astype(ct.tfloat32) if TF32 else tile
 
 
 def attend(
