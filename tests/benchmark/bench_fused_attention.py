@@ -90,6 +90,24 @@ def dims(model, tokens):
     }
 
 
+def encoder(model, batch, tokens, heads, head_dim=64):
+    """Attention that sees all tokens, as encoders of text, images and sound have it."""
+    sizes = {"batch": batch, "tokens": tokens, "heads": heads, "kv_heads": heads, "head_dim": head_dim}
+    return shape(f"{model}, {batch} x {tokens} tokens", model, **sizes, causal=False)
+
+
+ENCODERS = (
+    encoder("BERT-large", 16, 512, 16),
+    encoder("MiniLM", 32, 128, 12, 32),
+    encoder("ViT-L/16", 32, 197, 16),
+    encoder("CLIP-ViT-L/14", 32, 257, 16),
+    encoder("Whisper-medium", 8, 1500, 16),
+    encoder("ViT-H/14", 16, 257, 16, 80),
+    encoder("SigLIP-so400m", 8, 729, 16, 72),
+    encoder("SigLIP of Gemma-3", 4, 4096, 16, 72),
+)
+PHI3 = {"batch": 1, "tokens": 4096, "heads": 32, "kv_heads": 32, "head_dim": 96, "causal": True}
+
 BENCHMARKS = [
     Benchmark(
         op="fmha",
@@ -108,6 +126,8 @@ BENCHMARKS = [
         shapes=(
             *(llama(causal, head_dim) for head_dim in (64, 128, 256) for causal in (True, False)),
             *sweep(dims, tokens=(16, 512, 8192), models=ATTENDING),
+            shape("Phi-3-mini, 4096 tokens", "Phi-3-mini", **PHI3),
+            *ENCODERS,
         ),
         quick=(llama(True), llama(False), llama(True, 64), llama(False, 64), llama(True, 256), llama(False, 256)),
         small=(

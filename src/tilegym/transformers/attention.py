@@ -8,7 +8,10 @@ Masks are never written out where a few numbers say the same: see :class:`Causal
 sequences, overlays, custom 4D masks) comes as a full boolean or additive mask, which says everything by itself.
 """
 
+import contextlib
+import threading
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -98,6 +101,19 @@ def _is_capturing() -> bool:
     return not torch.compiler.is_compiling() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+_full = threading.local()
+
+
+@contextlib.contextmanager
+def full_masks(full: bool) -> Iterator[None]:
+    """Within the block a graph that is captured may rely on it, if ``full``, that an encoder has no padding."""
+    _full.value = full
+    try:
+        yield
+    finally:
+        _full.value = False
+
+
 def causal_mask(
     batch_size: int,
     q_length: int,
@@ -178,7 +194,9 @@ def causal_mask(
 
 def _padding_mask(attention_mask: Tensor | None, start: int, length: int, tracing: bool) -> Tensor | None:
     """The mask of an encoder, whose queries see all keys but padding: [B, 1, 1, Skv] boolean; None for no padding."""
-    if attention_mask is None or (not tracing and bool(attention_mask.all())):
+    if attention_mask is None or (tracing and _is_capturing() and getattr(_full, "value", False)):
+        return None
+    if not tracing and bool(attention_mask.all()):
         return None
     keys = attention_mask[:, start : start + length].to(torch.bool)
     return nn.functional.pad(keys, (0, length - keys.shape[1]))[:, None, None, :]

@@ -32,8 +32,8 @@ from tilegym.errors import FallbackWarning
 from tilegym.ops import argmax
 from tilegym.transformers.attention import NAMES as ATTENTION
 from tilegym.transformers.cache_name import CACHE
+from tilegym.transformers.graph_capture import Fingerprint
 from tilegym.transformers.graph_capture import capture
-from tilegym.transformers.graph_capture import fingerprint
 from tilegym.transformers.rotary_rows import RotaryRows
 from tilegym.transformers.side_stream import Aside
 from tilegym.transformers.side_stream import LateFlag
@@ -138,7 +138,7 @@ class Session:
         device, config = model.device, model.config.get_text_config(decoder=True)
         self.key = batch_size, capacity
         self.backend = next((b for b, name in ATTENTION.items() if name == model.config._attn_implementation), None)
-        self.fingerprint = fingerprint(model)
+        self.fingerprint = Fingerprint(model)
         kinds = tuple(getattr(config, "layer_types", None) or ())
         self.cache = DecodeCache(config.num_hidden_layers, capacity, device, kinds, batch_size)
         self.tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
@@ -248,7 +248,7 @@ def session_for(model: nn.Module, batch_size: int, length: int) -> Session:
     """The session that is kept for ``model`` if it fits, else a new one in its place."""
     capacity = -(-length // ROUND_CAPACITY) * ROUND_CAPACITY
     kept = _sessions.get(model)
-    if kept is None or kept.key != (batch_size, capacity) or kept.fingerprint != fingerprint(model):
+    if kept is None or kept.key != (batch_size, capacity) or not kept.fingerprint.holds(model):
         _sessions.pop(model, None)
         kept = None  # drops its memory first
         _sessions[model] = kept = Session(model, batch_size, capacity)

@@ -1,10 +1,17 @@
-"""Decoding as CUDA graphs for a model of any family, as a compute of its own beside those of :mod:`.general`."""
+"""CUDA graphs for a model of any family, of its decoding or of whole calls: one more compute beside :mod:`.general`."""
+
+import functools
+import inspect
 
 from torch import nn
 
 from tilegym.backend import PREFER_CUTILE
 from tilegym.transformers import computes
+from tilegym.transformers import forward_graph
+from tilegym.transformers.attention import NAMES as ATTENTION
 from tilegym.transformers.family import Family
+from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.patching import PatchSet
 
 _ANY = Family("", "", (computes.GRAPH,))
@@ -29,3 +36,22 @@ def put_graph(model: nn.Module, use_cutile: bool = False, patches: PatchSet | No
         if patches is None:
             mine.require_match(type(model).__name__)
     return mine
+
+
+def put_forward_graph(model: nn.Module, use_cutile: bool, patches: PatchSet) -> None:
+    """Lets calls of ``model``, which is run once and not token by token, be replayed, where they take no gradients.
+
+    Of a model of an encoder and a decoder those of its encoder.
+    """
+    target, path = model, type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        target = model.get_encoder()
+        path = next((name for name, module in model.named_modules() if module is target), path)
+    where = computes.entry(path, "graph", PREFER_CUTILE if use_cutile else None)
+    current = vars(target).get(place_of_forward(target))
+    forward = current.func if isinstance(current, BoundForward) else type(target).forward
+    masks = any(name.endswith("attention_mask") for name in inspect.signature(forward).parameters)
+    if masks and target.config._attn_implementation not in ATTENTION.values():
+        patches.skip(where, "its attention is not TileGym's")  # transformers' writes out masks while it is captured
+    elif patches.replace_forward(target, forward_graph.replaying(forward), where):
+        patches.on_revert(functools.partial(forward_graph.forget, target))

@@ -1,6 +1,7 @@
 """CUDA graphs of what a model launches, and what tells whether it would launch the same again."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,13 +34,17 @@ def _end_for_generator(device: torch.device) -> None:
     generator.graphsafe_set_state(generator.clone_state())
 
 
-def capture(run: Callable[[], Any], state: list[Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture(
+    run: Callable[[], Any], state: list[Tensor], device: torch.device, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Captures what ``run`` launches, after two runs on a stream of their own.
 
     Args:
         run: works on buffers that stay where they are, and never waits for the device.
         state: what it changes and depends on; has its values again when this returns.
         device: a GPU.
+        pool: of torch.cuda.graph_pool_handle, memory to share with graphs whose results are not wanted any more when
+            this one is replayed; None for memory of its own.
 
     Returns:
         (the graph, what ``run`` returned: every replay overwrites it).
@@ -63,7 +68,7 @@ def capture(run: Callable[[], Any], state: list[Tensor], device: torch.device) -
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
         # What other threads do meanwhile (loaders that pin memory, say) is none of the graph's business, nor forbidden.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"), _NumbersAreFilledIn():
+        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"), _NumbersAreFilledIn():
             result = run()
     except Exception:
         torch.cuda.synchronize()
@@ -75,25 +80,31 @@ def capture(run: Callable[[], Any], state: list[Tensor], device: torch.device) -
     return graph, result
 
 
-def fingerprint(model: nn.Module) -> tuple:
-    """Changes with everything that a captured graph has taken for granted: which code runs on which memory."""
-    parts: list[Any] = [get_current_backend(), model.config._attn_implementation]
-    seen: set[int] = set()
-    left: list[nn.Module | None] = [model]
-    while left:  # by model.modules() it takes half as long again, and the prompt waits
-        module = left.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        own = vars(module)
-        parts += (id(module), id(own.get("forward")), own["training"], len(own["_forward_hooks"]))
-        parts.append(len(own["_forward_pre_hooks"]))
-        if "merged_adapters" in own or "_active_adapter" in own:
-            parts.append(_adapters_of(own))
-        parts.extend([t.data_ptr() for t in own["_parameters"].values() if t is not None])
-        parts.extend([t.data_ptr() for t in own["_buffers"].values() if t is not None])
-        left.extend(own["_modules"].values())
-    return tuple(parts)
+class Fingerprint:
+    """Everything that a graph captured of ``model`` takes for granted: which code runs on which memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # What the model itself holds is asked for anew: its patched forward would keep it alive for ever.
+        self._inner = [vars(module) for module in model.modules() if module is not model]
+        self._taken = self._look(model)
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether it is so still; of a model with 400 modules this takes 0.2 ms."""
+        return self._look(model) == self._taken
+
+    def _look(self, model: nn.Module) -> list[Any]:
+        owns = [vars(model), *self._inner]
+        look: list[Any] = [get_current_backend(), model.config._attn_implementation]
+        look += [id(module) for module in chain.from_iterable([own["_modules"].values() for own in owns])]
+        look += [
+            (id(own.get("forward")), own["training"], len(own["_forward_hooks"]), len(own["_forward_pre_hooks"]))
+            for own in owns
+        ]
+        for kind in ("_parameters", "_buffers"):
+            tensors = chain.from_iterable([own[kind].values() for own in owns])
+            look += [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        look += [_adapters_of(own) for own in owns if "merged_adapters" in own or "_active_adapter" in own]
+        return look
 
 
 def _adapters_of(own: dict[str, Any]) -> str:

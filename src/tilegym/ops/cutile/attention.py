@@ -173,21 +173,19 @@ def _configs(arch: str, tile_d: int) -> list[Config]:
     TFLOP/s (433, 486), D 128 569 and 616 (609, 668), D 256 full 681 (717) and causal, in another run, 605 (639). With 4
     warps a 128 x 128 tile reaches a third of that: its accumulators spill. Heads in turns gain 3 to 4 % if causal.
     In two tiles (parts_of) and with the first ones, B8 H16 S1024 D80 full takes 118 us (cuDNN 116, one tile of 128
-    166), S729 D72 with padding 77 (198, 104), B2 H32 S2048 D96 causal 142 (148, 175).
+    166), S729 D72 with padding 77 (198, 104), B2 H32 S2048 D96 causal 142 (148, 175), H16 S4096 D192 185 (208, 228).
     """
     if arch == "cpu":
         return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=True)]
     if arch.startswith("sm_9"):
+        wide = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, INTERLEAVE=8, occupancy=2)
         if tile_d > 128:
-            return [
-                Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, INTERLEAVE=8, num_worker_warps=8),
-                Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False),
-            ]
+            tall = Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, INTERLEAVE=8, num_worker_warps=8)
+            return [tall, wide] if tile_d <= 160 else [tall, Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False)]
         tall = Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8)
         if tile_d > 96:
             return [Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2), tall]
         if tile_d > 64:
-            wide = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, INTERLEAVE=8, occupancy=2)
             small = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=8, occupancy=3)
             if tile_d > 80:
                 return [wide, small, tall]

@@ -1,0 +1,240 @@
+"""Forward passes as CUDA graphs, of models that are run once: encoders, classifiers, models of images and of sound.
+
+BERT-large launches 270 kernels for what keeps an H200 busy for little more than a millisecond if the text is short; the
+host takes ten times as long. The second call of one form (shapes, dtypes, options) is captured, and from the third on
+such calls are replayed: inputs are copied to where the graph reads them, and results are copied from where it writes
+them, so that a caller may keep them.
+
+What could differ from a run of the model's code runs it: calls with gradients, in training, under autocast, with hooks
+on any module, with inputs on other devices or of other kinds than tensors and plain options, and all that a graph
+cannot hold, such as code that looks at what is on the device. A captured graph is compared with the run before it.
+"""
+
+import functools
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+from transformers.utils.import_utils import is_tracing
+
+from tilegym.errors import FallbackWarning
+from tilegym.transformers.attention import full_masks
+from tilegym.transformers.forwards import reproducible
+from tilegym.transformers.graph_capture import Fingerprint
+from tilegym.transformers.graph_capture import capture
+
+DEVICES = ("cuda",)
+MOST_GRAPHS = 32  # of one model; calls of further forms run its code
+MOST_MEMORY = 0.05  # of the device's, for inputs and results that graphs keep
+_SWITCHES = ("output_attentions", "output_hidden_states", "return_dict")  # of a config
+_PLAIN = (bool, int, float, str, type(None))
+_CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of floats; other dtypes 2e-2
+
+
+class _Unsuitable(Exception):
+    """A call or a result of a kind that no graph can stand in for."""
+
+
+class _Graph:
+    """One captured form of a call."""
+
+    def __init__(self, inputs: dict[str, Any], results: Any) -> None:
+        with torch.inference_mode(False):
+            self.inputs = {n: torch.empty_like(v) if isinstance(v, Tensor) else v for n, v in inputs.items()}
+        tensors = [v for v in inputs.values() if isinstance(v, Tensor)] + _leaves(results)
+        self.memory = sum(t.nbytes for t in tensors)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.results: Any = None
+
+    def fill(self, inputs: dict[str, Any]) -> None:
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                self.inputs[name].copy_(value)
+
+    def replay(self, inputs: dict[str, Any]) -> Any:
+        self.fill(inputs)
+        self.graph.replay()
+        return _mapped(self.results, Tensor.clone)
+
+
+class _Graphs:
+    """What is kept for one model: its graphs by form of call, None for a form that was seen once.
+
+    Graphs of one stream share their memory: the results of one are copied before the next is replayed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.fingerprint = Fingerprint(model)
+        self.forms: dict[tuple, _Graph | None] = {}
+        self.pools: dict[int, Any] = {}
+        self.failed = False
+
+    def pool(self, stream: int) -> Any:
+        if stream not in self.pools:
+            self.pools[stream] = torch.cuda.graph_pool_handle()
+        return self.pools[stream]
+
+    def room(self, device: torch.device) -> float:
+        """How many bytes one more graph may keep; negative: none."""
+        held = [graph.memory for graph in self.forms.values() if graph is not None]
+        if self.failed or len(held) >= MOST_GRAPHS:
+            return -1
+        total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1 << 34
+        return MOST_MEMORY * total - sum(held)
+
+
+_kept: "weakref.WeakKeyDictionary[nn.Module, _Graphs]" = weakref.WeakKeyDictionary()
+_locks: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
+
+
+@reproducible
+def replaying(forward: Callable) -> Callable:
+    """``forward``, as a function of the module and its arguments, that replays graphs where it can."""
+    names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+
+    @functools.wraps(forward)
+    def replayed_forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.training or len(args) > len(names):
+            return forward(self, *args, **kwargs)
+        named = dict(zip(names, args, strict=False))
+        if named.keys() & kwargs.keys():
+            return forward(self, *args, **kwargs)  # says what is wrong
+        return _forward(self, forward, named | kwargs)
+
+    return replayed_forward
+
+
+def forget(model: nn.Module) -> None:
+    """Frees what was kept for ``model``."""
+    _kept.pop(model, None)
+
+
+def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> Any:
+    first = next((v for v in inputs.values() if isinstance(v, Tensor)), None)
+    if first is None or not _may_replay(first, inputs):
+        return forward(model, **inputs)
+    device = first.device
+    with _locks.setdefault(model, threading.RLock()):
+        form, kept = _form_of(model, inputs, device), _kept.get(model)
+        if kept is None or not kept.fingerprint.holds(model):
+            _kept.pop(model, None)
+            kept = None  # drops its memory first
+            _kept[model] = kept = _Graphs(model)
+        graph = kept.forms.get(form)
+        if graph is not None:
+            return graph.replay(inputs)
+        results = forward(model, **inputs)
+        if form not in kept.forms:
+            if len(kept.forms) < 4096:  # forms that vary from call to call must not fill the memory
+                kept.forms[form] = None
+        elif kept.room(device) > 0:
+            _capture(model, forward, inputs, results, kept, form)
+        return results
+
+
+def _may_replay(first: Tensor, inputs: dict[str, Any]) -> bool:
+    return (
+        first.device.type in DEVICES
+        and all(v.device == first.device if isinstance(v, Tensor) else isinstance(v, _PLAIN) for v in inputs.values())
+        and not torch.is_autocast_enabled(first.device.type)
+        and not is_tracing(first)
+        and not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+    )
+
+
+class _Form(NamedTuple):
+    """What calls have in common that are replays of one graph."""
+
+    stream: int
+    full: bool  # whether no mask has padding in it
+    switches: tuple
+    inputs: tuple
+
+
+def _form_of(model: nn.Module, inputs: dict[str, Any], device: torch.device) -> _Form:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    switches = [getattr(model.config, name, None) for name in _SWITCHES]
+    switches += [torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision]
+    masks = [v for n, v in inputs.items() if n.endswith("attention_mask") and isinstance(v, Tensor) and v.dim() == 2]
+    described = {
+        n: (v.shape, v.stride(), v.dtype, v.device) if isinstance(v, Tensor) else (type(v), v)
+        for n, v in inputs.items()
+    }
+    full = all(bool(mask.all()) for mask in masks)
+    return _Form(stream, full, tuple(switches), tuple(sorted(described.items(), key=lambda item: item[0])))
+
+
+def _capture(
+    model: nn.Module, forward: Callable, inputs: dict[str, Any], results: Any, kept: _Graphs, form: _Form
+) -> None:
+    """Keeps the graph of a call that has just returned ``results``, or notes that there is to be none."""
+    device = next(v.device for v in inputs.values() if isinstance(v, Tensor))
+    room, kept.failed = kept.room(device), True  # unless it ends well
+    if _is_hooked(model) or any(p.device != device for p in model.parameters()):
+        return
+    try:
+        made = _Graph(inputs, results)
+        if made.memory > room:
+            return
+        with torch.inference_mode(False), torch.no_grad(), full_masks(form.full):
+            made.fill(inputs)
+            pool = kept.pool(form.stream)
+            made.graph, made.results = capture(lambda: forward(model, **made.inputs), [], device, pool)
+        again = made.replay(inputs)
+        if not all(_is_close(a, b) for a, b in zip(_leaves(again), _leaves(results), strict=True)):
+            raise _Unsuitable("its results differ from run to run")
+    except Exception as error:  # whatever a model does that a graph cannot hold
+        why = str(error).strip().partition("\n")[0]
+        warnings.warn(f"{type(model).__name__} runs without a CUDA graph: {why}", FallbackWarning, stacklevel=2)
+        return
+    kept.forms[form], kept.failed = made, False
+
+
+def _is_hooked(model: nn.Module) -> bool:
+    """Whether a module has hooks, which a replay would not call; those by which transformers records do not count."""
+    hooks = (h for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks) for h in table.values())
+    return any(not (getattr(hook, "__module__", "") or "").startswith("transformers.") for hook in hooks)
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or not a.is_floating_point():
+        return torch.equal(a, b)
+    a, b = (torch.nan_to_num(t.float(), nan=1.0, posinf=2.0, neginf=-2.0) for t in (a, b))
+    return bool((a - b).norm() <= _CLOSE.get(b.dtype, 2e-2) * b.norm())
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    leaves: list[Tensor] = []
+    _mapped(value, lambda t: leaves.append(t) or t)
+    return leaves
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor], done: dict[int, Tensor] | None = None) -> Any:
+    """``value`` with ``function`` of each tensor in it, once where a tensor comes twice.
+
+    Raises:
+        _Unsuitable: there are other things in it than tensors, numbers, tuples and transformers' outputs.
+    """
+    done = {} if done is None else done
+    if isinstance(value, Tensor):
+        if id(value) not in done:
+            done[id(value)] = function(value)
+        return done[id(value)]
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _mapped(item, function, done) for name, item in value.items()})
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(item, function, done) for item in value)
+    if isinstance(value, _PLAIN):
+        return value
+    remedy = ": give use_cache=False" if isinstance(value, Cache) else ""
+    raise _Unsuitable(f"it returns a {type(value).__name__}{remedy}")
