@@ -346,8 +346,10 @@ class Test_Peer:
 def test_interrupted(model):
     command = [sys.executable, "-m", "tilegym", "train", *model, "--steps", "1000000"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    told = []
     try:
         for line in process.stderr:
+            told.append(line)
             if "timed steps" in line:
                 break
         time.sleep(0.5)
@@ -355,4 +357,4 @@ def test_interrupted(model):
         stdout, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, stdout, stderr) == (130, "", "interrupted\n")
+    assert (process.returncode, stdout, stderr) == (130, "", "interrupted\n"), told

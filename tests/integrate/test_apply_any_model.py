@@ -99,9 +99,10 @@ def test_outputs_stay_and_revert(name):
     expected = outputs(model)
     report = tilegym.apply(model, use_cutile=False, by_hand=False, linear=True)
     assert {entry.compute for entry in report.patched} >= MODELS[name][2]
-    assert_near(outputs(model), expected)
+    convolves = HAS_GPU and name == "wav2vec2"  # in TF32, and by another algorithm in each run
+    assert_near(outputs(model), expected, 2e-3 if convolves else 1e-5)
     report.revert()
-    assert all(torch.equal(a, b) for a, b in zip(outputs(model), expected, strict=True))
+    assert convolves or all(torch.equal(a, b) for a, b in zip(outputs(model), expected, strict=True))
     assert not any("forward" in vars(module) for module in model.modules())
 
 

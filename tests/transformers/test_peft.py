@@ -107,7 +107,7 @@ def test_a_graph_is_captured_anew_for_other_adapters(switch):
 def test_virtual_tokens_are_left_to_transformers():
     """peft puts another function into the model, that gives embeddings of more tokens than the prompt has."""
     model, ids = make_model("llama"), tokens(2, 7)
-    original, virtual = model.prepare_inputs_for_generation, torch.randn(2, 3, 64)
+    original, virtual = model.prepare_inputs_for_generation, torch.randn(2, 3, 64, device=model.device)
 
     def prepare(ids, **kwargs):
         inputs = original(ids, **kwargs)

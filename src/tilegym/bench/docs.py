@@ -336,10 +336,12 @@ def _host(result: HostResult | None) -> str:
 
 
 def _name_of(summary: dict[str, Any]) -> str:
-    """A model's heading; runs in another precision than the usual one, or of several sequences, stand beside it."""
+    """A model's heading; runs in another precision than the usual one, of several sequences, or with a peer, stand
+    beside it."""
     name, precision, batch = summary["model"]["id"], summary["precision"], max(summary["batch_sizes"])
     name = name if precision == "bfloat16" else f"{name}, {precision}"
-    return name if batch == 1 else f"{name}, batch {batch}"
+    name = name if batch == 1 else f"{name}, batch {batch}"
+    return f"{name}, beside torch.compile" if (summary.get("peer") or {}).get("compiled") else name
 
 
 def _inference(summary: dict[str, Any]) -> str:
