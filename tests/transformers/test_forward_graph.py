@@ -158,6 +158,7 @@ def test_the_models_code_runs_where_a_graph_could_differ(model, graphs, near):
         model(input_ids=ids())
     model.train()
     calls(model, input_ids=ids())
+    assert model not in forward_graph._kept
     model.eval()
     with torch.no_grad(), pytest.raises(TypeError, match="input_ids"):
         model(ids(), input_ids=ids())

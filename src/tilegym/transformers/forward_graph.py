@@ -104,7 +104,11 @@ def replaying(forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def replayed_forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.training or len(args) > len(names):
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        if self.training:
+            forget(self)  # a training step needs the memory
+        if torch.is_grad_enabled() or self.training or len(args) > len(names):
             return forward(self, *args, **kwargs)
         named = dict(zip(names, args, strict=False))
         if named.keys() & kwargs.keys():
