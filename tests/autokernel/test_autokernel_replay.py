@@ -187,7 +187,7 @@ def test_what_is_captured_is_put_back(monkeypatch, fails_at):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: mock.Mock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: block("stream"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: block("graph"))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, capture_error_mode: block("graph"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
     if fails_at is None:
         replay.cuda_graph(run, state, torch.device("cpu"))()

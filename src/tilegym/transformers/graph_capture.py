@@ -68,7 +68,7 @@ def capture(
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
         # What other threads do meanwhile (loaders that pin memory, say) is none of the graph's business, nor forbidden.
-        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"), _NumbersAreFilledIn():
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), _NumbersAreFilledIn():
             result = run()
     except Exception:
         torch.cuda.synchronize()
