@@ -206,7 +206,10 @@ def test_peers_of_models(compiled, column, run, tmp_path):
     ):
         summary = INFERENCE | {"peer": {"name": "compile", "compiled": compiled} | peer}
         (tmp_path / "infer-llama.json").write_text(json.dumps(summary))
-        assert expected in docs.write([tmp_path], tmp_path / "page.md").read_text()
+        page = docs.write([tmp_path], tmp_path / "page.md").read_text()
+        assert expected in page
+        # A run with it has a place of its own beside one without, which knows the share of the kernels.
+        assert ("### llama-3.1-8b, beside torch.compile\n" in page) == compiled
 
 
 def test_models_stay_until_they_are_measured_again(run, tmp_path):

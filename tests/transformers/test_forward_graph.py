@@ -237,9 +237,12 @@ def test_only_so_many(model, graphs, monkeypatch):
         calls(model, input_ids=ids(length=length))
     assert len(graphs) == 2
     monkeypatch.setattr(forward_graph, "MOST_GRAPHS", 9)
-    monkeypatch.setattr(forward_graph, "MOST_MEMORY", 0.0)
-    calls(model, input_ids=ids(length=20))
+    total = torch.cuda.get_device_properties(0).total_memory if HAS_GPU else 1 << 34
+    monkeypatch.setattr(forward_graph, "MOST_MEMORY", 20_000 / total)
+    calls(model, 4, input_ids=ids(length=40))
     assert len(graphs) == 2
+    calls(model, input_ids=ids(batch=1, length=3))  # one that is too large leaves room for small ones
+    assert len(graphs) == 3
 
 
 def test_copies_have_their_own(model, graphs, near):
@@ -282,6 +285,17 @@ def test_encoder_of_a_model_of_two_parts(graphs):
         for seed, wanted in enumerate(expected):
             assert torch.equal(model.generate(ids(seed=seed), **options), wanted)
     assert graphs == [3]
+
+
+def test_a_model_of_two_parts_without_an_encoder_to_ask_for(monkeypatch):
+    model = make("BartModel", d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+                 decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96)  # fmt: skip
+    for found in (lambda: model, lambda: torch.nn.Linear(1, 1)):
+        monkeypatch.setattr(model, "get_encoder", found, raising=False)
+        with tilegym.apply(model, use_cutile=False) as report:
+            assert [e.why for e in report.skipped if e.compute == "graph"] == [
+                "it has no encoder with a config of its own"
+            ]
 
 
 def test_compiled(model, graphs):

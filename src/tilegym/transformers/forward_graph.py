@@ -48,11 +48,10 @@ class _Unsuitable(Exception):
 class _Graph:
     """One captured form of a call."""
 
-    def __init__(self, inputs: dict[str, Any], results: Any) -> None:
+    def __init__(self, inputs: dict[str, Any], memory: int) -> None:
         with torch.inference_mode(False):
             self.inputs = {n: torch.empty_like(v) if isinstance(v, Tensor) else v for n, v in inputs.items()}
-        tensors = [v for v in inputs.values() if isinstance(v, Tensor)] + _leaves(results)
-        self.memory = sum(t.nbytes for t in tensors)
+        self.memory = memory
         self.graph: torch.cuda.CUDAGraph | None = None
         self.results: Any = None
 
@@ -141,7 +140,7 @@ def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> Any
         if form not in kept.forms:
             if len(kept.forms) < 4096:  # forms that vary from call to call must not fill the memory
                 kept.forms[form] = None
-        elif kept.room(device) > 0:
+        else:
             _capture(model, forward, inputs, results, kept, form)
         return results
 
@@ -181,15 +180,19 @@ def _form_of(model: nn.Module, inputs: dict[str, Any], device: torch.device) -> 
 def _capture(
     model: nn.Module, forward: Callable, inputs: dict[str, Any], results: Any, kept: _Graphs, form: _Form
 ) -> None:
-    """Keeps the graph of a call that has just returned ``results``, or notes that there is to be none."""
-    device = next(v.device for v in inputs.values() if isinstance(v, Tensor))
-    room, kept.failed = kept.room(device), True  # unless it ends well
+    """Keeps the graph of a call that has just returned ``results``, if there is room, or notes that it cannot be."""
+    tensors = [v for v in inputs.values() if isinstance(v, Tensor)]
+    device, room = tensors[0].device, kept.room(tensors[0].device)
+    if room < 0:
+        return
     if _is_hooked(model) or any(p.device != device for p in model.parameters()):
+        kept.failed = True
         return
     try:
-        made = _Graph(inputs, results)
-        if made.memory > room:
+        memory = sum(t.nbytes for t in tensors + _leaves(results))
+        if memory > room:
             return
+        made = _Graph(inputs, memory)
         with torch.inference_mode(False), torch.no_grad(), full_masks(form.full):
             made.fill(inputs)
             pool = kept.pool(form.stream)
@@ -200,8 +203,9 @@ def _capture(
     except Exception as error:  # whatever a model does that a graph cannot hold
         why = str(error).strip().partition("\n")[0]
         warnings.warn(f"{type(model).__name__} runs without a CUDA graph: {why}", FallbackWarning, stacklevel=2)
-        return
-    kept.forms[form], kept.failed = made, False
+        kept.failed = True
+    else:
+        kept.forms[form] = made
 
 
 def _is_hooked(model: nn.Module) -> bool:

@@ -45,9 +45,12 @@ def put_forward_graph(model: nn.Module, use_cutile: bool, patches: PatchSet) -> 
     """
     target, path = model, type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        target = model.get_encoder()
-        path = next((name for name, module in model.named_modules() if module is target), path)
+        target = getattr(model, "get_encoder", lambda: model)()
+        path = next((name for name, module in model.named_modules() if module is target and name), path)
     where = computes.entry(path, "graph", PREFER_CUTILE if use_cutile else None)
+    if not hasattr(target, "config") or (target is model and getattr(model.config, "is_encoder_decoder", False)):
+        patches.skip(where, "it has no encoder with a config of its own")
+        return
     current = vars(target).get(place_of_forward(target))
     forward = current.func if isinstance(current, BoundForward) else type(target).forward
     masks = any(name.endswith("attention_mask") for name in inspect.signature(forward).parameters)
