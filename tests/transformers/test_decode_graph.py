@@ -178,7 +178,8 @@ def test_one_sequence_takes_rows_of_the_rotary_embedding(monkeypatch):
             assert torch.equal(generate(model, rows, m, **options), wanted)
         del counts[:]
         generate(model, ids[1:], None)
-        assert counts == [11, 8]  # the prompt, and all that comes behind it
+        # The prompt with what fills a graph's room, if it is not replayed, and all that comes behind it.
+        assert counts[-1] == 8 and set(counts[:-1]) <= {16}
         del counts[:]
         assert generate(model, ids, mask).shape == (2, 20)
         assert counts[0] == 11 and len(counts) > 3 and set(counts[1:]) == {1}
@@ -267,8 +268,11 @@ def test_a_session_is_kept_until_something_changes():
         assert third is not second
         with monkey_patch.apply(model, use_cutile=True):  # other forwards
             assert not third.fingerprint.holds(model)
-        generate(model, tokens(1, 300))
-        assert decode_graph._sessions[model].key == (1, 512)
+        keys = []
+        for length in (300, 7, 2100, 1100, 900, 300):  # one that is too large is not kept for short ones
+            generate(model, tokens(1, length))
+            keys.append(decode_graph._sessions[model].key[1])
+        assert keys == [512, 512, 2304, 2304, 1024, 1024]
     assert model not in decode_graph._sessions
 
 

@@ -10,7 +10,7 @@ from tilegym.ops import rms_norm_linear
 from tilegym.ops import rope_and_cache
 from tilegym.ops.mla_interface import latent_attention
 from tilegym.transformers.attention import CausalMask
-from tilegym.transformers.decode_graph import DecodeCache
+from tilegym.transformers.decode_cache import DecodeCache
 from tilegym.transformers.deepseek2.attention import expands_by_its_weight
 from tilegym.transformers.layers import arguments_of_norm
 

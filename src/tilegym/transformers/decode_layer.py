@@ -32,8 +32,8 @@ from tilegym.ops.moe_interface import experts_forward
 from tilegym.transformers import layers
 from tilegym.transformers.attention import CausalMask
 from tilegym.transformers.cache_name import CACHE
-from tilegym.transformers.decode_graph import RECURRENT
-from tilegym.transformers.decode_graph import DecodeCache
+from tilegym.transformers.decode_cache import RECURRENT
+from tilegym.transformers.decode_cache import DecodeCache
 from tilegym.transformers.decode_latents import attend_latents
 from tilegym.transformers.decode_latents import misfit_of_latents
 from tilegym.transformers.decode_linear import LINEAR

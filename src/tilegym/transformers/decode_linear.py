@@ -6,7 +6,7 @@ from torch import nn
 from tilegym.ops import gated_delta_step
 from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_linear
-from tilegym.transformers.decode_graph import DecodeCache
+from tilegym.transformers.decode_cache import DecodeCache
 from tilegym.transformers.layers import arguments_of_norm
 from tilegym.transformers.qwen3_5.linear_attention import ACTIVATIONS
 

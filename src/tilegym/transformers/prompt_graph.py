@@ -1,0 +1,157 @@
+"""Prompts as CUDA graphs: the first token of ``generate`` does not wait for the host either.
+
+What a prompt takes is captured over buffers with room for a little more (:func:`room_for`), so that prompts of similar
+lengths share a graph. Behind the prompt's last token others fill the room: attention is causal, so that none of the
+prompt sees them, and the keys that they leave in the cache lie behind its length until generated tokens replace them.
+
+The second prompt that fits a graph is captured, and from the third on they are replayed; not where the GPU takes longer
+for it than its host. The logits of a graph are compared with those of the model's own prefill when it is captured.
+"""
+
+import inspect
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from tilegym.errors import FallbackWarning
+from tilegym.transformers.cache_name import CACHE
+from tilegym.transformers.decode_cache import DecodeCache
+from tilegym.transformers.graph_capture import capture
+
+MOST_TOKENS = 8192  # of all sequences together: what a graph computes with stays allocated
+MOST_GRAPHS = 32  # of one session
+BOUND_BY_HOST = 0.7  # the share of a prefill's time, from which on its host is what it waits for
+_CLOSE = {torch.float32: 1e-2, torch.float64: 1e-2}  # of logits, by their norm; other dtypes 0.1
+
+
+def room_for(length: int) -> int:
+    """How many tokens a graph for a prompt of ``length`` has room for: an eighth more at most, or a multiple of 16."""
+    step = max(16, (1 << (length - 1).bit_length()) // 16)
+    return -(-length // step) * step
+
+
+class _Prompt:
+    """One captured form: its buffers, [B, room] each, and the logits [B, V] that a replay overwrites."""
+
+    def __init__(self, ids: Tensor, mask: Tensor | None, room: int) -> None:
+        batch, device = ids.shape[0], ids.device
+        self.ids = torch.zeros(batch, room, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(batch, room, dtype=torch.int64, device=device)
+        self.mask = None if mask is None else torch.ones(batch, room, dtype=mask.dtype, device=device)
+        self.last = torch.zeros(1, dtype=torch.int64, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+
+    def fill(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> None:
+        length, room = ids.shape[1], self.ids.shape[1]
+        # The prompt's own tokens once more: experts get them as evenly as those.
+        self.ids.copy_(ids.repeat(1, -(-room // length))[:, :room])
+        self.positions[:, :length] = positions
+        self.positions[:, length:] = positions[:, -1:]  # no further, or tables of positions might end before them
+        if mask is not None:
+            self.mask[:, :length] = mask
+            self.mask[:, length:] = 1
+        self.last.fill_(length - 1)
+
+
+class PromptGraphs:
+    """The prompts of one session: a batch size and a cache."""
+
+    def __init__(self, model: nn.Module, cache: DecodeCache) -> None:
+        known = inspect.signature(type(model).forward).parameters
+        config = model.config.get_text_config(decoder=True)
+        self.cache = cache
+        self.positioned = "position_ids" in known
+        self.most = min(cache.capacity, getattr(config, "max_position_embeddings", None) or cache.capacity)
+        self.suited = "logits_to_keep" in known and not cache.recurrent
+        self.forms: dict[tuple[bool, int], _Prompt | None] = {}  # None: seen once
+        self.pool: Any = None
+
+    def run(
+        self,
+        model: nn.Module,
+        ids: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        prefill: Callable[[], Tensor],
+    ) -> Tensor:
+        """The logits [B, V] behind a prompt, whose keys and values the cache holds then.
+
+        Args:
+            ids: [B, S].
+            mask: [B, S], 0 for padding; None without any.
+            positions: [B or 1, S] of the caller's; None for those that the mask gives.
+            prefill: computes the same by the model's own code; its result is the device's to finish.
+        """
+        batch, length = ids.shape
+        room = room_for(length)
+        form = mask is not None, room
+        if not self.suited or room > self.most or batch * room > MOST_TOKENS:
+            return prefill()
+        kept = self.forms.get(form)
+        if kept is None:
+            if form not in self.forms:
+                self.forms[form] = None
+                return prefill()
+            if sum(prompt is not None for prompt in self.forms.values()) >= MOST_GRAPHS:
+                return prefill()
+        if positions is None:
+            seen = torch.ones_like(ids[:1]) if mask is None else mask
+            positions = (seen.cumsum(1) - 1).clamp(min=0)
+        if kept is None:
+            return self._capture(model, _Prompt(ids, mask, room), (ids, mask, positions), prefill)
+        kept.fill(ids, mask, positions)
+        return self._replay(model, kept)
+
+    def _replay(self, model: nn.Module, prompt: _Prompt) -> Tensor:
+        if prompt.graph is None:  # on a CPU
+            return self._compute(model, prompt)
+        prompt.graph.replay()
+        return prompt.logits
+
+    def _compute(self, model: nn.Module, prompt: _Prompt) -> Tensor:
+        options = {"position_ids": prompt.positions} if self.positioned else {}
+        outputs = model(
+            input_ids=prompt.ids,
+            attention_mask=prompt.mask,
+            use_cache=True,
+            return_dict=True,
+            logits_to_keep=prompt.last,
+            **{CACHE: self.cache},
+            **options,
+        )
+        return outputs.logits[:, -1]
+
+    def _capture(self, model: nn.Module, prompt: _Prompt, given: tuple, prefill: Callable[[], Tensor]) -> Tensor:
+        """The logits of :meth:`run`, and a graph for the next prompts of this form."""
+        on_gpu = prompt.ids.device.type == "cuda"
+        start = time.perf_counter()
+        expected = prefill()
+        launched = time.perf_counter()
+        if on_gpu:
+            torch.cuda.synchronize(prompt.ids.device)
+            if launched - start < BOUND_BY_HOST * (time.perf_counter() - start):
+                return expected
+        try:
+            prompt.fill(*given)
+            if on_gpu:
+                self.pool = self.pool or torch.cuda.graph_pool_handle()
+                captured = capture(lambda: self._compute(model, prompt), [], prompt.ids.device, self.pool)
+                prompt.graph, prompt.logits = captured
+            logits = self._replay(model, prompt)
+            error = ((logits.float() - expected.float()).norm() / expected.float().norm()).item()
+            if not error <= _CLOSE.get(expected.dtype, 0.1):
+                raise ValueError(f"its logits are another's, off by {error:.2g} of their size")
+        except Exception as error:  # whatever a model does that a graph cannot hold
+            self.suited = False
+            why = str(error).strip().partition("\n")[0]
+            message = f"{type(model).__name__} takes in prompts without a CUDA graph: {why}"
+            warnings.warn(message, FallbackWarning, stacklevel=2)
+            return prefill()
+        self.forms[prompt.mask is not None, prompt.ids.shape[1]] = prompt
+        return logits
