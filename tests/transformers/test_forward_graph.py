@@ -224,10 +224,58 @@ def test_a_capture_that_fails(model, monkeypatch, near):
     assert len(caught) == 1
 
 
+DECODER = dict(num_key_value_heads=2, head_dim=16)
+
+
+def left_padded(batch=2, length=12):
+    return padded(batch, length).flip(1)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("name, changes", [("Qwen3Model", {}), ("MistralModel", {"sliding_window": 5})])
+def test_a_decoder_that_embeds(name, changes, by_hand, graphs, near):
+    """With the cache that it returns, which grows by itself and which the next replay leaves alone."""
+    model = make(name, **DECODER, **changes)
+    with tilegym.apply(model, use_cutile=False, by_hand=by_hand) as report:
+        assert [e.module for e in report.patched if e.compute == "graph"] == [name]
+        for mask in (None, torch.ones_like(ids()), left_padded()):
+            inputs = {} if mask is None else {"attention_mask": mask}
+            kept = [calls(model, 1, input_ids=ids(seed=seed), **inputs) for seed in range(5)]
+            assert graphs.pop() == 4 and not graphs
+            for seed, output in enumerate(kept):
+                near(model, output, input_ids=ids(seed=seed), **inputs)
+                cache, expected = output.past_key_values, kept[0].past_key_values
+                assert type(cache) is type(expected) and cache.get_seq_length() == 12
+                assert [type(layer) for layer in cache.layers] == [type(layer) for layer in expected.layers]
+            more, whole = ids(length=3, seed=9), [torch.cat([ids(seed=seed), ids(length=3, seed=9)], 1) for seed in (4, 0)]
+            longer = None if mask is None else torch.cat([mask, torch.ones_like(more)], 1)
+            for output, both in zip((kept[4], kept[0]), whole, strict=True):
+                got = calls(model, 1, input_ids=more, attention_mask=longer, past_key_values=output.past_key_values)
+                with torch.enable_grad():
+                    expected = model(input_ids=both, attention_mask=longer).last_hidden_state[:, -3:].detach()
+                torch.testing.assert_close(got.last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_decoder_that_classifies(graphs):
+    model = make("LlamaForSequenceClassification", **DECODER, num_labels=3, pad_token_id=0)
+    with tilegym.apply(model, use_cutile=False):
+        for mask in (torch.ones_like(ids()), left_padded()):
+            for seed in range(4):
+                inputs = {"input_ids": ids(seed=seed) * mask, "attention_mask": mask}
+                got = calls(model, 1, **inputs).logits
+                with torch.enable_grad():
+                    torch.testing.assert_close(got, model(**inputs).logits.detach(), rtol=1e-4, atol=1e-5)
+        assert graphs == [3, 3]
+
+
 def test_results_that_cannot_be_kept():
-    model = make("Qwen3Model", num_key_value_heads=2, head_dim=16)
-    with tilegym.apply(model, use_cutile=False, by_hand=False):
-        with pytest.warns(FallbackWarning, match="it returns a DynamicCache: give use_cache=False"):
+    class Grows(transformers.DynamicCache):
+        pass
+
+    model = make("Qwen3Model", **DECODER)
+    with tilegym.apply(model, use_cutile=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.models.qwen3.modeling_qwen3, "DynamicCache", Grows)
+        with pytest.warns(FallbackWarning, match="it returns a Grows: give use_cache=False"):
             calls(model, 3, input_ids=ids())
 
 
@@ -321,3 +369,7 @@ def test_masks_while_a_graph_is_captured():
         with full_masks(True):
             assert causal_mask(**options) is None
         assert causal_mask(**options) is not None
+        options = dict(batch_size=2, q_length=5, kv_length=5, attention_mask=mask)
+        assert causal_mask(**options).keys is not None
+        with full_masks(True):
+            assert causal_mask(**options) is None

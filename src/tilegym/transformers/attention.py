@@ -106,12 +106,17 @@ _full = threading.local()
 
 @contextlib.contextmanager
 def full_masks(full: bool) -> Iterator[None]:
-    """Within the block a graph that is captured may rely on it, if ``full``, that an encoder has no padding."""
+    """Within the block a graph that is captured may rely on it, if ``full``, that nothing is padding."""
     _full.value = full
     try:
         yield
     finally:
         _full.value = False
+
+
+def _relies_on_full() -> bool:
+    """Whether a graph is being captured of a call without padding."""
+    return getattr(_full, "value", False) and _is_capturing()
 
 
 def causal_mask(
@@ -171,7 +176,9 @@ def causal_mask(
     keys = None
     if attention_mask is not None:
         keys = attention_mask[:, kv_offset : kv_offset + kv_length]
-        if not tracing and (q_length > 1 or keys.device.type == "cpu"):
+        if tracing and _relies_on_full():
+            keys = None
+        elif not tracing and (q_length > 1 or keys.device.type == "cpu"):
             relevant = keys if static else keys[:, :filled]
             if relevant.shape[1] == (kv_length if static else filled) and bool(relevant.all()):
                 keys = None
@@ -194,7 +201,7 @@ def causal_mask(
 
 def _padding_mask(attention_mask: Tensor | None, start: int, length: int, tracing: bool) -> Tensor | None:
     """The mask of an encoder, whose queries see all keys but padding: [B, 1, 1, Skv] boolean; None for no padding."""
-    if attention_mask is None or (tracing and _is_capturing() and getattr(_full, "value", False)):
+    if attention_mask is None or (tracing and _relies_on_full()):
         return None
     if not tracing and bool(attention_mask.all()):
         return None

@@ -264,13 +264,15 @@ ATTN = Compute("attn", _attn_in_model, _attn_in_class)
 
 def _graph_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
     from tilegym.transformers import decode_graph
+    from tilegym.transformers import forward_graph
 
     where = entry(type(model).__name__, "graph", backend)
-    if hasattr(type(model), "generate"):
-        why = decode_graph.suits(model)
-    else:  # torch.compile's wrapper has what the model in it has, but not as a method
-        wraps = hasattr(model, "generate")
-        why = "the model that it wraps generates: patch that one" if wraps else "it does not generate"
+    if not hasattr(model, "generate"):  # it embeds or classifies
+        forward_graph.put(patches, model, where)
+        return
+    # torch.compile's wrapper has what the model in it has, but not as a method.
+    wraps = not hasattr(type(model), "generate")
+    why = "the model that it wraps generates: patch that one" if wraps else decode_graph.suits(model)
     if not why and model.config._attn_implementation not in decode_graph.ATTENTION.values():
         why = "its attention is not TileGym's"
     if not why and any(_rotates_by_length(module) for module in model.modules()):

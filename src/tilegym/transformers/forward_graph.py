@@ -1,4 +1,4 @@
-"""Forward passes as CUDA graphs, of models that are run once: encoders, classifiers, models of images and of sound.
+"""Forward passes as CUDA graphs, of models that are run once: encoders, embedders, classifiers, of images and of sound.
 
 BERT-large launches 270 kernels for what keeps an H200 busy for little more than a millisecond if the text is short; the
 host takes ten times as long. The second call of one form (shapes, dtypes, options) is captured, and from the third on
@@ -10,6 +10,7 @@ on any module, with inputs on other devices or of other kinds than tensors and p
 cannot hold, such as code that looks at what is on the device. A captured graph is compared with the run before it.
 """
 
+import copy
 import functools
 import inspect
 import threading
@@ -24,20 +25,29 @@ from torch import Tensor
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
+from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import ModelOutput
 from transformers.utils.import_utils import is_tracing
 
 from tilegym.errors import FallbackWarning
+from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import full_masks
+from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.graph_capture import Fingerprint
 from tilegym.transformers.graph_capture import capture
+from tilegym.transformers.patching import Entry
+from tilegym.transformers.patching import PatchSet
 
 DEVICES = ("cuda",)
 MOST_GRAPHS = 32  # of one model; calls of further forms run its code
 MOST_MEMORY = 0.05  # of the device's, for inputs and results that graphs keep
 _SWITCHES = ("output_attentions", "output_hidden_states", "return_dict")  # of a config
 _PLAIN = (bool, int, float, str, type(None))
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # of caches
 _CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of floats; other dtypes 2e-2
 
 
@@ -94,6 +104,17 @@ class _Graphs:
 
 _kept: "weakref.WeakKeyDictionary[nn.Module, _Graphs]" = weakref.WeakKeyDictionary()
 _locks: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
+
+
+def put(patches: PatchSet, model: nn.Module, where: Entry) -> None:
+    """Lets calls of ``model`` be replayed where they take no gradients."""
+    current = vars(model).get(place_of_forward(model))
+    forward = current.func if isinstance(current, BoundForward) else type(model).forward
+    masks = any(name.endswith("attention_mask") for name in inspect.signature(forward).parameters)
+    if masks and model.config._attn_implementation not in NAMES.values():
+        patches.skip(where, "its attention is not TileGym's")  # transformers' writes out masks while it is captured
+    elif patches.replace_forward(model, replaying(forward), where):
+        patches.on_revert(functools.partial(forget, model))
 
 
 @reproducible
@@ -231,13 +252,21 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor], done: dict[int, Te
     """``value`` with ``function`` of each tensor in it, once where a tensor comes twice.
 
     Raises:
-        _Unsuitable: there are other things in it than tensors, numbers, tuples and transformers' outputs.
+        _Unsuitable: there are other things in it than tensors, numbers, tuples, and transformers' outputs and growing
+            caches.
     """
     done = {} if done is None else done
     if isinstance(value, Tensor):
         if id(value) not in done:
             done[id(value)] = function(value)
         return done[id(value)]
+    if type(value) is DynamicCache and all(type(layer) in _LAYERS for layer in value.layers):
+        copied = copy.copy(value)
+        copied.layers = [copy.copy(layer) for layer in value.layers]
+        for layer in copied.layers:
+            for name in ("keys", "values"):
+                vars(layer)[name] = _mapped(vars(layer)[name], function, done)
+        return copied
     if isinstance(value, ModelOutput):
         return type(value)(**{name: _mapped(item, function, done) for name, item in value.items()})
     if type(value) in (tuple, list):

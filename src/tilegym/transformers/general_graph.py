@@ -1,17 +1,11 @@
 """CUDA graphs for a model of any family, of its decoding or of whole calls: one more compute beside :mod:`.general`."""
 
-import functools
-import inspect
-
 from torch import nn
 
 from tilegym.backend import PREFER_CUTILE
 from tilegym.transformers import computes
 from tilegym.transformers import forward_graph
-from tilegym.transformers.attention import NAMES as ATTENTION
 from tilegym.transformers.family import Family
-from tilegym.transformers.forwards import BoundForward
-from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.patching import PatchSet
 
 _ANY = Family("", "", (computes.GRAPH,))
@@ -51,10 +45,4 @@ def put_forward_graph(model: nn.Module, use_cutile: bool, patches: PatchSet) -> 
     if not hasattr(target, "config") or (target is model and getattr(model.config, "is_encoder_decoder", False)):
         patches.skip(where, "it has no encoder with a config of its own")
         return
-    current = vars(target).get(place_of_forward(target))
-    forward = current.func if isinstance(current, BoundForward) else type(target).forward
-    masks = any(name.endswith("attention_mask") for name in inspect.signature(forward).parameters)
-    if masks and target.config._attn_implementation not in ATTENTION.values():
-        patches.skip(where, "its attention is not TileGym's")  # transformers' writes out masks while it is captured
-    elif patches.replace_forward(target, forward_graph.replaying(forward), where):
-        patches.on_revert(functools.partial(forward_graph.forget, target))
+    forward_graph.put(patches, target, where)
