@@ -105,7 +105,7 @@ def constants(shape, causal, tile, two_loops, interleave):
     columns = tile[2] if len(tile) > 2 else p2(d)
     parts = (columns, -(-d // columns), r)
     options = (causal, False, False, 0, 1, False, False, causal, two_loops, False)
-    return (*tile[:2], *parts, p2(d), *options, interleave)
+    return (*tile[:2], *parts, p2(d), 0, *options, interleave)
 
 
 def label(tile, two_loops, interleave):

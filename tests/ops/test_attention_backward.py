@@ -34,6 +34,7 @@ from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
 from tilegym.ops.cutile.attention_backward_rows import sum_heads_kernel
 from tilegym.ops.cutile.attention_common import KEY_MASK
+from tilegym.ops.cutile.attention_common import parts_of
 from tilegym.ops.cutile.attention_tiles import interleave_of
 from tilegym.ops.pytorch.attention import fmha as reference
 
@@ -72,9 +73,10 @@ def named(kernel, args):
 
 
 def tile_constants(config, head_dim):
-    """The first constants of a kernel, for a head dimension that is a power of two."""
-    columns = min(vars(config).get("TILE_P", head_dim), head_dim)
-    return config.TILE_M, config.TILE_N, columns, head_dim // columns, 0, head_dim
+    """The first constants of a kernel."""
+    tile, rest = parts_of(head_dim, torch.bfloat16)
+    columns = min(vars(config).get("TILE_P", tile), tile)
+    return config.TILE_M, config.TILE_N, columns, tile // columns, rest, tile, rest
 
 
 class Test_FMHA_Backward(PyTestCase):
@@ -336,7 +338,9 @@ class Test_FMHA_Backward(PyTestCase):
         out, lse = attention_forward_lse(q, k, v, *options)
         torch.library.opcheck(attention_backward.operator, (out, q, k, v, out, lse, *options))
 
-    @pytest.mark.parametrize(("arch", "head_dim"), [*((arch, 128) for arch in ARCHITECTURES), ("sm_90", 256)])
+    @pytest.mark.parametrize(
+        ("arch", "head_dim"), [*((arch, dim) for arch in ARCHITECTURES for dim in (80, 128)), ("sm_90", 256)]
+    )
     def test_compiles(self, arch, head_dim):
         q, k, v = (torch.empty(1, heads, 512, head_dim, dtype=torch.bfloat16) for heads in (8, 2, 2))
         lse = torch.empty(1, 1, 8, 512)
@@ -357,7 +361,7 @@ class Test_FMHA_Backward(PyTestCase):
             arrays = [t.clone() if isinstance(t, torch.Tensor) else t for t in arrays]
             assert_compiles(kernel.replace_hints(**config.hints), (*arrays, 0.1, 1.0, 0, *constants), (arch,))
 
-    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 256])
     def test_every_configuration_compiles_with_padding(self, head_dim):
         q, k, v, do, dk, dv = (torch.empty(2, h, 50, head_dim, dtype=torch.bfloat16) for h in (4, 2, 2, 4, 2, 2))
         lse, delta, mask = torch.empty(1, 2, 4, 50), torch.empty(1, 2, 4, 50), torch.empty(2, 1, 1, 50).bool()
@@ -400,7 +404,7 @@ class Test_FMHA_Backward(PyTestCase):
 
 class Test_BackwardConfigs:
     @pytest.mark.parametrize("arch", ARCHITECTURES)
-    @pytest.mark.parametrize("tile_d", [16, 128, 256])
+    @pytest.mark.parametrize("tile_d", [16, 80, 96, 128, 160, 256])
     def test_something_suits_every_length(self, arch, tile_d):
         for configs, name in ((dq_configs, "TILE_M"), (dkdv_configs, "TILE_N")):
             assert min(getattr(config, name) for config in configs(arch, tile_d)) <= 64

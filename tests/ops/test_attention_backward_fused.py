@@ -26,6 +26,7 @@ from tilegym.ops.cutile.attention_backward import fused_configs
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_rows import finish_fused_kernel
 from tilegym.ops.cutile.attention_backward_rows import prepare_fused_kernel
+from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.pytorch.attention import fmha as reference
 from tilegym.ops.pytorch.mla import mla as latent_reference
 
@@ -36,7 +37,8 @@ MEASURED = attention_backward.FUSED
 @pytest.fixture(autouse=True)
 def fused(monkeypatch):
     monkeypatch.setenv("DISABLE_FALLBACK", "1")
-    monkeypatch.setattr(attention_backward, "FUSED", {(d, c): 0 for d in (64, 128, 192, 256) for c in (True, False)})
+    widths = (64, 80, 96, 128, 144, 160, 192, 256)
+    monkeypatch.setattr(attention_backward, "FUSED", {(d, c): 0 for d in widths for c in (True, False)})
     monkeypatch.setattr(attention_backward, "SHORT", 0)
     monkeypatch.setattr(attention_backward, "sm_count", lambda device: 0)
     monkeypatch.setattr(attention_backward, "_is_hopper", lambda device: True)
@@ -219,7 +221,7 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         self.assertCorrectness(mla, latent_reference, kwargs, {"backend": "cutile"}, gradient=names)
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    @pytest.mark.parametrize(("head_dim", "parts"), [(64, 1), (64, 2), (128, 1), (128, 2), (256, 1)])
+    @pytest.mark.parametrize(("head_dim", "parts"), [(64, 1), (64, 2), (80, 1), (128, 1), (128, 2), (160, 1), (256, 1)])
     def test_compiles(self, head_dim, parts, is_causal):
         q, k, v, do, out, dk, dv, dq = (
             torch.empty(2, h, 128, head_dim, dtype=torch.bfloat16) for h in (4, 2, 2, 4, 4, 2 * parts, 2 * parts, 4)
@@ -229,9 +231,10 @@ class Test_FMHA_Fused_Backward(PyTestCase):
         lse, delta = torch.empty(1, 2, 4, 128), torch.empty(1, 2, 4, 128)
         total = torch.empty((1, 2, 4, 64, 128) if head_dim == 64 and is_causal else q.shape)
         config = fused_configs("sm_90", head_dim, not is_causal)[0]
-        tile_dq = vars(config).get("TILE_DQ", head_dim)
+        tiles, whole = tile_constants(config, head_dim), tile_of(head_dim)
+        tile_dq = min(vars(config).get("TILE_DQ", tiles[2]), tiles[2])
         constants = (
-            *tile_constants(config, head_dim),
+            *tiles,
             is_causal,
             False,
             False,
@@ -244,18 +247,18 @@ class Test_FMHA_Fused_Backward(PyTestCase):
             False,
             8,
             tile_dq,
-            head_dim // tile_dq,
+            tiles[2] * tiles[3] // tile_dq,
             2 // parts,
             vars(config).get("DV_LAST", False),
         )
         kernel = attention_dkdv_kernel.replace_hints(**config.hints)
         arrays = (q, k, v, do, lse, delta, 0, 0, dk, dv, total, 0, 0, 0, 0)
         assert_compiles(kernel, (*arrays, 0.1, 1.0, 0, *constants), ("sm_90",))
-        rows, small = attention_backward.ROWS, attention_backward.PREPARED // head_dim
+        rows, small = attention_backward.ROWS, attention_backward.PREPARED // whole
         zeros = torch.empty(q.shape)
-        assert_compiles(prepare_fused_kernel, (out, do, delta, zeros, 0, small, head_dim, 0, head_dim), ("sm_90",))
+        assert_compiles(prepare_fused_kernel, (out, do, delta, zeros, 0, small, whole, 0, whole), ("sm_90",))
         sums = (dk, dv, k, v) if parts > 1 else (0, 0, 0, 0)
-        tiles = (rows, head_dim, 0, attention_backward.SUM_ROWS, head_dim, parts)
+        tiles = (rows, whole, 0, attention_backward.SUM_ROWS, whole, parts)
         assert_compiles(finish_fused_kernel, (total, dq, 0, 0, *sums, 0.1, *tiles), ("sm_90",))
 
     @gpu

@@ -87,7 +87,7 @@ class Test_MLA_Backward(PyTestCase):
         qpe, kpe = empty(4, 48, 64), empty(1, 48, 64)
         total, total_pe = (empty(4, 48, d, dtype=torch.float32) if fused else 0 for d in (128, 64))
         mask, mask_kind = (torch.empty(2, 1, 1, 48).bool(), KEY_MASK) if padding else (0, NO_MASK)
-        tile = (config.TILE_M, config.TILE_N, config.TILE_P, 128 // config.TILE_P, 64, 128)
+        tile = (config.TILE_M, config.TILE_N, config.TILE_P, 128 // config.TILE_P, 64, 128, 0)
         constants = (*tile, True, False, False, mask_kind, 1, False, False, True, config.TWO_LOOPS, False, 1)
         parts_of_dq = (config.TILE_P, 128 // config.TILE_P) if fused else (0, 0)
         more = (False,) if kind == "dq" else (*parts_of_dq, 0, False)

@@ -23,6 +23,7 @@ from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.attention_common import LOG2E
 from tilegym.ops.cutile.attention_common import needs_exact
+from tilegym.ops.cutile.attention_common import parts_of
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.attention_tiles import interleave_of
@@ -36,16 +37,10 @@ from tilegym.ops.cutile.tiling import sm_count
 # 1.85 instead of 1.94 if causal, 5.35 instead of 6.2 for D 128, 2.88 instead of 3.00 if causal, 13.3 instead of 14.8
 # for D 256, 6.8 instead of 7.7 if causal; causal B1 S8192 2.78 instead of 2.93 for D 128, with Hq64 3.48 instead of
 # 3.68 for D 64; latent attention, B4 H16 S4096, 3.75 instead of 3.99, but 2.08 instead of 1.99 if causal. Where it is
-# not named, two are as fast or faster; of fewer queries, launches before and behind it weigh more.
-FUSED = {
-    (64, False): 1024,
-    (64, True): 1024,
-    (128, False): 1024,
-    (128, True): 1024,
-    (192, False): 1024,
-    (256, False): 1024,
-    (256, True): 1024,
-}
+# not named, two are as fast or faster; of fewer queries, launches before and behind it weigh more. Widths between
+# powers of two are taken as the next one.
+FUSED = {(width, causal): 1024 for width in (64, 80, 96, 128, 144, 160, 256) for causal in (False, True)}
+FUSED[192, False] = 1024
 # Up to how many queries and keys a single kernel does all in one launch; where groups have more than four heads, they
 # are computed apart and added up by a second. On an H200 16 tokens take 14 us instead of 29 (Hq8 Hkv4 D256) and 14
 # instead of 25 (Hq64 Hkv8 D128).
@@ -84,7 +79,7 @@ def dq_configs(arch: str, tile_d: int) -> list[Config]:
                 Config(TILE_M=64, TILE_N=64, TILE_P=128, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2),
                 Config(TILE_M=64, TILE_N=64, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2),
             ]
-        if tile_d > 128:
+        if tile_d > 160:
             return [
                 Config(TILE_M=128, TILE_N=32, TWO_LOOPS=True, num_worker_warps=8),
                 Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True),
@@ -115,16 +110,20 @@ def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
                 Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8),
                 Config(TILE_M=64, TILE_N=64, TILE_P=64, TWO_LOOPS=False),
             ]
+        small = Config(TILE_M=32, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2)
         if tile_d > 128:
             return [
                 Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8),
                 Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=4, num_worker_warps=8),
+                *([small] if tile_d <= 160 else []),
             ]
         wide = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8)
+        if 64 < tile_d <= 96:
+            return [wide, Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2)]
         if tile_d > 64:
             return [
                 Config(TILE_M=64, TILE_N=64, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2),
-                Config(TILE_M=32, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2),
+                small,
                 Config(TILE_M=128, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8),
                 wide,
             ]
@@ -152,10 +151,15 @@ def fused_configs(arch: str, tile_d: int, whole: bool = False) -> list[Config]:
     if tile_d == 192:
         return [Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
     if tile_d > 128:
-        return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=8, num_worker_warps=8)]
+        wide = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=8, num_worker_warps=8)
+        if tile_d <= 160:
+            return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8), wide]
+        return [wide]
     if tile_d > 64:
         columns = {} if whole else {"TILE_DQ": 64}
-        return [Config(TILE_M=64, TILE_N=128, **columns, TWO_LOOPS=True, DV_LAST=True, num_worker_warps=8)]
+        wide = Config(TILE_M=64, TILE_N=128, **columns, TWO_LOOPS=True, DV_LAST=True, num_worker_warps=8)
+        pair = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2)
+        return [wide, pair] if tile_d <= 96 else [wide]
     return [Config(TILE_M=128, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
 
 
@@ -204,7 +208,7 @@ def _shares(
     if min(queries, keys) < FUSED.get((width, is_causal), math.inf) or not _is_hopper(device):
         return 0
     shares, narrow = 1, width <= 128
-    blocks = -(-keys // (128 if width < 256 else 64)) * batch * kv_heads
+    blocks = -(-keys // (128 if narrow or width == 192 else 64)) * batch * kv_heads
     enough = (FEW if is_causal else 0.9) * sm_count(device)
     if narrow:
         group = heads // kv_heads
@@ -215,9 +219,13 @@ def _shares(
     return 0 if recording.ask(torch.are_deterministic_algorithms_enabled) else shares
 
 
-def width_of(head_dim: int, tile_r: int, tile_dv: int) -> int:
-    """The columns that tiles are chosen for, in steps of 64: parts need not add up to a power of two."""
-    return min(max(-(-(head_dim + tile_r) // 64) * 64, tile_dv), 256)
+def width_of(columns: int, columns_dv: int, latent: bool) -> int:
+    """The columns that tiles are chosen for: of queries or of values, in one tile or two, whichever have more.
+
+    Of latent attention in steps of 64: parts need not add up to a power of two. 192 has values of 128 at most.
+    """
+    width = max(-(-columns // 64) * 64 if latent else columns, columns_dv, 64)
+    return 256 if width > 192 or width == 192 and columns_dv > 128 else width
 
 
 def _splits(device: int, batch: int, heads: int, kv_heads: int, keys: int) -> bool:
@@ -280,19 +288,21 @@ def launch_backward(
     _, kv_heads, keys, v_dim = v.shape
     do, q, k, v = with_unit_stride(do), with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dqpe = dkpe = tile_r = 0
+    dqpe = dkpe = tile_pe = 0
+    whole_d, whole_dv = tile_of(head_dim), tile_of(v_dim)
     if qpe is None:
         qpe = kpe = 0
+        (tile_d, tile_r), (tile_dv, tile_rv) = parts_of(head_dim, q.dtype), parts_of(v_dim, q.dtype)
     else:
-        qpe, kpe, tile_r = with_unit_stride(qpe), with_unit_stride(kpe), tile_of(qpe.shape[3])
+        qpe, kpe, tile_pe = with_unit_stride(qpe), with_unit_stride(kpe), tile_of(qpe.shape[3])
+        tile_d, tile_r, tile_dv, tile_rv = whole_d, tile_pe, whole_dv, 0
         dqpe, dkpe = torch.empty_like(qpe), kpe.new_empty(batch, kv_heads, keys, kpe.shape[3])
     if q.numel() == 0 or k.numel() == 0:
         dsinks = lse.new_zeros(0 if sinks is None else heads)
-        if tile_r:
+        if tile_pe:
             dqpe.zero_(), dkpe.zero_()
         return dq.zero_(), dk.zero_(), dv.zero_(), dqpe, dkpe, dsinks
     delta = lse.new_empty(1 if sinks is None else 2, batch, heads, queries)
-    tile_d, tile_dv = tile_of(head_dim), tile_of(v_dim)
     mask_kind, mask, one_row = mask_of_rows(attention_mask, keys)
     mask_shape = None if attention_mask is None else mask.shape
     windowed, has_kv_len = window_size is not None, kv_len is not None
@@ -300,15 +310,19 @@ def launch_backward(
     tf32, exact = uses_tf32(dtype), needs_exact(dtype, mask_kind)
     numbers = (scaling, 1.0 if soft_cap is None else soft_cap, 0 if window_size is None else window_size)
     lengths = 0 if kv_len is None else kv_len
-    look = (batch, heads, kv_heads, queries, keys, head_dim, tile_r, tile_dv, mask_shape, dtype, q.get_device())
-    width = width_of(head_dim, tile_r, tile_dv)
+    columns_dv = tile_dv + tile_rv
+    look = (batch, heads, kv_heads, queries, keys, head_dim, tile_pe, columns_dv, mask_shape, dtype, q.get_device())
+    width = width_of(head_dim + tile_pe if tile_pe else tile_d + tile_r, columns_dv, tile_pe > 0)
     tune_dq, tune_dkdv = _autotuners(width, dtype == torch.float32)
+
+    def parts_with(columns: int) -> int:
+        return -(-min(head_dim, tile_d) // columns)
 
     def constants(cfg: Config, kind: int, bounded: bool) -> tuple:
         mask_rows = 1 if one_row else cfg.TILE_M
         options = (is_causal, windowed, soft_cap is not None, kind, mask_rows, has_kv_len, exact)
         columns = min(vars(cfg).get("TILE_P", tile_d), tile_d)
-        tile = (cfg.TILE_M, cfg.TILE_N, columns, -(-head_dim // columns), tile_r, tile_dv)
+        tile = (cfg.TILE_M, cfg.TILE_N, columns, parts_with(columns), tile_r, tile_dv, tile_rv)
         two_loops = cfg.TWO_LOOPS or has_kv_len
         return (*tile, *options, bounded, two_loops, tf32, interleave_of(cfg, is_causal))
 
@@ -323,7 +337,7 @@ def launch_backward(
         if shares > 1:
             rows = SUM_ROWS if keys > SHORT else 4
             blocks = (-(-keys // rows) * batch * kv_heads,)
-            launch(q, blocks, sum_heads_kernel, (dk_parts, dv_parts, dk, dv, rows, tile_d, tile_dv, shares))
+            launch(q, blocks, sum_heads_kernel, (dk_parts, dv_parts, dk, dv, rows, whole_d, whole_dv, shares))
 
     def dq_arguments(cfg: Config) -> tuple:
         bounded = is_causal or windowed or has_kv_len or mask_kind == KEY_MASK or keys % cfg.TILE_N != 0
@@ -332,19 +346,19 @@ def launch_backward(
 
     key = (*look, is_causal, windowed, soft_cap is not None, mask_kind, has_kv_len, tf32, sinks is None)
     plain = attention_mask is None and kv_len is None and sinks is None and not exact
-    if plain and not tile_r and max(queries, keys) <= SHORT and _is_hopper(q.get_device()):
+    if plain and not tile_pe and max(queries, keys) <= SHORT and _is_hopper(q.get_device()):
         shares = heads // kv_heads if heads > 4 * kv_heads else 1
         dk_parts, dv_parts = sums_of(shares)
         arrays = (q, k, v, out, do, lse, dq, dk_parts, dv_parts)
-        options = (SHORT, tile_d, tile_dv, is_causal, windowed, soft_cap is not None)
+        options = (SHORT, whole_d, whole_dv, is_causal, windowed, soft_cap is not None)
         kernel = hinted(attention_short_backward_kernel, num_worker_warps=8)
         launch(q, (batch * kv_heads * shares,), kernel, (*arrays, *numbers, *options))
         add_up(shares, dk_parts, dv_parts)
         return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
     # Of latent attention dkpe has no sum over parts.
-    place = (q.get_device(), width, is_causal, windowed, batch, kv_heads if tile_r else heads, kv_heads, queries, keys)
+    place = (q.get_device(), width, is_causal, windowed, batch, kv_heads if tile_pe else heads, kv_heads, queries, keys)
     if plain and (shares := _shares(*place)):
-        total, totalpe = lse.new_empty(q.shape), lse.new_empty(qpe.shape) if tile_r else 0
+        total, totalpe = lse.new_empty(q.shape), lse.new_empty(qpe.shape) if tile_pe else 0
         zeros, rows_of_dq = total, ROWS
         if is_causal and width == tile_d == 64 and not tile_r:
             # With a row for each column of dq: on an H200 Hq64 Hkv8 S8192 takes 3.34 ms instead of 3.52, S2048 283 us
@@ -363,15 +377,15 @@ def launch_backward(
             turns = tiles[-1]
             if is_causal and width <= 128 and keys <= ALL_IN_TURNS:
                 turns = 0
-            elif is_causal and width == 128:
+            elif is_causal and 64 < width <= 128:
                 turns = 4 if 4 * -(-keys // cfg.TILE_N) >= FEW * sm_count(q.get_device()) else 8
-            parts = (columns, -(-head_dim // columns))
-            last = vars(cfg).get("DV_LAST", False) and not tile_r
-            return (*arrays, *numbers, *tiles[:-1], turns, *parts, 0 if tile_r else group, last)
+            parts = (columns, parts_with(columns))
+            last = vars(cfg).get("DV_LAST", False) and not tile_pe
+            return (*arrays, *numbers, *tiles[:-1], turns, *parts, 0 if tile_pe else group, last)
 
-        small = max(PREPARED // max(tile_d, tile_dv), 1)
+        small = max(PREPARED // max(whole_d, whole_dv), 1)
         rows = (-(-queries // small) * batch * heads,)
-        launch(q, rows, prepare_fused_kernel, (out, do, delta, zeros, totalpe, small, tile_d, tile_r, tile_dv))
+        launch(q, rows, prepare_fused_kernel, (out, do, delta, zeros, totalpe, small, whole_d, tile_pe, whole_dv))
         _fused_autotuner(width, whole)(
             None,
             grid_fn=lambda args, cfg: (-(-keys // cfg.TILE_N) * batch * kv_heads * shares,),
@@ -381,7 +395,7 @@ def launch_backward(
             outputs=("dk", "dv"),
         )
         rows = (-(-queries // rows_of_dq) * batch * heads,)
-        sums, tiles = (0, 0, 0, 0), (rows_of_dq, tile_d, tile_r, SUM_ROWS, tile_dv, shares)
+        sums, tiles = (0, 0, 0, 0), (rows_of_dq, whole_d, tile_pe, SUM_ROWS, whole_dv, shares)
         if shares > 1:
             rows = (rows[0] + -(-keys // SUM_ROWS) * batch * kv_heads,)
             sums = (dk_parts, dv_parts, dk, dv)
@@ -391,7 +405,7 @@ def launch_backward(
     own_masks = mask_kind == KEY_MASK and mask_shape[1] > 1
     dkdv_kind = BOOLEAN_MASK if own_masks else mask_kind
     # Of each query head, in fp32, where the heads of the keys would be too few blocks.
-    group = heads // kv_heads if not tile_r and _splits(q.get_device(), batch, heads, kv_heads, keys) else 1
+    group = heads // kv_heads if not tile_pe and _splits(q.get_device(), batch, heads, kv_heads, keys) else 1
     dk_parts, dv_parts = sums_of(group)
 
     def dkdv_arguments(cfg: Config) -> tuple:

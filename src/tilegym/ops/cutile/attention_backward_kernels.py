@@ -10,8 +10,9 @@ few blocks, of one; it has dk and dv.
 Nobody else adds to what a block writes: no atomics, and the same bits in every run.
 
 Queries and keys come in PARTS of TILE_P columns: a head dimension need not be a power of two of them, and of what the
-second kernel adds to dq one part at a time is in registers. One more part of TILE_R columns can lie in arrays of its
-own, as the positional part in latent attention does.
+second kernel adds to dq one part at a time is in registers. Behind them can be one more of TILE_R columns: 80 are 64
+and 16. As the positional part in latent attention it lies in arrays of its own. Values come in TILE_DV columns and, if
+any are behind them, TILE_RV.
 
 The second kernel can do the whole: it adds what its keys give to dq in fp32, atomically, TILE_DQ columns at a time,
 where the first kernel would compute scores and dP again; then prepare_fused_kernel comes before it and
@@ -23,6 +24,8 @@ import math
 import cuda.tile as ct
 
 from tilegym.ops.cutile.attention_backward_tiles import add_products
+from tilegym.ops.cutile.attention_backward_tiles import column_of
+from tilegym.ops.cutile.attention_backward_tiles import keep_rows
 from tilegym.ops.cutile.attention_backward_tiles import load_parts
 from tilegym.ops.cutile.attention_backward_tiles import load_statistic
 from tilegym.ops.cutile.attention_backward_tiles import store_parts
@@ -33,7 +36,6 @@ from tilegym.ops.cutile.attention_common import BOOLEAN_MASK
 from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.attention_common import LOG2E
 from tilegym.ops.cutile.attention_common import cap_scores
-from tilegym.ops.cutile.attention_common import load_rows
 from tilegym.ops.cutile.attention_tiles import for_each_tile
 from tilegym.ops.cutile.attention_tiles import interleaved_block
 from tilegym.ops.cutile.attention_tiles import key_tiles
@@ -98,17 +100,18 @@ def cast_operand(tile, like, TF32: Bool):
 
 
 def add_to_dq(
-    state, q_tiles, do_tile, k, kpe, v, mask, place, kv_head, positions, partial, limits, statistics, scaling, soft_cap,
-    TILE_N: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TILE_DV: Int, KV_LEN: Bool, TF32: Bool, SUMS: Bool, options,
+    state, q_tiles, do_tiles, k, kpe, v, mask, place, kv_head, positions, partial, limits, statistics, scaling,
+    soft_cap, TILE_N: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TILE_DV: Int, TILE_RV: Int, KV_LEN: Bool, TF32: Bool,
+    SUMS: Bool, options,
 ):  # fmt: skip
     """What tile ``j`` of the keys adds to dq / scaling, unless that is None, and if SUMS to delta: P * dP."""
     dq, delta = state
     batch, head, i, j = place
     k_tiles = load_parts(k, kpe, batch, kv_head, 0, j, TILE_N, TILE_P, PARTS, TILE_R, TF32)
-    v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, TF32)
-    zeros = ct.zeros((do_tile.shape[0], TILE_N), dtype=ct.float32)
+    v_tiles = load_parts(v, 0, batch, kv_head, 0, j, TILE_N, TILE_DV, 1, TILE_RV, TF32)
+    zeros = ct.zeros((do_tiles[0].shape[0], TILE_N), dtype=ct.float32)
     s = sum_of_products(q_tiles, k_tiles, zeros)
-    dp = ct.mma(do_tile, ct.transpose(v_tile), zeros)
+    dp = sum_of_products(do_tiles, v_tiles, zeros)
     index = (positions, j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :])
     p, dp, ds = softmax_backward(
         s, dp, mask, place, index, partial, limits, statistics, scaling, soft_cap, *options, TILE_N, False
@@ -139,9 +142,9 @@ def attention_dq_kernel(
     kv_len,
     dq,  # [B, Hq, Sq, D]
     delta,  # [2 if SINKS else 1, B, Hq, Sq]
-    qpe,  # [B, Hq, Sq, R] if TILE_R: the last columns of the queries; else 0
-    kpe,  # [B, 1, Skv, R] if TILE_R: those of the keys, the same for all heads; else 0
-    dqpe,  # [B, Hq, Sq, R] if TILE_R, else 0
+    qpe,  # [B, Hq, Sq, R]: the last columns of the queries, TILE_R in a tile; or 0 where q has all
+    kpe,  # [B, 1, Skv, R]: those of the keys, the same for all heads; or 0
+    dqpe,  # [B, Hq, Sq, R], or 0
     scaling: float,
     soft_cap: float,
     window: int,
@@ -151,6 +154,7 @@ def attention_dq_kernel(
     PARTS: Int,
     TILE_R: Int,
     TILE_DV: Int,
+    TILE_RV: Int,
     CAUSAL: Bool,
     WINDOW: Bool,
     SOFT_CAP: Bool,
@@ -174,19 +178,21 @@ def attention_dq_kernel(
     positions = start + ct.arange(TILE_M, dtype=ct.int32)[:, None]
     tiles = key_tiles(mask, batch, head, start, keys, window, TILE_M, TILE_N, CAUSAL, WINDOW, MASK)
 
-    do_tile = load_rows(do, batch, head, i, TILE_M, TILE_DV, False)
-    out_tile = load_rows(out, batch, head, i, TILE_M, TILE_DV, False)
-    row_delta = ct.sum(do_tile.astype(ct.float32) * out_tile.astype(ct.float32), axis=1)
+    do_tiles = load_parts(do, 0, batch, head, head, i, TILE_M, TILE_DV, 1, TILE_RV, False)
+    out_tiles = load_parts(out, 0, batch, head, head, i, TILE_M, TILE_DV, 1, TILE_RV, False)
+    row_delta = ct.sum(do_tiles[0].astype(ct.float32) * out_tiles[0].astype(ct.float32), axis=1)
+    if TILE_RV:
+        row_delta = row_delta + ct.sum(do_tiles[1].astype(ct.float32) * out_tiles[1].astype(ct.float32), axis=1)
     row_lse = load_statistic(lse, 0, batch, head, i, TILE_M)[:, None]
     rest = load_statistic(lse, 1, batch, head, i, TILE_M)[:, None] if EXACT else 0.0
     q_tiles = load_parts(q, qpe, batch, head, head, i, TILE_M, TILE_P, PARTS, TILE_R, TF32)
     if TF32:
-        do_tile = do_tile.astype(ct.tfloat32)
+        do_tiles = (do_tiles[0].astype(ct.tfloat32),)  # in fp32 there is one
 
     zero_delta = ct.zeros((TILE_M,), dtype=ct.float32)
     options = (CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT)
-    where = (do_tile, k, kpe, v, mask)
-    tail = (scaling, soft_cap, TILE_N, TILE_P, PARTS, TILE_R, TILE_DV, KV_LEN, TF32)
+    where = (do_tiles, k, kpe, v, mask)
+    tail = (scaling, soft_cap, TILE_N, TILE_P, PARTS, TILE_R, TILE_DV, TILE_RV, KV_LEN, TF32)
     if do.dtype == ct.float32 and not TF32:
         # As a sum of P * dP, not by way of ``out``: a query that sees one key has P = 1, and dP - delta must be zero.
         def sum_up(state, j, partial):
@@ -240,25 +246,25 @@ def load_early(x, batch, head, i, ROWS: Int, COLUMNS: Int):
 
 
 def add_to_dk_dv(
-    state, k_tiles, v_tile, k_parts, q, qpe, do, lse, delta, mask, dq, dqpe, place, columns, partial, limits, scaling,
-    soft_cap, TILE_M: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TILE_DV: Int, EXACT: Bool, TF32: Bool, DV_LAST: Bool,
-    options,
+    state, k_tiles, v_tiles, k_parts, q, qpe, do, lse, delta, mask, dq, dqpe, place, columns, partial, limits, scaling,
+    soft_cap, TILE_M: Int, TILE_P: Int, PARTS: Int, TILE_R: Int, TILE_DV: Int, TILE_RV: Int, EXACT: Bool, TF32: Bool,
+    DV_LAST: Bool, options,
 ):  # fmt: skip
     """What tile ``i`` of the queries of a head adds to dk / scaling and dv, and ``k_parts`` to dq / scaling."""
     batch, head, i, j = place
     dk, dv = state
     keys, window, queries = limits
-    tile_n = v_tile.shape[0]
+    tile_n = v_tiles[0].shape[0]
     # To transpose a tile costs nothing: the tensor cores take it either way from shared memory.
     if DV_LAST and len(k_parts) == 1:
         q_tiles = (load_early(q, batch, head, i, TILE_M, TILE_P),)
-        do_tile = load_early(do, batch, head, i, TILE_M, TILE_DV)
+        do_tiles = (load_early(do, batch, head, i, TILE_M, TILE_DV),)
     else:
         q_tiles = load_parts(q, qpe, batch, head, head, i, TILE_M, TILE_P, PARTS, TILE_R, TF32)
-        do_tile = load_rows(do, batch, head, i, TILE_M, TILE_DV, TF32)
+        do_tiles = load_parts(do, 0, batch, head, head, i, TILE_M, TILE_DV, 1, TILE_RV, TF32)
     zeros = ct.zeros((tile_n, TILE_M), dtype=ct.float32)
     s = sum_of_products(k_tiles, q_tiles, zeros)
-    dp = ct.mma(v_tile, ct.transpose(do_tile), zeros)
+    dp = sum_of_products(v_tiles, do_tiles, zeros)
     row_lse = load_statistic(lse, 0, batch, head, i, TILE_M)[None, :]
     rest = load_statistic(lse, 1, batch, head, i, TILE_M)[None, :] if EXACT else 0.0
     row_delta = load_statistic(delta, 0, batch, head, i, TILE_M)[None, :]
@@ -273,19 +279,19 @@ def add_to_dk_dv(
     )  # fmt: skip
     p = cast_operand(p, do, TF32)
     if not DV_LAST:
-        dv = ct.mma(p, do_tile, dv)
+        dv = add_products(p, do_tiles, dv)
     ds = cast_operand(ds, q, TF32)
     dk = add_products(ds, q_tiles, dk)
     parts = len(k_parts) - 1 if TILE_R else len(k_parts)
     for part in ct.static_iter(range(len(k_parts))):
-        if part == parts:
+        if part == parts and dqpe.ndim:
             reduce_dq(dqpe, product_for_dq(dqpe, ds, k_parts[part]), batch, head, i, 0)
         else:
             product = product_for_dq(dq, ds, k_parts[part])
             if DV_LAST and part == 0:
                 # The queries are read by now, so that the next ones come while dv and dq are computed.
-                dv = ct.mma(p, do_tile, dv)
-            reduce_dq(dq, product, batch, head, i, part)
+                dv = add_products(p, do_tiles, dv)
+            reduce_dq(dq, product, batch, head, i, column_of(part, k_parts))
     return dk, dv
 
 
@@ -315,8 +321,8 @@ def attention_dkdv_kernel(
     dq,  # of fp32, if TILE_DQ: what dq / scaling is added to, [B, Hq, Sq, D] or [1, B, Hq, D, >= Sq]; else 0
     qpe,  # as in attention_dq_kernel
     kpe,
-    dkpe,  # [B, H, Skv, R] if TILE_R, else 0
-    dqpe,  # as dq, [B, Hq, Sq, R], if TILE_DQ and TILE_R; else 0
+    dkpe,  # [B, H, Skv, R], or 0
+    dqpe,  # as dq, [B, Hq, Sq, R], if TILE_DQ; or 0
     scaling: float,
     soft_cap: float,
     window: int,
@@ -326,6 +332,7 @@ def attention_dkdv_kernel(
     PARTS: Int,
     TILE_R: Int,
     TILE_DV: Int,
+    TILE_RV: Int,
     CAUSAL: Bool,
     WINDOW: Bool,
     SOFT_CAP: Bool,
@@ -364,17 +371,17 @@ def attention_dkdv_kernel(
             first, full_first, full_last, last = 0, 0, 0, 0
 
     k_tiles = load_parts(k, kpe, batch, kv_head, 0, j, TILE_N, TILE_P, PARTS, TILE_R, TF32)
-    v_tile = load_rows(v, batch, kv_head, j, TILE_N, TILE_DV, TF32)
+    v_tiles = load_parts(v, 0, batch, kv_head, 0, j, TILE_N, TILE_DV, 1, TILE_RV, TF32)
     k_parts = ()
     if TILE_DQ == TILE_P:
         k_parts = k_tiles
     elif TILE_DQ:
         k_parts = load_parts(k, kpe, batch, kv_head, 0, j, TILE_N, TILE_DQ, PARTS_DQ, TILE_R, TF32)
-    state = (zero_parts(TILE_N, TILE_P, PARTS, TILE_R), ct.zeros((TILE_N, TILE_DV), dtype=ct.float32))
+    state = (zero_parts(TILE_N, TILE_P, PARTS, TILE_R), zero_parts(TILE_N, TILE_DV, 1, TILE_RV))
     limits = (keys, window, q.shape[2])
     options = (CAUSAL, WINDOW, SOFT_CAP, 0 if MASK == KEY_MASK else MASK, MASK_ROWS, False, EXACT)
-    tail = (limits, scaling, soft_cap, TILE_M, TILE_P, PARTS, TILE_R, TILE_DV, EXACT, TF32, DV_LAST, options)
-    arrays = (k_tiles, v_tile, k_parts, q, qpe, do, lse, delta, mask, dq, dqpe)
+    tail = (limits, scaling, soft_cap, TILE_M, TILE_P, PARTS, TILE_R, TILE_DV, TILE_RV, EXACT, TF32, DV_LAST, options)
+    arrays = (k_tiles, v_tiles, k_parts, q, qpe, do, lse, delta, mask, dq, dqpe)
     first_head = block_head * group
     # One loop for the tiles of all heads of the group, so that loads run ahead from one head to the next.
     if not BOUNDED:
@@ -400,12 +407,9 @@ def attention_dkdv_kernel(
             place = (batch, first_head + head, i, j)
             state = add_to_dk_dv(state, *arrays, place, columns, i < full_first or i >= full_last, *tail)
 
-    dk_tiles, dv_tile = state
+    dk_tiles, dv_tiles = state
     if KV_LEN or MASK == KEY_MASK:
-        dv_tile = ct.where(kept, dv_tile, 0.0)
-        kept_tiles = ()
-        for part in ct.static_iter(range(len(dk_tiles))):
-            kept_tiles = (*kept_tiles, ct.where(kept, dk_tiles[part], 0.0))
-        dk_tiles = kept_tiles
+        dv_tiles = keep_rows(kept, dv_tiles)
+        dk_tiles = keep_rows(kept, dk_tiles)
     store_parts(dk, dkpe, batch, block_head, j, dk_tiles, scaling, PARTS)
-    ct.store(dv, (batch, block_head, j, 0), dv_tile.reshape((1, 1, TILE_N, TILE_DV)).astype(dv.dtype))
+    store_parts(dv, 0, batch, block_head, j, dv_tiles, None, 1)
