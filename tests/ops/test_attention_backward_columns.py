@@ -11,7 +11,6 @@ from test_attention_backward import QKV
 from test_attention_backward import gradients
 from test_attention_backward import named
 from test_attention_backward import with_sinks_of
-from test_attention_backward_fused import FUSED
 from test_attention_backward_fused import backward_kernels
 
 from tilegym.ops import fmha
@@ -22,18 +21,14 @@ from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
 from tilegym.ops.pytorch.attention import fmha as reference
 
 TWO = [attention_dq_kernel, attention_dkdv_kernel]
-WIDTHS = [(72, 72), (80, 80), (96, 72), (40, 96), (96, 128), (144, 144), (192, 160)]  # of queries and of values
+WIDTHS = [(72, 72), (80, 80), (96, 72), (40, 96), (96, 128), (128, 80), (144, 144)]  # of queries and of values
 
 
-@pytest.fixture(params=["two kernels", "fused"])
-def way(request, monkeypatch):
+@pytest.fixture(autouse=True)
+def as_on_hopper(monkeypatch):
     monkeypatch.setenv("DISABLE_FALLBACK", "1")
-    widths = (80, 96, 128, 144, 192, 256) if request.param == "fused" else ()
-    monkeypatch.setattr(attention_backward, "FUSED", {(d, c): 0 for d in widths for c in (True, False)})
     monkeypatch.setattr(attention_backward, "SHORT", 0)
-    monkeypatch.setattr(attention_backward, "sm_count", lambda device: 0)
     monkeypatch.setattr(attention_backward, "_is_hopper", lambda device: True)
-    return FUSED if request.param == "fused" else TWO
 
 
 def with_widths(columns, columns_dv, dtype=torch.bfloat16):
@@ -43,35 +38,27 @@ def with_widths(columns, columns_dv, dtype=torch.bfloat16):
 class Test_FMHA_Backward_In_Two_Tiles(PyTestCase):
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-    def test_op(self, widths, is_causal, way):
+    def test_op(self, widths, is_causal):
         kwargs = with_widths(*widths) | {"is_causal": is_causal}
         self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
-        assert backward_kernels(kwargs) == way
+        assert backward_kernels(kwargs) == TWO
 
-    @pytest.mark.parametrize("name", ["window, not causal", "soft cap"])
+    @pytest.mark.parametrize("name", ["window", "window, not causal", "soft cap", "padding mask", "lengths", "sinks"])
     @pytest.mark.parametrize("widths", [(72, 72), (80, 96)], ids=str)
-    def test_options(self, widths, name, way):
-        kwargs = with_widths(*widths, dtype=torch.float16) | OPTIONS[name]
-        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
-        assert backward_kernels(kwargs) == way
-
-    @pytest.mark.parametrize("way", ["two kernels"], indirect=True)
-    @pytest.mark.parametrize("name", ["window", "padding mask", "lengths", "sinks"])
-    @pytest.mark.parametrize("widths", [(72, 72), (80, 96)], ids=str)
-    def test_options_of_two_kernels(self, widths, name, way):
-        options = with_sinks_of(torch.bfloat16, OPTIONS[name])
-        kwargs = with_widths(*widths) | options
+    def test_options(self, widths, name):
+        kwargs = with_widths(*widths, dtype=torch.float16) | with_sinks_of(torch.float16, OPTIONS[name])
         names = (*QKV, "sinks") if name == "sinks" else QKV
         self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=names)
+        assert backward_kernels(kwargs) == TWO
 
-    def test_parts_of_a_group(self, way, monkeypatch):
-        """Sums in fp32 of some heads of a group each, where keys are few."""
-        monkeypatch.setattr(attention_backward, "sm_count", lambda device: 6)
+    def test_parts_of_a_group(self, monkeypatch):
+        """Sums in fp32 of a head of a group each, where keys are few."""
+        monkeypatch.setattr(attention_backward, "sm_count", lambda device: 132)
         kwargs = with_widths(80, 96)
         self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-    def test_columns(self, dtype, way):
+    def test_columns(self, dtype):
         """In fp32 there is one tile."""
         kwargs = {k: t.cpu() for k, t in with_widths(80, 96, dtype).items()}
         with recorded_launches(run=True) as launches:
@@ -82,14 +69,22 @@ class Test_FMHA_Backward_In_Two_Tiles(PyTestCase):
                 found = args["TILE_P"] * args["PARTS"], args["TILE_R"], args["TILE_DV"], args["TILE_RV"]
                 assert found == ((64, 16, 64, 32) if dtype == torch.bfloat16 else (128, 0, 128, 0))
 
-    def test_compiles(self, way):
+    def test_compiles(self):
         kwargs = {k: t.half().cpu() for k, t in with_widths(80, 96).items()}
         assert_launches_compile(lambda: gradients(kwargs, backend="cutile"))
 
+    @pytest.mark.parametrize("widths", [(80, 128), (128, 80)], ids=str)
+    def test_one_kernel_for_all(self, widths, monkeypatch):
+        """Values in two tiles, but not queries: what it adds to dq is one."""
+        monkeypatch.setattr(attention_backward, "FUSED", {(128, True): 0})
+        monkeypatch.setattr(attention_backward, "sm_count", lambda device: 0)
+        kwargs = with_widths(*widths) | {"is_causal": True}
+        self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
+        assert (backward_kernels(kwargs) == TWO) == (widths[0] == 80)
+
 
 def test_width():
-    """What tiles are chosen for; of 192 columns with values of 128 those are latent attention's."""
-    assert width_of(40, 16, True) == width_of(32, 64, False) == 64
-    assert width_of(80, 64, False) == width_of(64, 80, False) == 80
-    assert width_of(80, 64, True) == 128 and width_of(192, 128, True) == width_of(192, 128, False) == 192
-    assert width_of(192, 160, False) == width_of(160, 192, False) == width_of(192, 256, True) == 256
+    """What tiles are chosen for."""
+    assert width_of(48, 64, False) == width_of(16, 64, False) == 64
+    assert width_of(80, 64, True) == width_of(64, 80, False) == 80 and width_of(80, 64, False) == 128
+    assert width_of(192, 128, False) == 192 and width_of(192, 256, False) == width_of(300, 64, False) == 256

@@ -247,7 +247,10 @@ def test_a_decoder_that_embeds(name, changes, by_hand, graphs, near):
                 cache, expected = output.past_key_values, kept[0].past_key_values
                 assert type(cache) is type(expected) and cache.get_seq_length() == 12
                 assert [type(layer) for layer in cache.layers] == [type(layer) for layer in expected.layers]
-            more, whole = ids(length=3, seed=9), [torch.cat([ids(seed=seed), ids(length=3, seed=9)], 1) for seed in (4, 0)]
+            more, whole = (
+                ids(length=3, seed=9),
+                [torch.cat([ids(seed=seed), ids(length=3, seed=9)], 1) for seed in (4, 0)],
+            )
             longer = None if mask is None else torch.cat([mask, torch.ones_like(more)], 1)
             for output, both in zip((kept[4], kept[0]), whole, strict=True):
                 got = calls(model, 1, input_ids=more, attention_mask=longer, past_key_values=output.past_key_values)

@@ -47,6 +47,16 @@ def test_what_has_a_dtype_of_its_own_keeps_it():
     assert all(torch.equal(f, p) for f, p in zip(filled, plain, strict=True))
 
 
+def test_a_number_that_is_moved_is_filled_in():
+    """As a layer of a cache moves its window; another tensor of the CPU may hold something else the next time."""
+    kept = torch.tensor(5)
+    with Names() as names, _NumbersAreFilledIn():
+        moved, other = torch.tensor(7, dtype=torch.int32).to("meta"), kept.to("meta")
+        assert torch.tensor(7).to(torch.float32).item() == 7.0
+    assert moved.device.type == other.device.type == "meta" and moved.dtype == torch.int32
+    assert names.called[:3] == ["full", "full", "_to_copy"]
+
+
 @gpu
 def test_a_graph_holds_the_mask_of_eager_attention():
     mask = torch.tensor([[True, False], [True, True]], device="cuda")

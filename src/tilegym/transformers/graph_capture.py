@@ -15,11 +15,22 @@ from tilegym.backend import get_current_backend
 class _NumbersAreFilledIn(TorchFunctionMode):
     """Within it a number gets to a GPU as the argument of a kernel that fills, not as a copy, which no graph holds."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[int, tuple[Tensor, bool | int | float]] = {}  # of the CPU, made within it
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is torch.tensor and isinstance(args[0] if args else None, (bool, int, float)):
             dtype = kwargs.get("dtype") or torch.tensor(args[0]).dtype
-            return torch.full((), args[0], **(kwargs | {"dtype": dtype}))
+            made = torch.full((), args[0], **(kwargs | {"dtype": dtype}))
+            if made.device.type == "cpu":
+                self.numbers[id(made)] = made, args[0]
+            return made
+        if function is Tensor.to and id(args[0]) in self.numbers and len(args) == 2 and not kwargs:
+            made, number = self.numbers[id(args[0])]
+            if isinstance(args[1], (str, torch.device)):
+                return torch.full((), number, dtype=made.dtype, device=args[1])
         if function in (torch.where, Tensor.where) and len(args) == 3:
             like = next((t for t in args if isinstance(t, Tensor) and t.is_floating_point()), None)
             if like is not None:

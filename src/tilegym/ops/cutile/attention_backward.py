@@ -37,10 +37,17 @@ from tilegym.ops.cutile.tiling import sm_count
 # 1.85 instead of 1.94 if causal, 5.35 instead of 6.2 for D 128, 2.88 instead of 3.00 if causal, 13.3 instead of 14.8
 # for D 256, 6.8 instead of 7.7 if causal; causal B1 S8192 2.78 instead of 2.93 for D 128, with Hq64 3.48 instead of
 # 3.68 for D 64; latent attention, B4 H16 S4096, 3.75 instead of 3.99, but 2.08 instead of 1.99 if causal. Where it is
-# not named, two are as fast or faster; of fewer queries, launches before and behind it weigh more. Widths between
-# powers of two are taken as the next one.
-FUSED = {(width, causal): 1024 for width in (64, 80, 96, 128, 144, 160, 256) for causal in (False, True)}
-FUSED[192, False] = 1024
+# not named, two are as fast or faster; of fewer queries, launches before and behind it weigh more. Of two tiles of
+# columns two are, too: D 96 causal B2 H32 S2048 393 us instead of 388, D 80 full B8 H16 S1024 341 instead of 360.
+FUSED = {
+    (64, False): 1024,
+    (64, True): 1024,
+    (128, False): 1024,
+    (128, True): 1024,
+    (192, False): 1024,
+    (256, False): 1024,
+    (256, True): 1024,
+}
 # Up to how many queries and keys a single kernel does all in one launch; where groups have more than four heads, they
 # are computed apart and added up by a second. On an H200 16 tokens take 14 us instead of 29 (Hq8 Hkv4 D256) and 14
 # instead of 25 (Hq64 Hkv8 D128).
@@ -68,7 +75,9 @@ def dq_configs(arch: str, tile_d: int) -> list[Config]:
     H200 the first ones reach 1106 TFLOP/s of a causal backward pass of B4 Hq32 S4096 D128 in bf16, 845 with D 64 and
     924 of B2 Hq16 with D 256, and are within 1 % of the best without a mask. For D 128 eight heads in turns gain 2 %,
     and with one loop instead of two the first falls to 767. Of causal latent attention, B4 H16 S4096 in parts of 128
-    and 64, the first takes 845 us, the third 883, and 886 one of 128 queries.
+    and 64, the first takes 845 us, the third 883, and 886 one of 128 queries. With 128 keys a block for dk and dv, D 80
+    causal B2 Hq32 Hkv8 S4096 takes 1203 us by the first and 1251 by the second (in a single tile: 1353), D 72 full B8
+    H16 S729 243 by either (285), D 96 causal B2 H32 S2048 399 by the first and 416 by the second (435).
     """
     if arch == "cpu":
         return [Config(TILE_M=32, TILE_N=16, TILE_P=32, TWO_LOOPS=True)]
@@ -79,7 +88,7 @@ def dq_configs(arch: str, tile_d: int) -> list[Config]:
                 Config(TILE_M=64, TILE_N=64, TILE_P=128, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2),
                 Config(TILE_M=64, TILE_N=64, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2),
             ]
-        if tile_d > 160:
+        if tile_d > 128:
             return [
                 Config(TILE_M=128, TILE_N=32, TWO_LOOPS=True, num_worker_warps=8),
                 Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True),
@@ -87,7 +96,7 @@ def dq_configs(arch: str, tile_d: int) -> list[Config]:
         turns = 8 if tile_d > 64 else 1
         tall = Config(TILE_M=128, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=turns, num_worker_warps=8)
         pair = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, occupancy=2)
-        return [tall, pair] if tile_d > 64 else [pair, tall]
+        return [tall, pair] if tile_d > 80 else [pair, tall]
     tile_m, tile_n = (32, 32) if tile_d > 128 else (64, 32) if tile_d > 64 else (64, 64)
     return [Config(TILE_M=tile_m, TILE_N=tile_n, TWO_LOOPS=False, num_worker_warps=8)]
 
@@ -99,7 +108,9 @@ def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
     D 256 on an H200, and 640 and 553 for D 64 and 256 without a mask. Heads in turns gain 4 to 11 % in causal passes.
     Loading queries and keys in parts of 64 columns leaves D 128 room for 64 queries in a block that shares its
     multiprocessor with another: 1.76 ms instead of 1.95 for the second, which takes 32. Of causal latent attention,
-    B4 H16 S4096, the first two take 1122 and 1182 us; of 512 tokens the third takes 22 and the first 24.
+    B4 H16 S4096, the first two take 1122 and 1182 us; of 512 tokens the third takes 22 and the first 24. D 72 full B8
+    H16 S729, dq included, takes 243 us with 128 keys a block and 263 with 64, D 80 B16 S257 127 and 120, D 96 causal B2
+    H32 S2048 399 and 394.
     """
     if arch == "cpu":
         return [Config(TILE_M=16, TILE_N=32, TILE_P=32, TWO_LOOPS=True)]
@@ -110,20 +121,19 @@ def dkdv_configs(arch: str, tile_d: int) -> list[Config]:
                 Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8),
                 Config(TILE_M=64, TILE_N=64, TILE_P=64, TWO_LOOPS=False),
             ]
-        small = Config(TILE_M=32, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2)
         if tile_d > 128:
             return [
                 Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8),
                 Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=4, num_worker_warps=8),
-                *([small] if tile_d <= 160 else []),
             ]
         wide = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8)
         if 64 < tile_d <= 96:
-            return [wide, Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2)]
+            pair = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2)
+            return [wide, pair] if tile_d == 80 else [pair, wide]
         if tile_d > 64:
             return [
                 Config(TILE_M=64, TILE_N=64, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2),
-                small,
+                Config(TILE_M=32, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, occupancy=2),
                 Config(TILE_M=128, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=4, num_worker_warps=8),
                 wide,
             ]
@@ -151,15 +161,10 @@ def fused_configs(arch: str, tile_d: int, whole: bool = False) -> list[Config]:
     if tile_d == 192:
         return [Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
     if tile_d > 128:
-        wide = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=8, num_worker_warps=8)
-        if tile_d <= 160:
-            return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8), wide]
-        return [wide]
+        return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=8, num_worker_warps=8)]
     if tile_d > 64:
         columns = {} if whole else {"TILE_DQ": 64}
-        wide = Config(TILE_M=64, TILE_N=128, **columns, TWO_LOOPS=True, DV_LAST=True, num_worker_warps=8)
-        pair = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2)
-        return [wide, pair] if tile_d <= 96 else [wide]
+        return [Config(TILE_M=64, TILE_N=128, **columns, TWO_LOOPS=True, DV_LAST=True, num_worker_warps=8)]
     return [Config(TILE_M=128, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
 
 
@@ -208,7 +213,7 @@ def _shares(
     if min(queries, keys) < FUSED.get((width, is_causal), math.inf) or not _is_hopper(device):
         return 0
     shares, narrow = 1, width <= 128
-    blocks = -(-keys // (128 if narrow or width == 192 else 64)) * batch * kv_heads
+    blocks = -(-keys // (128 if width < 256 else 64)) * batch * kv_heads
     enough = (FEW if is_causal else 0.9) * sm_count(device)
     if narrow:
         group = heads // kv_heads
@@ -219,13 +224,17 @@ def _shares(
     return 0 if recording.ask(torch.are_deterministic_algorithms_enabled) else shares
 
 
-def width_of(columns: int, columns_dv: int, latent: bool) -> int:
-    """The columns that tiles are chosen for: of queries or of values, in one tile or two, whichever have more.
+def _parts(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """parts_of, of up to 128 columns; with more, one tile and parts of it."""
+    return parts_of(head_dim, dtype) if head_dim <= 128 else (tile_of(head_dim), 0)
 
-    Of latent attention in steps of 64: parts need not add up to a power of two. 192 has values of 128 at most.
+
+def width_of(columns: int, columns_dv: int, exactly: bool) -> int:
+    """The columns that tiles are chosen for: of queries or of values, whichever have more, up to 256.
+
+    Those of queries in steps of 64 unless ``exactly``: parts need not add up to a power of two.
     """
-    width = max(-(-columns // 64) * 64 if latent else columns, columns_dv, 64)
-    return 256 if width > 192 or width == 192 and columns_dv > 128 else width
+    return min(max(columns if exactly else -(-columns // 64) * 64, columns_dv), 256)
 
 
 def _splits(device: int, batch: int, heads: int, kv_heads: int, keys: int) -> bool:
@@ -292,7 +301,7 @@ def launch_backward(
     whole_d, whole_dv = tile_of(head_dim), tile_of(v_dim)
     if qpe is None:
         qpe = kpe = 0
-        (tile_d, tile_r), (tile_dv, tile_rv) = parts_of(head_dim, q.dtype), parts_of(v_dim, q.dtype)
+        (tile_d, tile_r), (tile_dv, tile_rv) = _parts(head_dim, q.dtype), _parts(v_dim, q.dtype)
     else:
         qpe, kpe, tile_pe = with_unit_stride(qpe), with_unit_stride(kpe), tile_of(qpe.shape[3])
         tile_d, tile_r, tile_dv, tile_rv = whole_d, tile_pe, whole_dv, 0
@@ -312,7 +321,8 @@ def launch_backward(
     lengths = 0 if kv_len is None else kv_len
     columns_dv = tile_dv + tile_rv
     look = (batch, heads, kv_heads, queries, keys, head_dim, tile_pe, columns_dv, mask_shape, dtype, q.get_device())
-    width = width_of(head_dim + tile_pe if tile_pe else tile_d + tile_r, columns_dv, tile_pe > 0)
+    two_tiles = tile_r > 0 and not tile_pe
+    width = width_of(tile_d + tile_r if two_tiles else head_dim + tile_pe, columns_dv, two_tiles)
     tune_dq, tune_dkdv = _autotuners(width, dtype == torch.float32)
 
     def parts_with(columns: int) -> int:
@@ -357,7 +367,7 @@ def launch_backward(
         return dq, dk, dv, dqpe, dkpe, lse.new_empty(0)
     # Of latent attention dkpe has no sum over parts.
     place = (q.get_device(), width, is_causal, windowed, batch, kv_heads if tile_pe else heads, kv_heads, queries, keys)
-    if plain and (shares := _shares(*place)):
+    if plain and not two_tiles and (shares := _shares(*place)):
         total, totalpe = lse.new_empty(q.shape), lse.new_empty(qpe.shape) if tile_pe else 0
         zeros, rows_of_dq = total, ROWS
         if is_causal and width == tile_d == 64 and not tile_r:
@@ -377,7 +387,7 @@ def launch_backward(
             turns = tiles[-1]
             if is_causal and width <= 128 and keys <= ALL_IN_TURNS:
                 turns = 0
-            elif is_causal and 64 < width <= 128:
+            elif is_causal and width == 128:
                 turns = 4 if 4 * -(-keys // cfg.TILE_N) >= FEW * sm_count(q.get_device()) else 8
             parts = (columns, parts_with(columns))
             last = vars(cfg).get("DV_LAST", False) and not tile_pe

@@ -11,8 +11,8 @@ Nobody else adds to what a block writes: no atomics, and the same bits in every 
 
 Queries and keys come in PARTS of TILE_P columns: a head dimension need not be a power of two of them, and of what the
 second kernel adds to dq one part at a time is in registers. Behind them can be one more of TILE_R columns: 80 are 64
-and 16. As the positional part in latent attention it lies in arrays of its own. Values come in TILE_DV columns and, if
-any are behind them, TILE_RV.
+and 16. The positional part in latent attention is one that lies in arrays of its own. Values come in TILE_DV columns
+and, if any are behind them, TILE_RV.
 
 The second kernel can do the whole: it adds what its keys give to dq in fp32, atomically, TILE_DQ columns at a time,
 where the first kernel would compute scores and dP again; then prepare_fused_kernel comes before it and
@@ -24,7 +24,6 @@ import math
 import cuda.tile as ct
 
 from tilegym.ops.cutile.attention_backward_tiles import add_products
-from tilegym.ops.cutile.attention_backward_tiles import column_of
 from tilegym.ops.cutile.attention_backward_tiles import keep_rows
 from tilegym.ops.cutile.attention_backward_tiles import load_parts
 from tilegym.ops.cutile.attention_backward_tiles import load_statistic
@@ -284,14 +283,14 @@ def add_to_dk_dv(
     dk = add_products(ds, q_tiles, dk)
     parts = len(k_parts) - 1 if TILE_R else len(k_parts)
     for part in ct.static_iter(range(len(k_parts))):
-        if part == parts and dqpe.ndim:
+        if part == parts:
             reduce_dq(dqpe, product_for_dq(dqpe, ds, k_parts[part]), batch, head, i, 0)
         else:
             product = product_for_dq(dq, ds, k_parts[part])
             if DV_LAST and part == 0:
                 # The queries are read by now, so that the next ones come while dv and dq are computed.
                 dv = add_products(p, do_tiles, dv)
-            reduce_dq(dq, product, batch, head, i, column_of(part, k_parts))
+            reduce_dq(dq, product, batch, head, i, part)
     return dk, dv
 
 
