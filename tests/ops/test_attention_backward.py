@@ -28,8 +28,8 @@ from tilegym.ops import fmha
 from tilegym.ops.cutile import attention_backward as backward_module
 from tilegym.ops.cutile.attention import attention_forward_lse
 from tilegym.ops.cutile.attention_backward import attention_backward
-from tilegym.ops.cutile.attention_backward import dkdv_configs
-from tilegym.ops.cutile.attention_backward import dq_configs
+from tilegym.ops.cutile.attention_backward_configs import dkdv_configs
+from tilegym.ops.cutile.attention_backward_configs import dq_configs
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_kernels import attention_dq_kernel
 from tilegym.ops.cutile.attention_backward_rows import sum_heads_kernel

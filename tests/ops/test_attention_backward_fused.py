@@ -22,7 +22,7 @@ from test_mla import tensors as latent_tensors
 from tilegym.ops import fmha
 from tilegym.ops import mla
 from tilegym.ops.cutile import attention_backward
-from tilegym.ops.cutile.attention_backward import fused_configs
+from tilegym.ops.cutile.attention_backward_configs import fused_configs
 from tilegym.ops.cutile.attention_backward_kernels import attention_dkdv_kernel
 from tilegym.ops.cutile.attention_backward_rows import finish_fused_kernel
 from tilegym.ops.cutile.attention_backward_rows import prepare_fused_kernel

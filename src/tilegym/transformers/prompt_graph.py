@@ -26,7 +26,7 @@ from tilegym.transformers.graph_capture import capture
 MOST_TOKENS = 8192  # of all sequences together: what a graph computes with stays allocated
 MOST_GRAPHS = 32  # of one session
 BOUND_BY_HOST = 0.7  # the share of a prefill's time, from which on its host is what it waits for
-_CLOSE = {torch.float32: 1e-2, torch.float64: 1e-2}  # of logits, by their norm; other dtypes 0.1
+_CLOSE = {torch.float32: 1e-2, torch.float64: 1e-2}  # of logits, by their norm; other dtypes 0.2, as a rounding may choose other experts
 
 
 def room_for(length: int) -> int:
@@ -145,7 +145,7 @@ class PromptGraphs:
                 prompt.graph, prompt.logits = captured
             logits = self._replay(model, prompt)
             error = ((logits.float() - expected.float()).norm() / expected.float().norm()).item()
-            if not error <= _CLOSE.get(expected.dtype, 0.1):
+            if not error <= _CLOSE.get(expected.dtype, 0.2):
                 raise ValueError(f"its logits are another's, off by {error:.2g} of their size")
         except Exception as error:  # whatever a model does that a graph cannot hold
             self.suited = False
