@@ -26,7 +26,8 @@ from tilegym.transformers.graph_capture import capture
 MOST_TOKENS = 8192  # of all sequences together: what a graph computes with stays allocated
 MOST_GRAPHS = 32  # of one session
 BOUND_BY_HOST = 0.7  # the share of a prefill's time, from which on its host is what it waits for
-_CLOSE = {torch.float32: 1e-2, torch.float64: 1e-2}  # of logits, by their norm; other dtypes 0.2, as a rounding may choose other experts
+# Of logits, by their norm; other dtypes 0.2: a token goes to other experts for a rounding.
+_CLOSE = {torch.float32: 1e-2, torch.float64: 1e-2}
 
 
 def room_for(length: int) -> int:
