@@ -39,6 +39,7 @@ from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.graph_capture import Fingerprint
 from tilegym.transformers.graph_capture import capture
+from tilegym.transformers.graph_capture import distance
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
@@ -238,8 +239,7 @@ def _is_hooked(model: nn.Module) -> bool:
 def _is_close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or not a.is_floating_point():
         return torch.equal(a, b)
-    a, b = (torch.nan_to_num(t.float(), nan=1.0, posinf=2.0, neginf=-2.0) for t in (a, b))
-    return bool((a - b).norm() <= _CLOSE.get(b.dtype, 2e-2) * b.norm())
+    return distance(a, b) <= _CLOSE.get(b.dtype, 2e-2)
 
 
 def _leaves(value: Any) -> list[Tensor]:

@@ -91,6 +91,13 @@ def capture(
     return graph, result
 
 
+def distance(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b| of two tensors of floats; numbers that are none, or infinite, count as such numbers do in both."""
+    a, b = (torch.nan_to_num(t.float(), nan=1.0, posinf=2.0, neginf=-2.0) for t in (a, b))
+    off = (a - b).norm()
+    return (off / b.norm()).item() if off else 0.0
+
+
 class Fingerprint:
     """Everything that a graph captured of ``model`` takes for granted: which code runs on which memory."""
 

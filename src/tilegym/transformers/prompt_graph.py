@@ -22,6 +22,7 @@ from tilegym.errors import FallbackWarning
 from tilegym.transformers.cache_name import CACHE
 from tilegym.transformers.decode_cache import DecodeCache
 from tilegym.transformers.graph_capture import capture
+from tilegym.transformers.graph_capture import distance
 
 MOST_TOKENS = 8192  # of all sequences together: what a graph computes with stays allocated
 MOST_GRAPHS = 32  # of one session
@@ -70,7 +71,9 @@ class PromptGraphs:
         self.positioned = "position_ids" in known
         self.most = min(cache.capacity, getattr(config, "max_position_embeddings", None) or cache.capacity)
         self.suited = "logits_to_keep" in known and not cache.recurrent
-        self.forms: dict[tuple[bool, int], _Prompt | None] = {}  # None: seen once
+        self.forms: dict[tuple[bool, int], _Prompt] = {}  # by whether any is padded, and the room
+        self.seen: set[tuple[bool, int]] = set()
+        self.left: set[tuple[bool, int]] = set()  # what keeps the GPU busy
         self.pool: Any = None
 
     def run(
@@ -92,20 +95,17 @@ class PromptGraphs:
         batch, length = ids.shape
         room = room_for(length)
         form = mask is not None, room
-        if not self.suited or room > self.most or batch * room > MOST_TOKENS:
+        if not self.suited or room > self.most or batch * room > MOST_TOKENS or form in self.left:
             return prefill()
         kept = self.forms.get(form)
-        if kept is None:
-            if form not in self.forms:
-                self.forms[form] = None
-                return prefill()
-            if sum(prompt is not None for prompt in self.forms.values()) >= MOST_GRAPHS:
-                return prefill()
+        if kept is None and (form not in self.seen or len(self.forms) >= MOST_GRAPHS):
+            self.seen.add(form)
+            return prefill()
         if positions is None:
             seen = torch.ones_like(ids[:1]) if mask is None else mask
             positions = (seen.cumsum(1) - 1).clamp(min=0)
         if kept is None:
-            return self._capture(model, _Prompt(ids, mask, room), (ids, mask, positions), prefill)
+            return self._capture(model, form, (ids, mask, positions), prefill)
         kept.fill(ids, mask, positions)
         return self._replay(model, kept)
 
@@ -128,31 +128,34 @@ class PromptGraphs:
         )
         return outputs.logits[:, -1]
 
-    def _capture(self, model: nn.Module, prompt: _Prompt, given: tuple, prefill: Callable[[], Tensor]) -> Tensor:
+    def _capture(self, model: nn.Module, form: tuple[bool, int], given: tuple, prefill: Callable[[], Tensor]) -> Tensor:
         """The logits of :meth:`run`, and a graph for the next prompts of this form."""
-        on_gpu = prompt.ids.device.type == "cuda"
+        ids, mask, _ = given
+        on_gpu = ids.device.type == "cuda"
         start = time.perf_counter()
         expected = prefill()
         launched = time.perf_counter()
         if on_gpu:
-            torch.cuda.synchronize(prompt.ids.device)
+            torch.cuda.synchronize(ids.device)
             if launched - start < BOUND_BY_HOST * (time.perf_counter() - start):
+                self.left.add(form)
                 return expected
         try:
+            prompt = _Prompt(ids, mask, form[1])
             prompt.fill(*given)
             if on_gpu:
                 self.pool = self.pool or torch.cuda.graph_pool_handle()
-                captured = capture(lambda: self._compute(model, prompt), [], prompt.ids.device, self.pool)
+                captured = capture(lambda: self._compute(model, prompt), [], ids.device, self.pool)
                 prompt.graph, prompt.logits = captured
             logits = self._replay(model, prompt)
-            error = ((logits.float() - expected.float()).norm() / expected.float().norm()).item()
-            if not error <= _CLOSE.get(expected.dtype, 0.2):
-                raise ValueError(f"its logits are another's, off by {error:.2g} of their size")
+            off = distance(logits, expected)
+            if off > _CLOSE.get(expected.dtype, 0.2):
+                raise ValueError(f"its logits are another's, off by {off:.2g} of their size")
         except Exception as error:  # whatever a model does that a graph cannot hold
             self.suited = False
             why = str(error).strip().partition("\n")[0]
             message = f"{type(model).__name__} takes in prompts without a CUDA graph: {why}"
             warnings.warn(message, FallbackWarning, stacklevel=2)
             return prefill()
-        self.forms[prompt.mask is not None, prompt.ids.shape[1]] = prompt
+        self.forms[form] = prompt
         return logits
