@@ -18,6 +18,7 @@ from tilegym.errors import FallbackWarning
 from tilegym.transformers import forward_graph
 from tilegym.transformers.attention import causal_mask
 from tilegym.transformers.attention import full_masks
+from tilegym.transformers.graph_capture import Fingerprint
 
 CONFIG = dict(
     vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -271,15 +272,63 @@ def test_a_decoder_that_classifies(graphs):
         assert graphs == [3, 3]
 
 
-def test_results_that_cannot_be_kept():
+def test_what_the_config_says_is_obeyed(graphs):
+    """A graph holds what it said when it was captured."""
+    model = make("LlamaForSequenceClassification", **DECODER, num_labels=3, pad_token_id=None)
+    with tilegym.apply(model, use_cutile=False):
+        calls(model, 4, input_ids=ids(batch=1))
+        model.config.use_cache = False
+        assert calls(model, 4, input_ids=ids(batch=1)).past_key_values is None
+        model.config.pad_token_id = int(ids(batch=1)[0, -1])
+        calls(model, 4, input_ids=ids(batch=1))
+        assert graphs == [3, 3, 3]
+
+
+def test_a_hook_in_the_place_of_another(model):
+    def scaled(by):
+        return model.encoder.layer[0].register_forward_hook(lambda module, args, out: out * by)
+
+    first = scaled(1.0)
+    fingerprint = Fingerprint(model)
+    assert fingerprint.holds(model)
+    first.remove()
+    scaled(2.0)
+    assert not fingerprint.holds(model)
+
+
+def test_a_decoder_without_a_cache_gets_a_mask_that_says_nothing(graphs):
+    model = make("Qwen3Model", **DECODER)
+    with tilegym.apply(model, use_cutile=False):
+        given = {"input_ids": ids(), "use_cache": False}
+        forward = type(model).forward
+        assert torch.equal(forward_graph._with_mask(forward, given)["attention_mask"], torch.ones_like(ids()))
+        for other in ({"use_cache": True}, {"position_ids": ids()}, {"attention_mask": padded()}):
+            assert forward_graph._with_mask(forward, given | other) == given | other
+        assert calls(model, 4, **given).past_key_values is None and graphs == [3]
+
+
+def test_rotations_by_length_are_left():
+    rope = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    for by_hand in (True, False):
+        model = make("LlamaModel", **DECODER, rope_parameters=rope)
+        with tilegym.apply(model, use_cutile=False, by_hand=by_hand) as report:
+            (why,) = [entry.why for entry in report.skipped if entry.compute == "graph"]
+            assert why == "its rotary embedding changes with the length of the sequence"
+
+
+def test_results_that_cannot_be_kept(graphs):
     class Grows(transformers.DynamicCache):
         pass
 
     model = make("Qwen3Model", **DECODER)
     with tilegym.apply(model, use_cutile=False), pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.models.qwen3.modeling_qwen3, "DynamicCache", Grows)
-        with pytest.warns(FallbackWarning, match="it returns a Grows: give use_cache=False"):
-            calls(model, 3, input_ids=ids())
+        with pytest.warns(FallbackWarning, match="it returns a Grows: give use_cache=False") as warned:
+            calls(model, 4, input_ids=ids())
+            calls(model, 4, input_ids=ids(length=9))
+        assert len([w for w in warned if "returns a Grows" in str(w.message)]) == 1 and not graphs
+        calls(model, 4, input_ids=ids(), use_cache=False)
+        assert graphs == [3]
 
 
 def test_only_so_many(model, graphs, monkeypatch):

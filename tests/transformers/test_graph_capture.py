@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from common import HAS_GPU
 from common import device
 from common import gpu
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,9 +53,12 @@ def test_a_number_that_is_moved_is_filled_in():
     kept = torch.tensor(5)
     with Names() as names, _NumbersAreFilledIn():
         moved, other = torch.tensor(7, dtype=torch.int32).to("meta"), kept.to("meta")
-        assert torch.tensor(7).to(torch.float32).item() == 7.0
+        number = torch.tensor(7.0)
+        assert number.to(torch.float64).item() == 7.0 and number.to("cpu") is number
+        if HAS_GPU:
+            assert number.mul_(2).to("cuda").item() == 14.0
     assert moved.device.type == other.device.type == "meta" and moved.dtype == torch.int32
-    assert names.called[:3] == ["full", "full", "_to_copy"]
+    assert names.called[:4] == ["full", "_local_scalar_dense", "full", "_to_copy"]
 
 
 @gpu

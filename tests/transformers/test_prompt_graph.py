@@ -14,6 +14,7 @@ from tiny_models import padded
 from tiny_models import tokens
 from transformers import GPT2Config
 from transformers import GPT2LMHeadModel
+from transformers import LlamaForCausalLM
 
 import tilegym
 from tilegym.errors import FallbackWarning
@@ -130,6 +131,61 @@ def test_what_a_graph_computes_otherwise_is_left_to_the_model():
             assert not forms_of(model)
 
 
+class KeepsNumbers(LlamaForCausalLM):
+    """Takes the last tokens only by how many they are."""
+
+    def forward(self, *args, logits_to_keep: int = 0, **kwargs):
+        count = logits_to_keep if isinstance(logits_to_keep, int) else 1
+        return super().forward(*args, logits_to_keep=count, **kwargs)
+
+
+@pytest.mark.parametrize("first", [13, 16])
+def test_a_prompt_that_leaves_room_is_compared(first):
+    """Nothing fills the room of one that does not."""
+    model = make_model("llama")
+    model.__class__ = KeepsNumbers
+    prompts = [tokens(1, n) for n in (first, first, 16, 12, 9)]
+    expected = [generate(model, ids) for ids in prompts]
+    with tilegym.apply(model, use_cutile=False), pytest.warns(FallbackWarning, match="another's"):
+        assert all(torch.equal(generate(model, ids), e) for ids, e in zip(prompts, expected, strict=True))
+        assert not forms_of(model)
+
+
+def test_hooks_see_the_prompt_alone():
+    model, seen = make_model("llama"), []
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: seen.append(args[0].shape[1]))
+    with monkey_patch.apply(model, use_cutile=False):
+        for _ in range(3):
+            generate(model, tokens(1, 9), max_new_tokens=1)
+        assert seen == [9, 9, 9] and not forms_of(model)
+        hook.remove()
+        for _ in range(2):
+            generate(model, tokens(1, 9))
+        assert forms_of(model) == {(False, 16)}
+        with torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(0)):
+            del seen[:]
+            generate(model, tokens(1, 9), max_new_tokens=1)
+        assert seen
+
+
+@pytest.mark.filterwarnings("error::tilegym.errors.FallbackWarning")
+def test_a_model_in_training_has_none():
+    model = make_model("llama", attention_dropout=0.5).train()
+    with monkey_patch.apply(model, use_cutile=False):
+        for _ in range(3):
+            generate(model, tokens(1, 9))
+        assert not forms_of(model)
+
+
+def test_tokens_that_see_those_behind_them_are_left_to_transformers():
+    model = make_model("gemma3", use_bidirectional_attention=True)
+    prompts = [tokens(1, n) for n in (9, 9, 10)]
+    expected = [generate(model, ids) for ids in prompts]
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        assert "its tokens see those behind them" in [e.why for e in report.skipped if e.compute == "graph"]
+        assert all(torch.equal(generate(model, ids), e) for ids, e in zip(prompts, expected, strict=True))
+
+
 @pytest.mark.parametrize("limit", ["MOST_TOKENS", "MOST_GRAPHS"])
 def test_limits(limit, monkeypatch):
     model = make_model("llama")
@@ -190,8 +246,9 @@ def test_a_prompt_that_keeps_the_gpu_busy_is_not_captured(monkeypatch):
 def test_what_cannot_be_captured():
     model, prompts = make_model("llama"), [tokens(2, n) for n in (9, 10, 11)]
     expected = [generate(model, ids) for ids in prompts]
-    norm = model.model.norm
-    norm.register_forward_hook(lambda module, args, out: out if out.sum().item() else None)  # waits for the device
+    embed = model.model.embed_tokens
+    table = embed.weight
+    embed.forward = lambda ids: torch.nn.functional.embedding(ids, table * (1 if ids.sum().item() else 2))  # waits
     with monkey_patch.apply(model, use_cutile=False), pytest.warns(FallbackWarning, match="takes in prompts without"):
         for ids, wanted in zip(prompts, expected, strict=True):
             assert torch.equal(generate(model, ids), wanted)

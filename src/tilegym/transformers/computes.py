@@ -265,6 +265,7 @@ ATTN = Compute("attn", _attn_in_model, _attn_in_class)
 def _graph_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
     from tilegym.transformers import decode_graph
     from tilegym.transformers import forward_graph
+    from tilegym.transformers import graph_capture
 
     where = entry(type(model).__name__, "graph", backend)
     if not hasattr(model, "generate"):  # it embeds or classifies
@@ -275,8 +276,8 @@ def _graph_in_model(patches: PatchSet, family: Family, backend: str | None, mode
     why = "the model that it wraps generates: patch that one" if wraps else decode_graph.suits(model)
     if not why and model.config._attn_implementation not in decode_graph.ATTENTION.values():
         why = "its attention is not TileGym's"
-    if not why and any(_rotates_by_length(module) for module in model.modules()):
-        why = "its rotary embedding changes with the length of the sequence"
+    if not why and graph_capture.rotates_by_length(model):
+        why = graph_capture.BY_LENGTH
     if why:
         patches.skip(where, why)
         return
@@ -284,13 +285,6 @@ def _graph_in_model(patches: PatchSet, family: Family, backend: str | None, mode
     patches.on_revert(functools.partial(decode_graph.forget, model))
     if family.decode_step:
         _decode_steps_in_model(patches, family, backend, model)
-
-
-def _rotates_by_length(module: nn.Module) -> bool:
-    """Whether it is a rotary embedding that looks at the positions on the host (transformers' dynamic_rope_update)."""
-    kinds = getattr(module, "rope_type", ())
-    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
-    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def _decode_steps_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:

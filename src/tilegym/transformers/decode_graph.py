@@ -204,6 +204,8 @@ def suits(model: nn.Module) -> str:
         return f"it has layers of another kind than attention: {', '.join(others)}"
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its tokens see those behind them"
     if not getattr(model, "_can_compile_fullgraph", False):
         return "its forward depends on values on the device"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:

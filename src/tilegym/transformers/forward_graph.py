@@ -23,7 +23,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 from transformers.cache_utils import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -37,16 +36,19 @@ from tilegym.transformers.attention import full_masks
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
+from tilegym.transformers.graph_capture import BY_LENGTH
 from tilegym.transformers.graph_capture import Fingerprint
+from tilegym.transformers.graph_capture import all_modules_are_hooked
 from tilegym.transformers.graph_capture import capture
 from tilegym.transformers.graph_capture import distance
+from tilegym.transformers.graph_capture import is_hooked
+from tilegym.transformers.graph_capture import rotates_by_length
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
 DEVICES = ("cuda",)
 MOST_GRAPHS = 32  # of one model; calls of further forms run its code
 MOST_MEMORY = 0.05  # of the device's, for inputs and results that graphs keep
-_SWITCHES = ("output_attentions", "output_hidden_states", "return_dict")  # of a config
 _PLAIN = (bool, int, float, str, type(None))
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # of caches
 _CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of floats; other dtypes 2e-2
@@ -86,6 +88,7 @@ class _Graphs:
     def __init__(self, model: nn.Module) -> None:
         self.fingerprint = Fingerprint(model)
         self.forms: dict[tuple, _Graph | None] = {}
+        self.refused: set[tuple] = set()  # forms whose results cannot be kept
         self.pools: dict[int, Any] = {}
         self.failed = False
 
@@ -114,6 +117,8 @@ def put(patches: PatchSet, model: nn.Module, where: Entry) -> None:
     masks = any(name.endswith("attention_mask") for name in inspect.signature(forward).parameters)
     if masks and model.config._attn_implementation not in NAMES.values():
         patches.skip(where, "its attention is not TileGym's")  # transformers' writes out masks while it is captured
+    elif rotates_by_length(model):
+        patches.skip(where, BY_LENGTH)
     elif patches.replace_forward(model, replaying(forward), where):
         patches.on_revert(functools.partial(forget, model))
 
@@ -159,6 +164,8 @@ def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> Any
         if graph is not None:
             return graph.replay(inputs)
         results = forward(model, **inputs)
+        if form in kept.refused:
+            return results
         if form not in kept.forms:
             if len(kept.forms) < 4096:  # forms that vary from call to call must not fill the memory
                 kept.forms[form] = None
@@ -173,7 +180,7 @@ def _may_replay(first: Tensor, inputs: dict[str, Any]) -> bool:
         and all(v.device == first.device if isinstance(v, Tensor) else isinstance(v, _PLAIN) for v in inputs.values())
         and not torch.is_autocast_enabled(first.device.type)
         and not is_tracing(first)
-        and not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+        and not all_modules_are_hooked()
     )
 
 
@@ -188,7 +195,7 @@ class _Form(NamedTuple):
 
 def _form_of(model: nn.Module, inputs: dict[str, Any], device: torch.device) -> _Form:
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    switches = [getattr(model.config, name, None) for name in _SWITCHES]
+    switches = [item for item in vars(model.config).items() if isinstance(item[1], _PLAIN)]
     switches += [torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision]
     masks = [v for n, v in inputs.items() if n.endswith("attention_mask") and isinstance(v, Tensor) and v.dim() == 2]
     described = {
@@ -207,33 +214,50 @@ def _capture(
     device, room = tensors[0].device, kept.room(tensors[0].device)
     if room < 0:
         return
-    if _is_hooked(model) or any(p.device != device for p in model.parameters()):
+    if is_hooked(model) or any(p.device != device for p in model.parameters()):
         kept.failed = True
         return
     try:
-        memory = sum(t.nbytes for t in tensors + _leaves(results))
+        leaves = _leaves(results)
+    except _Unsuitable as error:  # another form, without a cache, may be kept
+        if not kept.refused:
+            _warn(model, error)
+        kept.refused.add(form)
+        return
+    try:
+        memory = sum(t.nbytes for t in tensors + leaves)
         if memory > room:
             return
-        made = _Graph(inputs, memory)
+        held = _with_mask(forward, inputs)
+        made = _Graph(held, memory)
         with torch.inference_mode(False), torch.no_grad(), full_masks(form.full):
-            made.fill(inputs)
+            made.fill(held)
             pool = kept.pool(form.stream)
             made.graph, made.results = capture(lambda: forward(model, **made.inputs), [], device, pool)
         again = made.replay(inputs)
-        if not all(_is_close(a, b) for a, b in zip(_leaves(again), _leaves(results), strict=True)):
+        if not all(_is_close(a, b) for a, b in zip(_leaves(again), leaves, strict=True)):
             raise _Unsuitable("its results differ from run to run")
     except Exception as error:  # whatever a model does that a graph cannot hold
-        why = str(error).strip().partition("\n")[0]
-        warnings.warn(f"{type(model).__name__} runs without a CUDA graph: {why}", FallbackWarning, stacklevel=2)
+        _warn(model, error)
         kept.failed = True
     else:
         kept.forms[form] = made
 
 
-def _is_hooked(model: nn.Module) -> bool:
-    """Whether a module has hooks, which a replay would not call; those by which transformers records do not count."""
-    hooks = (h for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks) for h in table.values())
-    return any(not (getattr(hook, "__module__", "") or "").startswith("transformers.") for hook in hooks)
+def _warn(model: nn.Module, error: Exception) -> None:
+    why = str(error).strip().partition("\n")[0]
+    warnings.warn(f"{type(model).__name__} runs without a CUDA graph: {why}", FallbackWarning, stacklevel=3)
+
+
+def _with_mask(forward: Callable, inputs: dict[str, Any]) -> dict[str, Any]:
+    """``inputs``; of a decoder without a cache and without a mask with one that says that nothing is padding: without
+    one, transformers writes a mask out while a graph is captured, lest sequences be packed."""
+    given = {name for name, value in inputs.items() if value is not None}
+    ids = inputs.get("input_ids")
+    if ids is None or inputs.get("use_cache") is not False or given & {"attention_mask", "position_ids"}:
+        return inputs
+    known = inspect.signature(forward).parameters
+    return inputs | {"attention_mask": torch.ones_like(ids)} if "attention_mask" in known else inputs
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

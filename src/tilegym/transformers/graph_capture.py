@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from tilegym.backend import get_current_backend
@@ -17,7 +18,7 @@ class _NumbersAreFilledIn(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers: dict[int, tuple[Tensor, bool | int | float]] = {}  # of the CPU, made within it
+        self.numbers: dict[int, Tensor] = {}  # of the CPU, made within it
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -25,12 +26,11 @@ class _NumbersAreFilledIn(TorchFunctionMode):
             dtype = kwargs.get("dtype") or torch.tensor(args[0]).dtype
             made = torch.full((), args[0], **(kwargs | {"dtype": dtype}))
             if made.device.type == "cpu":
-                self.numbers[id(made)] = made, args[0]
+                self.numbers[id(made)] = made
             return made
         if function is Tensor.to and id(args[0]) in self.numbers and len(args) == 2 and not kwargs:
-            made, number = self.numbers[id(args[0])]
-            if isinstance(args[1], (str, torch.device)):
-                return torch.full((), number, dtype=made.dtype, device=args[1])
+            if isinstance(args[1], (str, torch.device)) and torch.device(args[1]).type != "cpu":
+                return torch.full((), args[0].item(), dtype=args[0].dtype, device=args[1])
         if function in (torch.where, Tensor.where) and len(args) == 3:
             like = next((t for t in args if isinstance(t, Tensor) and t.is_floating_point()), None)
             if like is not None:
@@ -98,6 +98,30 @@ def distance(a: Tensor, b: Tensor) -> float:
     return (off / b.norm()).item() if off else 0.0
 
 
+def is_hooked(model: nn.Module) -> bool:
+    """Whether a module has hooks, which a replay would not call; those by which transformers records do not count."""
+    hooks = (h for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks) for h in table.values())
+    return any(not (getattr(hook, "__module__", "") or "").startswith("transformers.") for hook in hooks)
+
+
+def all_modules_are_hooked() -> bool:
+    """Whether there are hooks on every module of the process."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+BY_LENGTH = "its rotary embedding changes with the length of the sequence"
+
+
+def rotates_by_length(model: nn.Module) -> bool:
+    """Whether a rotary embedding looks at the positions on the host (transformers' dynamic_rope_update)."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", ())
+        kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+        if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
+            return True
+    return False
+
+
 class Fingerprint:
     """Everything that a graph captured of ``model`` takes for granted: which code runs on which memory."""
 
@@ -115,7 +139,7 @@ class Fingerprint:
         look: list[Any] = [get_current_backend(), model.config._attn_implementation]
         look += [id(module) for module in chain.from_iterable([own["_modules"].values() for own in owns])]
         look += [
-            (id(own.get("forward")), own["training"], len(own["_forward_hooks"]), len(own["_forward_pre_hooks"]))
+            (id(own.get("forward")), own["training"], *own["_forward_hooks"], *own["_forward_pre_hooks"])
             for own in owns
         ]
         for kind in ("_parameters", "_buffers"):

@@ -5,7 +5,8 @@ lengths share a graph. Behind the prompt's last token others fill the room: atte
 prompt sees them, and the keys that they leave in the cache lie behind its length until generated tokens replace them.
 
 The second prompt that fits a graph is captured, and from the third on they are replayed; not where the GPU takes longer
-for it than its host. The logits of a graph are compared with those of the model's own prefill when it is captured.
+for it than its host. The logits of a graph are compared with those of the model's own prefill when it is captured, and
+of the first prompt that does not fill its room. Models with hooks, and in training, have none.
 """
 
 import inspect
@@ -21,8 +22,10 @@ from torch import nn
 from tilegym.errors import FallbackWarning
 from tilegym.transformers.cache_name import CACHE
 from tilegym.transformers.decode_cache import DecodeCache
+from tilegym.transformers.graph_capture import all_modules_are_hooked
 from tilegym.transformers.graph_capture import capture
 from tilegym.transformers.graph_capture import distance
+from tilegym.transformers.graph_capture import is_hooked
 
 MOST_TOKENS = 8192  # of all sequences together: what a graph computes with stays allocated
 MOST_GRAPHS = 32  # of one session
@@ -46,6 +49,7 @@ class _Prompt:
         self.positions = torch.zeros(batch, room, dtype=torch.int64, device=device)
         self.mask = None if mask is None else torch.ones(batch, room, dtype=mask.dtype, device=device)
         self.last = torch.zeros(1, dtype=torch.int64, device=device)
+        self.checked = False  # whether the logits of a prompt that left room were compared
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
 
@@ -70,7 +74,8 @@ class PromptGraphs:
         self.cache = cache
         self.positioned = "position_ids" in known
         self.most = min(cache.capacity, getattr(config, "max_position_embeddings", None) or cache.capacity)
-        self.suited = "logits_to_keep" in known and not cache.recurrent
+        # Hooks would see what fills the room, and not be called by replays; a session begins anew when they change.
+        self.suited = "logits_to_keep" in known and not cache.recurrent and not is_hooked(model)
         self.forms: dict[tuple[bool, int], _Prompt] = {}  # by whether any is padded, and the room
         self.seen: set[tuple[bool, int]] = set()
         self.left: set[tuple[bool, int]] = set()  # what keeps the GPU busy
@@ -97,6 +102,8 @@ class PromptGraphs:
         form = mask is not None, room
         if not self.suited or room > self.most or batch * room > MOST_TOKENS or form in self.left:
             return prefill()
+        if model.training or all_modules_are_hooked():
+            return prefill()
         kept = self.forms.get(form)
         if kept is None and (form not in self.seen or len(self.forms) >= MOST_GRAPHS):
             self.seen.add(form)
@@ -106,8 +113,13 @@ class PromptGraphs:
             positions = (seen.cumsum(1) - 1).clamp(min=0)
         if kept is None:
             return self._capture(model, form, (ids, mask, positions), prefill)
-        kept.fill(ids, mask, positions)
-        return self._replay(model, kept)
+        if kept.checked or length == room:
+            kept.fill(ids, mask, positions)
+            return self._replay(model, kept)
+        try:
+            return self._compared(model, kept, (ids, mask, positions), prefill())
+        except ValueError as error:
+            return self._give_up(model, error, prefill)
 
     def _replay(self, model: nn.Module, prompt: _Prompt) -> Tensor:
         if prompt.graph is None:  # on a CPU
@@ -142,20 +154,35 @@ class PromptGraphs:
                 return expected
         try:
             prompt = _Prompt(ids, mask, form[1])
-            prompt.fill(*given)
             if on_gpu:
+                prompt.fill(*given)
                 self.pool = self.pool or torch.cuda.graph_pool_handle()
                 captured = capture(lambda: self._compute(model, prompt), [], ids.device, self.pool)
                 prompt.graph, prompt.logits = captured
-            logits = self._replay(model, prompt)
-            off = distance(logits, expected)
-            if off > _CLOSE.get(expected.dtype, 0.2):
-                raise ValueError(f"its logits are another's, off by {off:.2g} of their size")
+            logits = self._compared(model, prompt, given, expected)
         except Exception as error:  # whatever a model does that a graph cannot hold
-            self.suited = False
-            why = str(error).strip().partition("\n")[0]
-            message = f"{type(model).__name__} takes in prompts without a CUDA graph: {why}"
-            warnings.warn(message, FallbackWarning, stacklevel=2)
-            return prefill()
+            return self._give_up(model, error, prefill)
         self.forms[form] = prompt
         return logits
+
+    def _compared(self, model: nn.Module, prompt: _Prompt, given: tuple, expected: Tensor) -> Tensor:
+        """The logits of a graph.
+
+        Raises:
+            ValueError: they are not ``expected``.
+        """
+        prompt.fill(*given)
+        logits = self._replay(model, prompt)
+        off = distance(logits, expected)
+        if off > _CLOSE.get(expected.dtype, 0.2):
+            raise ValueError(f"its logits are another's, off by {off:.2g} of their size")
+        prompt.checked = given[0].shape[1] < prompt.ids.shape[1]
+        return logits
+
+    def _give_up(self, model: nn.Module, error: Exception, prefill: Callable[[], Tensor]) -> Tensor:
+        self.suited, self.pool = False, None
+        self.forms.clear()
+        why = str(error).strip().partition("\n")[0]
+        message = f"{type(model).__name__} takes in prompts without a CUDA graph: {why}"
+        warnings.warn(message, FallbackWarning, stacklevel=3)
+        return prefill()
