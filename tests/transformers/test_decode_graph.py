@@ -380,6 +380,26 @@ def test_weights_on_the_meta_device():
         assert torch.allclose(model(ids).logits, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("attention_of_base", [True, False])
+def test_a_model_whose_base_was_patched_by_itself(attention_of_base, steps):
+    """It has one config, whoever was patched and undone before."""
+    model, ids = make_model("llama"), tokens(1, 9)
+    other, expected = copy.deepcopy(model), generate(model, ids)
+    for first, second in ((model.model, model), (model, model.model), (model.model, model)):
+        reports = [
+            monkey_patch.apply(m, use_cutile=False, use_attn=attention_of_base or m is model) for m in (first, second)
+        ]
+        del steps[:]
+        assert {id(module.config) for module in model.modules() if "config" in vars(module)} == {id(model.config)}
+        assert torch.equal(generate(model, ids), expected) and steps
+        for report in reversed(reports):
+            report.revert()
+        del steps[:]
+        assert torch.equal(generate(model, ids), expected) and not steps
+        assert model.config._attn_implementation == model.model.config._attn_implementation == "sdpa"
+    assert other.config is not model.config and torch.equal(generate(other, ids), expected)
+
+
 def test_threads_take_turns():
     model = make_model("llama")
     prompts = [tokens(1, 5 + i) for i in range(4)]

@@ -140,6 +140,14 @@ class _Callback:
         return True
 
 
+def _says_the_same(a: Any, b: Any) -> bool:
+    """Whether two configs do, but for what patches change in them."""
+    if type(a) is not type(b):
+        return False
+    changed = dict.fromkeys(("_attn_implementation_internal", "_experts_implementation_internal"))
+    return vars(a) | changed == vars(b) | changed
+
+
 class PatchSet:
     """The patches of one call and the report on them.
 
@@ -295,11 +303,15 @@ class PatchSet:
         shared = model.config
         if getattr(shared, setting) == name:
             return self.skip(entry, ALREADY_PATCHED)
+        private = shared
         if vars(model).get(_CONFIG) is not shared:
             private = vars(model)[_CONFIG] = copy.copy(shared)
-            for module in model.modules():
-                if vars(module).get("config") is shared:
-                    module.config = private
+        # A part that was patched by itself has a copy, too.
+        held = {id(module.config): module.config for module in model.modules() if "config" in vars(module)}
+        same = {key for key, config in held.items() if config is shared or _says_the_same(config, shared)}
+        for module in model.modules():
+            if id(vars(module).get("config")) in same:
+                module.config = private
         return self._replace(model.config, f"{setting}_internal", name, entry)
 
     def skip(self, entry: Entry, why: str) -> bool:
