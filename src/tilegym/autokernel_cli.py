@@ -3,13 +3,12 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import typer
 
+from tilegym import interrupts
 from tilegym.errors import AutokernelError
 
 PROPOSERS = ("reuse", "generate", "tune", "agent")
@@ -114,7 +113,6 @@ def autokernel(
     each = min(width, _processors() // 4) if on_gpu else 1
     devices = RayDevices(ray, names[0], limits, rules) if ray else LocalDevices(names, limits, rules, max(each, 1))
     host = WorkerHost(names[0], limits)
-    interrupts = _Interrupts()
     room = _room if on_gpu else lambda size: 0
     if resolve_commits and not look_up_commit():
         typer.echo("GitHub does not say which commit this transformers is: Definitions link to the tag of its release")
@@ -127,14 +125,14 @@ def autokernel(
             devices=devices,
             model_judge=ModelJudge(host, chosen, model_rules, model_limits, out / "baseline", room),
             tell=typer.echo,
-            checkpoint=interrupts.check,
+            checkpoint=interrupts.check,  # of a step's name
         )
         typer.echo(f"{_SANDBOX}\n")
         typer.echo(f"run {name} on {', '.join(names)}, branch {repo.branch}, ledger {loop.ledger.path}")
         if on_gpu and not ray:
             host.prepare("model", model_limits, 2)
             devices.prepare()
-        with interrupts:
+        with interrupts.Interrupts():
             stop = loop.run()
     finally:
         devices.close()
@@ -145,25 +143,6 @@ def autokernel(
         typer.echo(f"see {out / 'results.md'} and {out / 'results.html'}")
     if stop == BY_HAND:
         raise typer.Exit(130)
-
-
-class _Interrupts:
-    """Remembers Ctrl-C within the block: in what Python calls by itself, such as ``__del__``, it is only printed."""
-
-    def __enter__(self) -> None:
-        self.seen, self.former = False, signal.signal(signal.SIGINT, self._interrupt)
-
-    def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGINT, self.former)
-
-    def _interrupt(self, number: int, frame: Any) -> None:
-        self.seen = True
-        raise KeyboardInterrupt
-
-    def check(self, step: str) -> None:
-        """Raises KeyboardInterrupt if there was one, before the next step."""
-        if self.seen:
-            raise KeyboardInterrupt
 
 
 def _processors() -> int:

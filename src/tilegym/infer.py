@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from tilegym import interrupts
 from tilegym.bench import job
 from tilegym.bench import models
 from tilegym.bench import terminal
@@ -146,7 +147,7 @@ def run(
     try:
         if summary_file is not None:
             _check_writable(summary_file)
-        with models.quiet_transformers(), _warnings_told(tell):
+        with interrupts.Interrupts(), models.quiet_transformers(), _warnings_told(tell):
             result = work(options, tell)
         show(result, console)
         summary = json.dumps(result.summary(), indent=2, allow_nan=False)

@@ -1,9 +1,7 @@
 """The command line: what it refuses, and that a run of it works and goes on."""
 
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -223,15 +221,3 @@ def test_a_run(repository, tmp_path):
         assert f"budget of {budget} experiments is spent" in result.output
     assert (tmp_path / "out/results.md").read_text().count("| keep |") >= 1
     assert not list((tmp_path / "out").glob("worktrees/*"))
-
-
-def test_an_interrupt_that_is_lost_stops_the_run_at_the_next_step():
-    """As one within ``__del__`` is, which Python prints and forgets."""
-    interrupts, before = autokernel_cli._Interrupts(), signal.getsignal(signal.SIGINT)
-    with interrupts:
-        interrupts.check("one")
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            interrupts.check("two")
-    assert signal.getsignal(signal.SIGINT) is before

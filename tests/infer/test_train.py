@@ -357,4 +357,5 @@ def test_interrupted(model):
         stdout, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, stdout, stderr) == (130, "", "interrupted\n"), told
+    # Where it came in a callback, Python has printed it first.
+    assert (process.returncode, stdout) == (130, "") and stderr.endswith("interrupted\n"), (told, stderr)

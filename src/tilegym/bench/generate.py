@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tilegym import interrupts
 from tilegym.bench.prompts import Batch
 
 
@@ -188,6 +189,7 @@ def _first_token_clock(device: torch.device, batch_size: int) -> Any:
             self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=device)
 
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            interrupts.check()
             if self.first is None:
                 _synchronize(device)
                 self.first = time.perf_counter()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tilegym import interrupts
 from tilegym.bench import compare
 from tilegym.bench import gradients
 from tilegym.bench.prompts import Batch
@@ -95,6 +96,7 @@ class Trainer:
 
     def step(self, mark: Callable[[], None] = lambda: None) -> torch.Tensor:
         """A step; returns the loss. ``mark`` is called before it and after each of its three parts."""
+        interrupts.check()
         batch = self._batches[self._taken % len(self._batches)]
         self._taken += 1
         mark()
