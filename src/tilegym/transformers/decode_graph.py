@@ -11,7 +11,6 @@ caches of the caller's) runs as transformers does it.
 import contextlib
 import inspect
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +24,6 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from tilegym.errors import FallbackWarning
 from tilegym.ops import argmax
 from tilegym.transformers.attention import NAMES as ATTENTION
 from tilegym.transformers.cache_name import CACHE
@@ -33,6 +31,7 @@ from tilegym.transformers.decode_cache import RECURRENT
 from tilegym.transformers.decode_cache import DecodeCache
 from tilegym.transformers.graph_capture import Fingerprint
 from tilegym.transformers.graph_capture import capture
+from tilegym.transformers.graph_capture import warn
 from tilegym.transformers.prompt_graph import PromptGraphs
 from tilegym.transformers.rotary_rows import RotaryRows
 from tilegym.transformers.side_stream import Aside
@@ -144,8 +143,7 @@ class Session:
             graph, self.logits[how] = capture(lambda: self._run(model, *how), state, self.tokens.device)
         except Exception as error:  # whatever a model does that a graph cannot hold
             self.graphs[how] = _NO_GRAPH
-            why = str(error).strip().partition("\n")[0]
-            warnings.warn(f"{type(model).__name__} decodes without a CUDA graph: {why}", FallbackWarning, stacklevel=2)
+            warn(model, "decodes", error)
         else:
             self.graphs[how] = graph
 

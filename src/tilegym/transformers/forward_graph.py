@@ -14,7 +14,6 @@ import copy
 import functools
 import inspect
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import ModelOutput
 from transformers.utils.import_utils import is_tracing
 
-from tilegym.errors import FallbackWarning
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import full_masks
 from tilegym.transformers.forwards import BoundForward
@@ -43,6 +41,7 @@ from tilegym.transformers.graph_capture import capture
 from tilegym.transformers.graph_capture import distance
 from tilegym.transformers.graph_capture import is_hooked
 from tilegym.transformers.graph_capture import rotates_by_length
+from tilegym.transformers.graph_capture import warn
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
@@ -221,7 +220,7 @@ def _capture(
         leaves = _leaves(results)
     except _Unsuitable as error:  # another form, without a cache, may be kept
         if not kept.refused:
-            _warn(model, error)
+            warn(model, "runs", error)
         kept.refused.add(form)
         return
     try:
@@ -238,15 +237,10 @@ def _capture(
         if not all(_is_close(a, b) for a, b in zip(_leaves(again), leaves, strict=True)):
             raise _Unsuitable("its results differ from run to run")
     except Exception as error:  # whatever a model does that a graph cannot hold
-        _warn(model, error)
+        warn(model, "runs", error)
         kept.failed = True
     else:
         kept.forms[form] = made
-
-
-def _warn(model: nn.Module, error: Exception) -> None:
-    why = str(error).strip().partition("\n")[0]
-    warnings.warn(f"{type(model).__name__} runs without a CUDA graph: {why}", FallbackWarning, stacklevel=3)
 
 
 def _with_mask(forward: Callable, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """CUDA graphs of what a model launches, and what tells whether it would launch the same again."""
 
+import warnings
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -11,6 +12,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from tilegym.backend import get_current_backend
+from tilegym.errors import FallbackWarning
 
 
 class _NumbersAreFilledIn(TorchFunctionMode):
@@ -89,6 +91,12 @@ def capture(
     finally:
         restore()
     return graph, result
+
+
+def warn(model: nn.Module, does: str, error: Exception) -> None:
+    """Says that ``model`` does something without a CUDA graph, and why."""
+    why = str(error).strip().partition("\n")[0]
+    warnings.warn(f"{type(model).__name__} {does} without a CUDA graph: {why}", FallbackWarning, stacklevel=3)
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -11,7 +11,6 @@ of the first prompt that does not fill its room. Models with hooks, and in train
 
 import inspect
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +18,13 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from tilegym.errors import FallbackWarning
 from tilegym.transformers.cache_name import CACHE
 from tilegym.transformers.decode_cache import DecodeCache
 from tilegym.transformers.graph_capture import all_modules_are_hooked
 from tilegym.transformers.graph_capture import capture
 from tilegym.transformers.graph_capture import distance
 from tilegym.transformers.graph_capture import is_hooked
+from tilegym.transformers.graph_capture import warn
 
 MOST_TOKENS = 8192  # of all sequences together: what a graph computes with stays allocated
 MOST_GRAPHS = 32  # of one session
@@ -182,7 +181,5 @@ class PromptGraphs:
     def _give_up(self, model: nn.Module, error: Exception, prefill: Callable[[], Tensor]) -> Tensor:
         self.suited, self.pool = False, None
         self.forms.clear()
-        why = str(error).strip().partition("\n")[0]
-        message = f"{type(model).__name__} takes in prompts without a CUDA graph: {why}"
-        warnings.warn(message, FallbackWarning, stacklevel=3)
+        warn(model, "takes in prompts", error)
         return prefill()
