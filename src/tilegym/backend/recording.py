@@ -9,7 +9,6 @@ that allocate so much that the GPU is at work for longer than the host. While to
 """
 
 import inspect
-import operator
 import sys
 import threading
 from collections.abc import Callable
@@ -19,8 +18,11 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilegym.backend import allocation
 from tilegym.backend import recording_source
+from tilegym.backend.recording_writer import NotRepeatable
+from tilegym.backend.recording_writer import Recorded
+from tilegym.backend.recording_writer import Submission
+from tilegym.backend.recording_writer import write
 
 MAX_KINDS = 1024  # of calls of one op; lengths that grow by one, as in decoding, give a new kind each time
 # That a call allocates: to write as much takes an H200 longer than a call takes the host. Repeated calls keep all that
@@ -154,10 +156,6 @@ def refuse() -> None:
         recorder.refused = True
 
 
-class _NotRepeatable(Exception):
-    pass
-
-
 class Recorder(TorchDispatchMode):
     """Watches what a call with ``tensors`` (None among them for those not given) does with memory."""
 
@@ -166,15 +164,9 @@ class Recorder(TorchDispatchMode):
         self.thread = threading.get_ident()
         self.put_off = False
         self.answers: list[tuple[Callable, Any]] = []
-        self._launches: list[tuple] = []
-        self._inputs = tensors
         self.refused = False
-        # By a tensor's id, itself (so that no other gets this id), and the input or allocation that it is part of.
-        self._parts = {id(t): (t, t) for t in tensors if t is not None}
+        self._seen = Recorded(tensors)
         self._bytes = 0
-        self._source = recording_source.Repeat(len(tensors))
-        self._memory = {id(t): (f"t{i}", _geometry(t, t)) for i, t in enumerate(tensors) if t is not None}
-        self._slots: dict[tuple, str] = {}  # names, by the input or allocation that it is in and its geometry
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -185,35 +177,36 @@ class Recorder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if self.refused:
             return result
+        parts = self._seen.parts
         if function in _ALLOCATIONS:
-            self._parts[id(result)] = result, result
+            parts[id(result)] = result, result
             self._bytes += result.nbytes
-        elif function.is_view and args and id(args[0]) in self._parts:
-            root = self._parts[id(args[0])][1]
+        elif function.is_view and args and id(args[0]) in parts:
+            root = parts[id(args[0])][1]
             for view in result if isinstance(result, list | tuple) else (result,):
-                self._parts[id(view)] = view, root
+                parts[id(view)] = view, root
                 # Some make a copy where no view will do: reshape, in inference mode.
                 self.refused |= view.untyped_storage()._cdata != root.untyped_storage()._cdata
         else:
             self.refused = True
         if self.refused or self._bytes > MAX_BYTES:
             self.refused = True
-            self._parts.clear()
-            self._launches.clear()
+            parts.clear()
+            self._seen.launches.clear()
         return result
 
-    def launch(self, submit: Callable, device: int, grid: tuple, kernel: Any, args: tuple, overlap: bool) -> None:
-        """Has ``submit`` launch a kernel with the arguments behind it, and takes it down."""
+    def launch(self, how: Submission, device: int, grid: tuple, kernel: Any, args: tuple, overlap: bool) -> None:
+        """Has ``how.submit`` launch a kernel with the arguments behind it, and takes it down."""
         if self.thread != threading.get_ident():
-            submit(device, grid, kernel, args, overlap)
+            how.submit(device, grid, kernel, args, overlap)
             return
         self.__exit__(None, None, None)  # in the interpreter kernels compute with PyTorch
         try:
-            submit(device, grid, kernel, args, overlap)
+            how.submit(device, grid, kernel, args, overlap)
         finally:
             self.__enter__()
         if not self.refused:
-            self._launches.append((submit, device, grid, kernel, args, overlap))
+            self._seen.launches.append((how, device, grid, kernel, args, overlap))
 
     def lent(self, give: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
         """What ``give()`` returns, and takes down what it is."""
@@ -222,94 +215,19 @@ class Recorder(TorchDispatchMode):
             given = give()
         finally:
             self.__enter__()
-        for tensor, name in zip(given, self._source.lent(give, len(given)), strict=True):
-            self._parts[id(tensor)] = tensor, tensor
-            self._memory[id(tensor)] = name, _geometry(tensor, tensor)
+        self._seen.lent.append((give, given))
+        for tensor in given:
+            self._seen.parts[id(tensor)] = tensor, tensor
         return given
 
     def recording(self, result: Any) -> Recording | None:
         """Of the call, which has returned ``result``; None if it cannot be repeated."""
-        if self.refused or not self._launches:
+        if self.refused or not self._seen.launches:
             return None
-        source = self._source
-        outputs = result if type(result) in (tuple, list) else (result,)
         try:
-            # Outputs first: they shall be allocations themselves, and no views of some.
-            returned = [self._slot(output) for output in outputs]
-            for submit, device, grid, kernel, args, overlap in self._launches:
-                names = [self._argument(arg) for arg in args]
-                source.launch(submit, device, grid, kernel, names, overlap)
-        except _NotRepeatable:
+            return Recording(write(self._seen, result), tuple(self.answers))
+        except NotRepeatable:
             return None
-        text = recording_source.several(returned, type(result)) if outputs is result else returned[0]
-        return Recording(source.returning(text), tuple(self.answers))
-
-    def _argument(self, value: Any) -> str:
-        """The name of an argument of a kernel."""
-        if isinstance(value, torch.Tensor):
-            return self._slot(value)
-        if type(value) is list and all(isinstance(v, torch.Tensor) for v in value):
-            return recording_source.several([self._slot(v) for v in value], list)
-        if not _is_plain(value):
-            raise _NotRepeatable
-        return self._source.constant(value)
-
-    def _slot(self, tensor: Any) -> str:
-        """The name of what a tensor of the call, or None, will be: it is an input, or made now."""
-        if tensor is None:
-            return "None"
-        if id(tensor) not in self._parts:
-            raise _NotRepeatable
-        root = self._parts[id(tensor)][1]
-        wanted = _geometry(root, tensor)
-        if (id(root), wanted) not in self._slots:
-            if id(root) not in self._memory:
-                self._memory[id(root)] = self._allocate(root, tensor)
-            slot, geometry = self._memory[id(root)]
-            if wanted != geometry:
-                slot = self._source.make(slot, _view(geometry, wanted))
-            self._slots[id(root), wanted] = slot
-        return self._slots[id(root), wanted]
-
-    def _allocate(self, root: torch.Tensor, tensor: torch.Tensor) -> tuple[str, tuple]:
-        """Makes what ``root`` is, laid out as ``tensor``, its first use, where that is all of it; name and geometry."""
-        if root.dtype == tensor.dtype and _is_dense(tensor) and tensor.numel() == root.numel() and _is_dense(root):
-            geometry = _geometry(root, tensor)
-        else:
-            geometry = _geometry(root, root)
-        if root.device not in [t.device for t in self._inputs if t is not None]:
-            raise _NotRepeatable
-        dtype, shape, strides, _ = geometry
-        return self._source.allocate(allocation.empty_on(root.device), tuple(shape), strides, dtype), geometry
-
-
-def _geometry(root: torch.Tensor, tensor: torch.Tensor) -> tuple:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset() - root.storage_offset()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor takes as many elements in memory as it has."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() == 0 or last + 1 == tensor.numel()
-
-
-def _view(of: tuple, wanted: tuple) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from a tensor of geometry ``of`` to its view of the other geometry."""
-    dtype, shape, strides, offset = wanted
-    if dtype.itemsize != of[0].itemsize:
-        raise _NotRepeatable
-    if dtype == of[0] and offset == of[3]:
-        return operator.methodcaller("as_strided", shape, strides)
-    ahead = offset - of[3]
-    if dtype == of[0]:
-        return lambda tensor: tensor.as_strided(shape, strides, tensor.storage_offset() + ahead)
-    return lambda tensor: tensor.view(dtype).as_strided(shape, strides, tensor.storage_offset() + ahead)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _has_tensors(kind: tuple) -> bool:

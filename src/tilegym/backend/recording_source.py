@@ -94,9 +94,11 @@ class Repeat:
     def __init__(self, inputs: int) -> None:
         self._parameters = [f"t{i}" for i in range(inputs)]
         self._constants: list[Any] = []
+        self._looking: list[str] = []
         self._making: list[str] = []
         self._lending: list[str] = []
         self._launching: list[str] = []
+        self._addresses: dict[str, str] = {}
 
     def constant(self, value: Any) -> str:
         """The name of a value that is the same in all calls."""
@@ -123,6 +125,15 @@ class Repeat:
         self._lending.append(f"{several(names)} = {self.constant(give)}()")
         return names
 
+    def address(self, tensor: str, ahead: int) -> str:
+        """The address so many bytes behind that of the tensor of this name."""
+        if tensor not in self._addresses:
+            self._addresses[tensor] = name = f"a{len(self._addresses)}"
+            lines = self._looking if tensor[0] == "t" else self._launching
+            lines.append(f"{name} = {tensor}.data_ptr()")
+        name = self._addresses[tensor]
+        return f"{name} + {ahead}" if ahead else name
+
     def launch(
         self, submit: Callable, device: int, grid: tuple[int, ...], kernel: Any, args: list[str], overlap: bool
     ) -> None:
@@ -131,10 +142,33 @@ class Repeat:
         last = self.constant(overlap)
         self._launching.append(f"{self.constant(submit)}({', '.join(where)}, {several(args)}, {last})")
 
+    def launch_at(self, submit: Callable[..., int], addresses: list[str], otherwise: Callable | None) -> None:
+        """Launches with tensors at these addresses, behind all making.
+
+        Where ``submit`` does not return 0: ``otherwise`` does all that the function does, if this is the first launch;
+        None, if it is not.
+        """
+        self._launching.append(f"error = {self.constant(submit)}({', '.join(addresses)})")
+        if otherwise is not None:
+            self._launching.append(f"if error: return {self.constant(otherwise)}({', '.join(self._parameters)})")
+        else:
+            self._launching.append(f"if error: {self.constant(_launch_failed)}(error)")
+
+    def look(self, alignment: int, otherwise: Callable) -> None:
+        """Leaves it to ``otherwise`` if an argument's address that was asked for is no multiple of ``alignment``."""
+        if self._looking:
+            addresses = " | ".join(line.split(" = ")[0] for line in self._looking)
+            call = f"{self.constant(otherwise)}({', '.join(self._parameters)})"
+            self._looking.append(f"if ({addresses}) & {alignment - 1}: return {call}")
+
     def returning(self, result: str) -> Callable[..., Any]:
         """The function, which returns this."""
-        lines = [*self._making, *self._lending, *self._launching, f"return {result}"]
+        lines = [*self._looking, *self._making, *self._lending, *self._launching, f"return {result}"]
         return _bound(tuple(self._parameters), tuple(lines), len(self._constants))(*self._constants)
+
+
+def _launch_failed(error: int) -> None:
+    raise RuntimeError(f"The CUDA driver did not take a launch: error {error}")
 
 
 @functools.cache

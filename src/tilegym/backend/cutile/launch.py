@@ -7,6 +7,8 @@ import torch
 
 from tilegym.backend import allocation
 from tilegym.backend import recording
+from tilegym.backend.cutile import direct_launch
+from tilegym.backend.recording_writer import Submission
 from tilegym.errors import UnsupportedError
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -33,16 +35,16 @@ def launch(
     if 0 in grid:
         return
     if like.is_cuda:
-        submit, index = _to_gpu if allocation.one_gpu() else _to_one_of_several_gpus, like.get_device()
+        how, index = _ONE_GPU if allocation.one_gpu() else _SEVERAL_GPUS, like.get_device()
     elif like.device.type == "cpu":
-        submit, index = _to_interpreter, -1
+        how, index = _INTERPRETER, -1
     else:
         raise UnsupportedError(f"cuTile kernels do not run on {like.device.type} tensors")
     recorder = recording.active
     if recorder is None:
-        submit(index, grid, kernel, args, overlap)
+        how.submit(index, grid, kernel, args, overlap)
     else:
-        recorder.launch(submit, index, grid, kernel, args, overlap)
+        recorder.launch(how, index, grid, kernel, args, overlap)
 
 
 def _to_one_of_several_gpus(
@@ -76,3 +78,8 @@ def _to_interpreter(index: int, grid: tuple[int, ...], kernel: ct.kernel, args: 
     from tilegym import interpreter
 
     interpreter.launch(grid, kernel, args)
+
+
+_ONE_GPU = Submission(_to_gpu, direct_launch.prepare)
+_SEVERAL_GPUS = Submission(_to_one_of_several_gpus, direct_launch.prepare)
+_INTERPRETER = Submission(_to_interpreter, None)
