@@ -23,12 +23,14 @@ from tilegym.backend import slower
 from tilegym.backend.recording import Recordings
 from tilegym.backend.selector import PREFER_CUTILE
 from tilegym.backend.selector import eager_backend
+from tilegym.backend.wrapped import any_wrapped
 from tilegym.errors import BackendError
 from tilegym.errors import FallbackWarning
 from tilegym.errors import RegistrationError
 from tilegym.errors import UnsupportedError
 
 FALLBACK_BACKEND = "pytorch"
+_WRAPPED = UnsupportedError("a tensor stands for others, as a DTensor does for the parts of several processes")
 RECORDED_BACKEND = "cutile"
 Observer = Callable[[str, str], contextlib.AbstractContextManager]
 
@@ -74,6 +76,8 @@ class Op:
         # Those who chose for longer than this call were told already whether the backend can run.
         if impl is None or named and not _can_run(chosen):
             return self.call_without(chosen, args, kwargs)
+        if chosen != FALLBACK_BACKEND and not is_compiling() and any_wrapped((*args, *kwargs.values())):
+            return self.call_without(chosen, args, kwargs, _WRAPPED)
         try:
             if _observer is None:
                 return impl(*args, **kwargs)

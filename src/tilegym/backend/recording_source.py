@@ -45,7 +45,8 @@ def call_of(signature: inspect.Signature, name: str, names: dict[str, Any]) -> C
         among = typing.get_args(parameter.annotation) if union else (parameter.annotation,)
         given = "" if type(None) not in among else f"None if {name_} is None else "
         if torch.Tensor in among:
-            of = f"{name_}.dtype, {name_}.shape, {name_}.{device}, {name_}.is_contiguous() or {name_}.stride()"
+            of = f"{name_}.__class__, {name_}.dtype, {name_}.shape, {name_}.{device}"
+            of += f", {name_}.is_contiguous() or {name_}.stride()"
             kind.append(f"{given}({of})" if given else of)
             tensors.append(name_)
             gradients.append(f"({name_} is not None and {name_}.requires_grad)" if given else f"{name_}.requires_grad")
@@ -79,7 +80,10 @@ def {name}({", ".join(parameters)}):
 def _several_tensors(tensors: list[torch.Tensor | None]) -> tuple:
     """Of a list of tensors, its part of the kind."""
     return tuple(
-        [None if t is None else (t.dtype, t.shape, t.device, t.is_contiguous() or t.stride()) for t in tensors]
+        [
+            None if t is None else (t.__class__, t.dtype, t.shape, t.device, t.is_contiguous() or t.stride())
+            for t in tensors
+        ]
     )
 
 

@@ -24,6 +24,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from tilegym.backend.wrapped import is_wrapped
 from tilegym.ops import argmax
 from tilegym.transformers.attention import NAMES as ATTENTION
 from tilegym.transformers.cache_name import CACHE
@@ -210,6 +211,8 @@ def suits(model: nn.Module) -> str:
         return "it is spread over several devices"
     if any(parameter.is_meta for parameter in model.parameters()):  # as under accelerate's cpu_offload
         return "its weights are on the meta device"
+    if any(is_wrapped(parameter) for parameter in model.parameters()):
+        return "its weights are spread over several processes"
     return ""
 
 
@@ -259,6 +262,8 @@ def sample(
     call = model, input_ids, logits_processor, stopping_criteria, generation_config
     with contextlib.ExitStack() as stack:
         if _is_plain(model, generation_config, stopping_criteria, model_kwargs) and stack.enter_context(_turn(model)):
+            if model.device.type == "cuda":  # it need not be the current one
+                stack.enter_context(torch.cuda.device(model.device))
             # What is kept for the next call must not be tensors that only inference mode may write to.
             with torch.inference_mode(False), torch.no_grad():
                 session = session_for(model, input_ids.shape[0], stopping_criteria.max_length)

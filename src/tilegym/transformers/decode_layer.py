@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from tilegym.backend.wrapped import is_wrapped
 from tilegym.ops import fmha_decode
 from tilegym.ops import linear
 from tilegym.ops import linear_add
@@ -175,8 +176,11 @@ def misfit(layer: nn.Module) -> str:
         if not _is_patched(part) or part._forward_hooks or part._forward_pre_hooks:
             return f"its {name} is not patched" if not _is_patched(part) else f"its {name} has hooks"
     owners = [part for name, part in zip(names, parts, strict=True) if name != "linear_attn"]
-    if len({p.dtype for part in owners for p in part.parameters(recurse=False)}) > 1:
+    parameters = [p for part in owners for p in part.parameters(recurse=False)]
+    if len({p.dtype for p in parameters}) > 1:
         return "its parameters are of several dtypes"
+    if any(map(is_wrapped, parameters)):
+        return "its parameters are spread over several processes"
     mlp = layer.mlp
     if _is_gated(layer):
         if any(part.bias is not None for name in _INTO_MLP if (part := getattr(mlp, name, None)) is not None):

@@ -29,6 +29,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import ModelOutput
 from transformers.utils.import_utils import is_tracing
 
+from tilegym.backend.wrapped import is_wrapped
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import full_masks
 from tilegym.transformers.forwards import BoundForward
@@ -213,7 +214,7 @@ def _capture(
     device, room = tensors[0].device, kept.room(tensors[0].device)
     if room < 0:
         return
-    if is_hooked(model) or any(p.device != device for p in model.parameters()):
+    if is_hooked(model) or any(p.device != device or is_wrapped(p) for p in model.parameters()):
         kept.failed = True
         return
     try:

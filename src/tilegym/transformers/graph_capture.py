@@ -1,5 +1,6 @@
 """CUDA graphs of what a model launches, and what tells whether it would launch the same again."""
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from itertools import chain
@@ -71,6 +72,13 @@ def capture(
         for tensor, value in zip(state, values, strict=True):
             tensor.copy_(value)
 
+    with contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device):  # which need not be current
+        return _capture(run, restore, device, pool)
+
+
+def _capture(
+    run: Callable[[], Any], restore: Callable[[], None], device: torch.device, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Any]:
     stream = torch.cuda.Stream(device)
     graph = torch.cuda.CUDAGraph()
     try:

@@ -34,7 +34,7 @@ class LateFlag:
     """A boolean of the device that the host reads one posting later, when it has long been copied."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+        self._device, self._pinned = device, device.type == "cuda"
         self._posts: list[tuple[Tensor, int, Any]] = []
 
     def post(self, flag: Tensor, length: int) -> None:
@@ -43,7 +43,7 @@ class LateFlag:
         event = None
         if self._pinned:
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
         self._posts.append((copy, length, event))
 
     def read(self, wait_for_last: bool = False) -> int | None:
