@@ -1,4 +1,4 @@
-"""Patched models on GPUs that are not the current one, on several, and with weights of which each process has a part."""
+"""Patched models on GPUs that are not the current one, on several, and with weights that are spread over processes."""
 
 import copy
 import threading

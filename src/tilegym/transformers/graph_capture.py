@@ -1,6 +1,7 @@
 """CUDA graphs of what a model launches, and what tells whether it would launch the same again."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 from itertools import chain
@@ -48,6 +49,12 @@ def _end_for_generator(device: torch.device) -> None:
     generator.graphsafe_set_state(generator.clone_state())
 
 
+@functools.cache
+def _capture_stream(index: int) -> torch.cuda.Stream:
+    """The stream of a GPU on which all of its graphs are captured."""
+    return torch.cuda.Stream(index)
+
+
 def capture(
     run: Callable[[], Any], state: list[Tensor], device: torch.device, pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -88,9 +95,19 @@ def _capture(
                 run()
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
-        # What other threads do meanwhile (loaders that pin memory, say) is none of the graph's business, nor forbidden.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), _NumbersAreFilledIn():
-            result = run()
+        # As torch.cuda.graph does, but for its stream: that is of the GPU that was current when it was first used.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(_capture_stream(torch.cuda.current_device())), _NumbersAreFilledIn():
+            # What other threads do meanwhile (loaders that pin memory, say) is not the graph's business, nor forbidden.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+            except Exception:
+                with contextlib.suppress(RuntimeError):  # of a capture that has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
     except Exception:
         torch.cuda.synchronize()
         if device.type == "cuda":
