@@ -62,26 +62,33 @@ def test_same_tokens(family):
 
 
 @hybrids
-def test_logits_and_states_are_those_of_the_models_own_prefill(family):
+@pytest.mark.parametrize("with_padding", [False, True])
+def test_logits_and_states_are_those_of_the_models_own_prefill(family, with_padding):
     """Also behind prompts shorter than the convolution, and right behind longer ones."""
     model = make(family)
     with monkey_patch.apply(model, use_cutile=False), torch.no_grad():
-        session = decode_graph.session_for(model, 1, 256)
+        session = decode_graph.session_for(model, 2, 256)
         for length in LENGTHS + LENGTHS[::-1]:
-            ids = tokens(1, length, seed=length)
-            own = model(ids, use_cache=True)
+            ids, mask = tokens(2, length, seed=length), None
+            positions = torch.arange(length, device=ids.device)[None]
+            if with_padding:  # of tokens that would show
+                mask = torch.ones_like(ids)
+                mask[0, : length // 2] = 0
+                positions = (mask.cumsum(1) - 1).clamp(min=0)
+            inputs = dict(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
+            own = model(**inputs)
             session.cache.set_length(0)
-            prefill = functools.partial(_prefill, model, ids, session.cache)
-            got = session.prompts.run(model, ids, None, None, prefill)
+            prefill = functools.partial(_prefill, model, inputs, session.cache)
+            got = session.prompts.run(model, ids, mask, positions, prefill)
             kept = [layer for layer in cache_of(own).layers if hasattr(layer, "conv_states")]
             wanted = [state for layer in kept for state in (layer.conv_states[0], layer.recurrent_states[0])]
             for a, b in zip([got, *session.cache.states()], [own.logits[:, -1], *wanted], strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        assert set(session.prompts.forms) == {(False, 16), (False, 32), (False, 80)}
+        assert set(session.prompts.forms) == {(with_padding, room) for room in (16, 32, 80)}
 
 
-def _prefill(model, ids, cache):
-    return model(ids, use_cache=True, **{CACHE: cache}).logits[:, -1]
+def _prefill(model, inputs, cache):
+    return model(**inputs, **{CACHE: cache}).logits[:, -1]
 
 
 @hybrids
