@@ -16,6 +16,7 @@ from test_prompt_graph import on_every_device  # noqa: F401
 from test_qwen3_5 import QWEN3_5
 from test_qwen3_5 import QWEN3_5_MOE
 from test_qwen3_5 import QWEN3_NEXT
+from test_qwen3_5 import pytestmark  # noqa: F401
 from tiny_models import padded
 from tiny_models import tokens
 

@@ -1,7 +1,7 @@
-"""Prompts that leave room, for layers of linear attention: to their states no token may be added behind the prompt.
+"""Prompts that leave room, for layers of linear attention: what comes behind the prompt would change their states.
 
-What fills the room goes to them as padding before it. So they see what transformers shows them of a batch with left
-padding: zeros, of which the convolution and the delta rule make nothing, and behind them the prompt.
+So what fills the room comes before it in them, as zeros: what transformers shows them of a sequence that is padded on
+the left. Of zeros the convolution and the delta rule make nothing.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ def linear_attentions(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def room_comes_first(layers: list[nn.Module], cache: DecodeCache, last: Tensor, room: int) -> Iterator[None]:
-    """Within it ``layers`` get the tokens [B, room] that are called with ``cache`` in another order, and what they give
-    is put back: those behind ``last`` [1] come first, as zeros."""
+    """Within it ``layers``, where they are called with ``cache``, get their tokens [B, room] in another order: those
+    behind ``last`` [1] first, as zeros. What they give is in the former order again."""
     if not layers:
         yield
         return
