@@ -9,7 +9,6 @@ from family_parity import Parity
 from family_parity import logits
 from family_parity import make
 from family_parity import ops_called
-from test_decode_graph import generate
 from tiny_models import assert_close
 from tiny_models import backends
 from tiny_models import observed
@@ -132,15 +131,6 @@ def test_one_sequence_decodes_by_fused_steps(family, backend):
             assert (decode_layer.misfit(layers[0]) != "") == (part is not layers[1].self_attn.q_norm or not linear)
             assert (decode_layer.misfit(layers[1]) != "") == (part is layers[1].self_attn.q_norm)
             handle.remove()
-
-
-def test_prompts_of_layers_with_states_run_as_they_are(family):
-    """What fills the room of a graph would change the states."""
-    model, prompts = make(family), [tokens(1, n) for n in (9, 10, 11)]
-    expected = [generate(model, ids) for ids in prompts]
-    with decode_graph.eager_steps("cpu"), monkey_patch.apply(model, use_cutile=False):
-        assert all(torch.equal(generate(model, ids), e) for ids, e in zip(prompts, expected, strict=True))
-        assert not decode_graph._sessions[model].prompts.forms
 
 
 def test_three_positions_alike_take_rows_of_the_rotary_embedding(monkeypatch):

@@ -67,8 +67,13 @@ class DecodeCache(Cache):
         self._positions = None
         self.started = length > 0
         if not self.started:
-            for layer in self.recurrent:
-                layer.reset()
+            self.set_has_states(False)
+
+    def set_has_states(self, whether: bool) -> None:
+        """Whether the next tokens go on from the states of the recurrent layers, or replace them."""
+        for layer in self.recurrent:
+            held = layer.has_previous_state  # a dict; in older transformers a bool
+            layer.has_previous_state = dict.fromkeys(held, whether) if isinstance(held, dict) else whether
 
     def advance(self) -> None:
         """Counts the token that every layer has put in."""
@@ -77,7 +82,11 @@ class DecodeCache(Cache):
 
     def state(self) -> list[Tensor]:
         """What a step changes besides the keys and values that it appends."""
-        states = [self._counters]
+        return [self._counters, *self.states()]
+
+    def states(self) -> list[Tensor]:
+        """Those of the recurrent layers."""
+        states: list[Tensor] = []
         for layer in self.recurrent:
             for held in (layer.conv_states, layer.recurrent_states):  # a dict; in older transformers a tensor
                 states += [t for t in (held.values() if isinstance(held, dict) else (held,)) if t is not None]
