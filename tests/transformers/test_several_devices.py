@@ -80,9 +80,9 @@ def test_a_model_over_both_gpus(patched_first):
 
 
 @gpu
-@two_gpus
-def test_threads_with_a_gpu_each():
-    models = [llama(index).to(f"cuda:{index}") for index in range(2)]
+@pytest.mark.parametrize("second", [0, pytest.param(1, marks=two_gpus)])
+def test_threads_with_a_model_each(second):
+    models = [llama(0).to("cuda:0"), llama(1).to(f"cuda:{second}")]
     expected = [generated(model) for model in models]
     found: list[list] = [[], []]
     for model in models:

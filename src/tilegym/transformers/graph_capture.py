@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from itertools import chain
@@ -49,9 +50,12 @@ def _end_for_generator(device: torch.device) -> None:
     generator.graphsafe_set_state(generator.clone_state())
 
 
+_one_at_a_time = threading.RLock()  # of all threads
+
+
 @functools.cache
 def _capture_stream(index: int) -> torch.cuda.Stream:
-    """The stream of a GPU on which all of its graphs are captured."""
+    """The stream of a GPU on which all of its graphs are captured: libraries keep memory for each that they see."""
     return torch.cuda.Stream(index)
 
 
@@ -96,9 +100,10 @@ def _capture(
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
         # As torch.cuda.graph does, but for its stream: that is of the GPU that was current when it was first used.
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        with torch.cuda.stream(_capture_stream(torch.cuda.current_device())), _NumbersAreFilledIn():
+        stream = _capture_stream(torch.cuda.current_device())
+        with _one_at_a_time, torch.cuda.stream(stream), _NumbersAreFilledIn():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
             # What other threads do meanwhile (loaders that pin memory, say) is not the graph's business, nor forbidden.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
