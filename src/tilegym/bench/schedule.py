@@ -19,6 +19,7 @@ Task = tuple[Benchmark, Shape, tuple[str, ...]]
 IMPORTANCE = (
     "fmha",
     "fmha_decode",
+    "fmha_varlen",
     "linear",
     "matmul",
     "fused_moe",

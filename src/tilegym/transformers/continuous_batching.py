@@ -1,11 +1,15 @@
 """transformers' continuous batching (``generate_batch``, ``init_continuous_batching``) of a model with our attention.
 
-Its keys and values lie in pages, which are written within the attention function, and it takes transformers' own
-attention functions only: for as long as its manager runs, the model has one of these. All else of a patch stays.
+Its manager takes transformers' own attention functions only, by their names, and is made with one of these; then the
+model gets ours, before the manager looks at what masks there have to be. A transformers that does it in another way
+than those known to :mod:`tilegym.transformers.paged_attention` keeps its own until the manager is stopped.
 """
 
+import copy
 import functools
+import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +17,17 @@ from torch import nn
 
 from tilegym.errors import FallbackWarning
 from tilegym.transformers.attention import NAMES
+from tilegym.transformers.attention import name_in_batching
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
+# The last manager of each model: by reference, since it holds the model.
+_managers: "weakref.WeakKeyDictionary[nn.Module, weakref.ref]" = weakref.WeakKeyDictionary()
+
 
 def use_attention(patches: PatchSet, backend: str | None, model: nn.Module, where: Entry) -> None:
-    """Lets ``model`` use TileGym's attention, but where transformers batches continuously."""
+    """Lets ``model`` use TileGym's attention, in continuous batching too."""
     if patches.use_attention(model, NAMES[backend], where):
         support(patches, model, backend)
 
@@ -27,13 +35,14 @@ def use_attention(patches: PatchSet, backend: str | None, model: nn.Module, wher
 def support(patches: PatchSet, owner: nn.Module | type, backend: str | None) -> None:
     """Gives a model or a class :func:`batching` in the place of transformers' method."""
     patches.support(owner, "init_continuous_batching", batching(backend))
+    patches.on_revert(functools.partial(_end, owner))
 
 
 @reproducible
 def batching(backend: str | None) -> Callable:
-    """An ``init_continuous_batching`` for which the model's attention is transformers' default one until the manager
-    that it returns is stopped, with a FallbackWarning. One for each backend: patches that lie one over the other are
-    told apart by their functions."""
+    """An ``init_continuous_batching`` that batches with the model's own attention. Where transformers does not let it,
+    the attention is its default one until the manager that is returned is stopped, with a FallbackWarning. One for each
+    backend: patches that lie one over the other are told apart by their functions."""
 
     def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
         from transformers import GenerationMixin
@@ -41,24 +50,53 @@ def batching(backend: str | None) -> Callable:
         ours = model.config._attn_implementation
         if ours not in NAMES.values():
             return GenerationMixin.init_continuous_batching(model, *args, **kwargs)
-        model.set_attn_implementation(model.get_correct_attn_implementation(None))
+        name = name_in_batching(ours)
         try:
+            # Older ones ask for a prefix, and take any name that has it.
+            prefixed = name is not None and name != ours
+            model.set_attn_implementation(name if prefixed else model.get_correct_attn_implementation(None))
+            if name == ours:
+                args, kwargs = _without_flash(GenerationMixin.init_continuous_batching, model, args, kwargs)
             manager = GenerationMixin.init_continuous_batching(model, *args, **kwargs)
+            if name == ours:
+                model.set_attn_implementation(ours)
         except BaseException:
             model.set_attn_implementation(ours)
             raise
-        theirs = model.config._attn_implementation
-        warnings.warn(
-            f"continuous batching of {type(model).__name__}: attention is transformers' {theirs!r} instead of "
-            "TileGym's, which knows no pages of keys and values",
-            FallbackWarning,
-            stacklevel=2,
-        )
+        if name is None:
+            warnings.warn(
+                f"continuous batching of {type(model).__name__}: attention is transformers' "
+                f"{model.config._attn_implementation!r} instead of TileGym's, which this transformers does not take",
+                FallbackWarning,
+                stacklevel=2,
+            )
+        else:
+            _managers[model] = weakref.ref(manager)
         if "stop" not in vars(manager):  # a manager that is kept for the next session comes back here
             manager.stop = functools.partial(_stop, manager, model, ours)
         return manager
 
     return init_continuous_batching
+
+
+def _without_flash(method: Callable, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of ``method``, ``init_continuous_batching``, so that it looks for no flash attention to switch to,
+    which it might have to download."""
+    from transformers import ContinuousBatchingConfig
+
+    arguments = inspect.signature(method).bind(model, *args, **kwargs).arguments
+    generation_config = arguments.get("generation_config") or model.generation_config
+    config = arguments.get("continuous_batching_config")
+    if config is None:
+        config = getattr(generation_config, "continuous_batching_config", None)
+        if isinstance(config, ContinuousBatchingConfig):  # transformers says that it belongs elsewhere
+            return args, kwargs
+        config = ContinuousBatchingConfig()
+    if hasattr(config, "auto_switch_to_flash"):
+        config = copy.copy(config)
+        config.auto_switch_to_flash = False
+        arguments["continuous_batching_config"] = config
+    return (), {name: value for name, value in arguments.items() if name != "self"}
 
 
 def _stop(manager: Any, model: Any, ours: str, *args: Any, **kwargs: Any) -> Any:
@@ -69,3 +107,17 @@ def _stop(manager: Any, model: Any, ours: str, *args: Any, **kwargs: Any) -> Any
         function = getattr(model.init_continuous_batching, "__func__", None)
         if getattr(function, "recipe", (None,))[0] is batching:
             model.set_attn_implementation(ours)
+
+
+def _end(owner: nn.Module | type) -> None:
+    """Stops the managers of a model, or of models of a class, that batch with our attention: they make no masks, which
+    any other attention would need."""
+    for model, reference in list(_managers.items()):
+        manager = reference()
+        if manager is None or not (model is owner or (isinstance(owner, type) and isinstance(model, owner))):
+            continue
+        if manager.is_running():
+            manager.stop(block=True)
+        if getattr(model, "_cached_continuous_batching_manager", None) is manager:
+            model.destroy_cached_continuous_batching_manager()
+        del _managers[model]

@@ -4,6 +4,7 @@ from tilegym.ops.cutile import activations
 from tilegym.ops.cutile import argmax
 from tilegym.ops.cutile import attention
 from tilegym.ops.cutile import attention_sink
+from tilegym.ops.cutile import attention_varlen
 from tilegym.ops.cutile import bmm
 from tilegym.ops.cutile import causal_conv1d
 from tilegym.ops.cutile import cross_entropy

@@ -4,6 +4,7 @@ from tilegym.ops.pytorch import activations
 from tilegym.ops.pytorch import argmax
 from tilegym.ops.pytorch import attention
 from tilegym.ops.pytorch import attention_sink
+from tilegym.ops.pytorch import attention_varlen
 from tilegym.ops.pytorch import bmm
 from tilegym.ops.pytorch import causal_conv1d
 from tilegym.ops.pytorch import cross_entropy

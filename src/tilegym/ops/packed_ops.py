@@ -1,0 +1,45 @@
+"""The declaration of attention over packed sequences, as :mod:`tilegym.ops.ops` has those of the others."""
+
+from torch import Tensor
+
+from tilegym.backend import dispatch
+
+
+@dispatch("fmha_varlen")
+def fmha_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    scaling: float | None = None,
+    is_causal: bool = True,
+    window_size: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """:func:`tilegym.ops.fmha` of N sequences that lie one behind the other, each with lengths of its own.
+
+    Sequence n has the queries ``cu_seqlens_q[n]`` to ``cu_seqlens_q[n + 1]`` and sees the keys ``cu_seqlens_k[n]`` to
+    ``cu_seqlens_k[n + 1]``, its last query standing at its last key: prompts, chunks of prompts and single tokens to
+    decode may come together. A sequence may be empty.
+
+    Args:
+        q: [Tq, Hq, D], fp32, fp16 or bf16, any strides.
+        k: [Tk, Hkv, D]; v: [Tk, Hkv, Dv]; Hq is a multiple of Hkv (grouped queries).
+        cu_seqlens_q, cu_seqlens_k: [N + 1] int32 or int64 on q's device, from 0 on, never falling, at most Tq and Tk.
+            They are read on the device: a captured graph replays with those of the moment.
+        max_seqlen_q, max_seqlen_k: no sequence has more queries or keys; None: unknown. With ``max_seqlen_q=1`` and few
+            sequences the keys are split among blocks, as in :func:`tilegym.ops.fmha_decode`.
+        scaling, is_causal, window_size, soft_cap, sinks: as in :func:`tilegym.ops.fmha`.
+
+    Returns:
+        [Tq, Hq, Dv] in q's dtype; zeros for a query that sees no key and for those behind the last sequence.
+        Not differentiable in the cuTile kernels; PyTorch serves calls that want gradients.
+
+    Raises:
+        ValueError: shapes or options do not fit.
+        TypeError: dtypes do not fit.
+    """
