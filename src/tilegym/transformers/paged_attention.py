@@ -1,8 +1,8 @@
 """The attention of transformers' continuous batching: what its attention functions are given, by TileGym's kernels.
 
 A batch is one row of tokens, those of all its requests one behind the other, without a mask. Keys and values lie in
-transformers' cache, in pages, which its ``update`` writes and reads. Since transformers 5.20 or so the layers call that
-themselves, and an attention function gets all keys and values; before, it gets the cache and calls it.
+transformers' cache, in pages, which its ``update`` writes and reads. In transformers 5.24 the layers call it, and an
+attention function gets all keys and values; in 5.10 to 5.17 that gets the cache and calls it.
 """
 
 import functools
