@@ -1,5 +1,6 @@
 """Continuous batching of patched models, their attention included."""
 
+import functools
 import warnings
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import GenerationConfig
 import tilegym
 from tilegym.errors import FallbackWarning
 from tilegym.errors import UnsupportedError
+from tilegym.ops import fmha_paged_decode
 from tilegym.ops import fmha_varlen
 from tilegym.transformers import continuous_batching
 from tilegym.transformers import monkey_patch
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(config, "ContinuousBatchingConfig"), reason="this transformers batches otherwise"
 )
 
+PAGE = "page_size" if hasattr(config.ContinuousBatchingConfig(), "page_size") else "block_size"
 LENGTHS = 5, 11, 8  # the windows are 6
 OURS = "tilegym"
 
@@ -81,6 +84,10 @@ def test_prompts_in_chunks(family):
     """A batch holds the end of one prompt, the beginning of another, and tokens of those that are done."""
     more = {"new_tokens": 9, "max_batch_tokens": 7}
     model, expected = unpatched(family, **more)
+    for i, length in enumerate(LENGTHS):
+        alone = model.generate(tokens(1, length, seed=i), max_new_tokens=9, do_sample=False)
+        if alone[0, length:].tolist() != expected[i]:
+            pytest.skip("this transformers batches it wrongly")
     with monkey_patch.apply(model, use_cutile=False), observed() as calls:
         assert generate(model, **more) == expected
     assert "fmha_varlen" in {op for op, _ in calls}
@@ -96,7 +103,8 @@ def test_in_the_interpreter(family, monkeypatch):
     others = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu", "moe", "linear"), False)
     with monkey_patch.apply(model, use_cutile=True, **others), observed() as calls:
         assert generate(model, **more) == expected
-    assert calls == {("fmha_varlen", "cutile")}
+    tables = {("fmha_paged_decode", "cutile")} if family == "llama" else set()  # transformers has none for windows
+    assert calls == {("fmha_varlen", "cutile")} | tables
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -107,21 +115,46 @@ def test_padded_batches(family, monkeypatch):
         pytest.skip("this transformers does not compile it")
     more = {
         "varlen_compile_config": config.CompileConfig(),
+        "decode_compile_config": config.CompileConfig(),
         "q_padding_interval_size": 16,
         "kv_padding_interval_size": 64,
+        "max_requests_per_batch": 8,
     }
+    more = {name: value for name, value in more.items() if hasattr(made, name)}
     model, expected = unpatched(family)
-    lengths = set()
+    sizes = set()
 
-    def spy(q, *args, **kwargs):
-        lengths.add(q.shape[0])
-        return fmha_varlen(q, *args, **kwargs)
+    def spy(op, q, *args, **kwargs):
+        sizes.add((op.__name__, q.shape[0]))
+        return op(q, *args, **kwargs)
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(paged_attention, "fmha_varlen", spy)
+    for op in (fmha_varlen, fmha_paged_decode):
+        monkeypatch.setattr(paged_attention, op.__name__, functools.partial(spy, op))
     with monkey_patch.apply(model, use_cutile=False):
         assert generate(model, **more) == expected
-    assert lengths == {16, 32}
+    decoding = ("fmha_paged_decode", 4) if family == "llama" else ("fmha_varlen", 16)
+    assert sizes == {("fmha_varlen", 32), decoding}
+
+
+@pytest.mark.parametrize(
+    "more, tables",
+    [
+        ({}, True),
+        ({"max_blocks_per_request": 1, PAGE: 16}, True),  # for some tokens, then there are more keys
+        ({PAGE: 32}, True),
+        ({PAGE: 8}, False),  # the kernels read no such pages
+        ({"max_blocks_per_request": 0}, False),
+    ],
+)
+def test_block_tables(more, tables):
+    """Tokens beyond a page, and requests that end before others."""
+    more = {"new_tokens": 30, "num_blocks": 64} | more
+    model, expected = unpatched("llama", **more)
+    with monkey_patch.apply(model, use_cutile=False), observed() as calls:
+        assert generate(model, **more) == expected
+    ops = {op for op, _ in calls}
+    assert "fmha_varlen" in ops and ("fmha_paged_decode" in ops) == tables
 
 
 def test_a_model_that_is_made_with_the_patch():

@@ -22,6 +22,7 @@ from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
+SHORTEST_PAGE = 16  # keys of a page that the kernels read
 # The last manager of each model: by reference, since it holds the model.
 _managers: "weakref.WeakKeyDictionary[nn.Module, weakref.ref]" = weakref.WeakKeyDictionary()
 
@@ -50,16 +51,20 @@ def batching(backend: str | None) -> Callable:
         ours = model.config._attn_implementation
         if ours not in NAMES.values():
             return GenerationMixin.init_continuous_batching(model, *args, **kwargs)
-        name = name_in_batching(ours)
+        name, config, hints = name_in_batching(ours), None, None
         try:
-            # Older ones ask for a prefix, and take any name that has it.
-            prefixed = name is not None and name != ours
-            model.set_attn_implementation(name if prefixed else model.get_correct_attn_implementation(None))
-            if name == ours:
-                args, kwargs = _without_flash(GenerationMixin.init_continuous_batching, model, args, kwargs)
+            if name is None:
+                model.set_attn_implementation(model.get_correct_attn_implementation(None))
+            else:
+                arguments, config, hints = _arguments(GenerationMixin.init_continuous_batching, model, args, kwargs)
+                args, kwargs = (), arguments
+                # Older ones ask for a prefix, and take any name that has it.
+                prefixed = name != ours
+                model.set_attn_implementation(name if prefixed else model.get_correct_attn_implementation(None))
             manager = GenerationMixin.init_continuous_batching(model, *args, **kwargs)
-            if name == ours:
-                model.set_attn_implementation(ours)
+            if name is not None:
+                model.set_attn_implementation(name)
+                _use_block_tables(manager, model.config.get_text_config(), config, hints)
         except BaseException:
             model.set_attn_implementation(ours)
             raise
@@ -79,24 +84,46 @@ def batching(backend: str | None) -> Callable:
     return init_continuous_batching
 
 
-def _without_flash(method: Callable, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _arguments(method: Callable, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     """The arguments of ``method``, ``init_continuous_batching``, so that it looks for no flash attention to switch to,
-    which it might have to download."""
+    which it might have to download; and which options and hints for them there are among these."""
     from transformers import ContinuousBatchingConfig
 
-    arguments = inspect.signature(method).bind(model, *args, **kwargs).arguments
-    generation_config = arguments.get("generation_config") or model.generation_config
+    arguments = dict(inspect.signature(method).bind(model, *args, **kwargs).arguments)
+    arguments.pop("self")
     config = arguments.get("continuous_batching_config")
     if config is None:
+        generation_config = arguments.get("generation_config") or model.generation_config
         config = getattr(generation_config, "continuous_batching_config", None)
-        if isinstance(config, ContinuousBatchingConfig):  # transformers says that it belongs elsewhere
-            return args, kwargs
+        if isinstance(config, ContinuousBatchingConfig):  # transformers has a word to say about where it is
+            return arguments, config, arguments.get("workload_hints")
         config = ContinuousBatchingConfig()
     if hasattr(config, "auto_switch_to_flash"):
-        config = copy.copy(config)
-        config.auto_switch_to_flash = False
-        arguments["continuous_batching_config"] = config
-    return (), {name: value for name, value in arguments.items() if name != "self"}
+        arguments["continuous_batching_config"] = copied = copy.copy(config)
+        copied.auto_switch_to_flash = False
+    return arguments, config, arguments.get("workload_hints")
+
+
+def _use_block_tables(manager: Any, model_config: Any, config: Any, hints: Any) -> None:
+    """Lets batches of single tokens read their pages by block tables, of the size that the options ``config`` say or
+    leave to transformers, which turns them off for all but flash attention. It has none for layers with windows."""
+    layer_types = getattr(model_config, "layer_types", None)
+    if layer_types is None:
+        layer_types = [getattr(model_config, "sliding_window", None) or "full_attention"]
+    if any(kind != "full_attention" for kind in layer_types):
+        return
+    try:
+        from transformers.generation.continuous_batching.initialization import resolve_using_hints
+        from transformers.generation.continuous_batching.initialization import resolve_without_hints
+    except ImportError:
+        return
+    resolved = manager.continuous_batching_config
+    size = getattr(resolved, "page_size", None) or getattr(resolved, "block_size", 0)
+    if size % SHORTEST_PAGE == 0 and resolved.max_blocks_per_request == 0:
+        wanted = copy.deepcopy(config)
+        resolve_using_hints(wanted, hints)
+        resolve_without_hints(wanted)
+        resolved.max_blocks_per_request = wanted.max_blocks_per_request
 
 
 def _stop(manager: Any, model: Any, ours: str, *args: Any, **kwargs: Any) -> Any:

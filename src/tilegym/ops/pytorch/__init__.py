@@ -28,6 +28,7 @@ from tilegym.ops.pytorch import mla_decoding
 from tilegym.ops.pytorch import moe_align
 from tilegym.ops.pytorch import moe_experts
 from tilegym.ops.pytorch import moe_routing
+from tilegym.ops.pytorch import paged_decode
 from tilegym.ops.pytorch import rms_norm
 from tilegym.ops.pytorch import rms_norm_gated
 from tilegym.ops.pytorch import rope
