@@ -185,4 +185,10 @@ NOT_DIFFERENTIABLE = {
 TWICE_DIFFERENTIABLE = {"bmm", "linear", "linear_add", "matmul"}
 
 # Ops that change what they are given from run to run; their own tests see to them.
-WITHOUT_SAMPLE = {"causal_conv1d_update", "gated_delta_step", "rope_and_cache", "rope_fmha_decode"}
+WITHOUT_SAMPLE = {
+    "causal_conv1d_update",
+    "fmha_paged_decode",
+    "gated_delta_step",
+    "rope_and_cache",
+    "rope_fmha_decode",
+}

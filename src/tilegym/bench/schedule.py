@@ -20,6 +20,7 @@ IMPORTANCE = (
     "fmha",
     "fmha_decode",
     "fmha_varlen",
+    "fmha_paged_decode",
     "linear",
     "matmul",
     "fused_moe",
