@@ -129,6 +129,14 @@ class Test_PagedDecode(PyTestCase):
         changed = (expected[1] != kwargs["k_pages"]).flatten(2).any(-1)
         assert changed.sum() == sum(length > 0 for length in lengths)
 
+    def test_calls_of_a_kind(self):
+        """The second is recorded and later ones repeat it, with the pages of the moment."""
+        for n in range(4):
+            kwargs = tensors(*SHAPES[0], lengths=(*LENGTHS[n:], *LENGTHS[:n]))
+            expected = on_copies(reference, **kwargs)
+            got = on_copies(fmha_paged_decode, **kwargs, backend="cutile")
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
     @backends("fmha_paged_decode")
     def test_no_sequences(self, backend):
         kwargs = tensors(*SHAPES[0])

@@ -56,8 +56,9 @@ def batching(backend: str | None) -> Callable:
             if name is None:
                 model.set_attn_implementation(model.get_correct_attn_implementation(None))
             else:
-                arguments, config, hints = _arguments(GenerationMixin.init_continuous_batching, model, args, kwargs)
-                args, kwargs = (), arguments
+                bound = inspect.signature(GenerationMixin.init_continuous_batching).bind(model, *args, **kwargs)
+                config, hints = _without_flash(model, bound.arguments), bound.arguments.get("workload_hints")
+                args, kwargs = bound.args[1:], bound.kwargs
                 # Older ones ask for a prefix, and take any name that has it.
                 prefixed = name != ours
                 model.set_attn_implementation(name if prefixed else model.get_correct_attn_implementation(None))
@@ -84,24 +85,22 @@ def batching(backend: str | None) -> Callable:
     return init_continuous_batching
 
 
-def _arguments(method: Callable, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
-    """The arguments of ``method``, ``init_continuous_batching``, so that it looks for no flash attention to switch to,
-    which it might have to download; and which options and hints for them there are among these."""
+def _without_flash(model: Any, arguments: dict[str, Any]) -> Any:
+    """Changes the arguments of ``init_continuous_batching`` so that it looks for no flash attention to switch to, which
+    it might have to download. Returns the options that are meant."""
     from transformers import ContinuousBatchingConfig
 
-    arguments = dict(inspect.signature(method).bind(model, *args, **kwargs).arguments)
-    arguments.pop("self")
     config = arguments.get("continuous_batching_config")
     if config is None:
         generation_config = arguments.get("generation_config") or model.generation_config
         config = getattr(generation_config, "continuous_batching_config", None)
         if isinstance(config, ContinuousBatchingConfig):  # transformers has a word to say about where it is
-            return arguments, config, arguments.get("workload_hints")
+            return config
         config = ContinuousBatchingConfig()
     if hasattr(config, "auto_switch_to_flash"):
         arguments["continuous_batching_config"] = copied = copy.copy(config)
         copied.auto_switch_to_flash = False
-    return arguments, config, arguments.get("workload_hints")
+    return config
 
 
 def _use_block_tables(manager: Any, model_config: Any, config: Any, hints: Any) -> None:
