@@ -57,6 +57,14 @@ def _fused_moe(make: Make) -> tuple:
     return (make(make.tokens, 24), make(12, 40, 24), make(12, 24, 20), *chosen), biases
 
 
+def _fmha_varlen(make: Make) -> tuple:
+    """Of three sequences, the second without queries."""
+    q, k, v = make(make.tokens, 4, 16), make(13, 2, 16), make(13, 2, 24)
+    starts_q, starts_k = (0, make.tokens // 3, make.tokens // 3, make.tokens), (0, 4, 6, 13)
+    starts = (torch.tensor(numbers, dtype=torch.int32, device=device()) for numbers in (starts_q, starts_k))
+    return (q, k, v, *starts), {}
+
+
 def _group_gemm(make: Make) -> tuple:
     return ([make(make.tokens, 24), make(12, 20)], [make(24, 20), make(20, 36)]), {}
 
@@ -98,6 +106,7 @@ SAMPLES: dict[str, Sample] = {
     "fmha_decode": lambda make: (
         tuple(make(*shape) for shape in ((2, 4, 1, 16), (2, 2, make.tokens, 16), (2, 2, make.tokens, 16))), {}
     ),
+    "fmha_varlen": _fmha_varlen,
     "fused_add_rms_norm": lambda make: ((make(make.tokens, 24), make(make.tokens, 24), make(24), 1e-6), {}),
     "fused_linear_cross_entropy": lambda make: (
         (make(make.tokens, 24), make(70, 24), make.integers(70, make.tokens), make(70)), {"reduction": "sum"}
@@ -165,6 +174,7 @@ NOT_DIFFERENTIABLE = {
     "argmax",
     "attention_sink_decode",
     "fmha_decode",
+    "fmha_varlen",
     "gemma_attention_decode",
     "mla_decoding",
     "mla_decoding_split_kv",
@@ -175,4 +185,10 @@ NOT_DIFFERENTIABLE = {
 TWICE_DIFFERENTIABLE = {"bmm", "linear", "linear_add", "matmul"}
 
 # Ops that change what they are given from run to run; their own tests see to them.
-WITHOUT_SAMPLE = {"causal_conv1d_update", "gated_delta_step", "rope_and_cache", "rope_fmha_decode"}
+WITHOUT_SAMPLE = {
+    "causal_conv1d_update",
+    "fmha_paged_decode",
+    "gated_delta_step",
+    "rope_and_cache",
+    "rope_fmha_decode",
+}

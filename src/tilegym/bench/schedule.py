@@ -19,6 +19,8 @@ Task = tuple[Benchmark, Shape, tuple[str, ...]]
 IMPORTANCE = (
     "fmha",
     "fmha_decode",
+    "fmha_varlen",
+    "fmha_paged_decode",
     "linear",
     "matmul",
     "fused_moe",

@@ -50,6 +50,8 @@ from tilegym.ops.ops import silu_and_mul
 from tilegym.ops.ops import softmax
 from tilegym.ops.ops import splitk_reduce
 from tilegym.ops.ops import swiglu
+from tilegym.ops.packed_ops import fmha_paged_decode
+from tilegym.ops.packed_ops import fmha_varlen
 from tilegym.ops.recurrent_ops import causal_conv1d_fn
 from tilegym.ops.recurrent_ops import causal_conv1d_update
 from tilegym.ops.recurrent_ops import chunk_gated_delta_rule

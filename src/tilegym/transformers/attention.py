@@ -33,6 +33,9 @@ from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
 from tilegym.ops.attn_interface import as_autocast_wants
 from tilegym.ops.attn_interface import fmha_interface
+from tilegym.transformers.paged_attention import BY_ATTENTION
+from tilegym.transformers.paged_attention import paged_attention
+from tilegym.transformers.paged_attention import who_updates_the_cache
 
 
 class CausalMask(BlockMask):
@@ -232,11 +235,18 @@ def _attention_forward(backend: str | None) -> Callable:
         Returns [B, Sq, Hq, D], and None or, where they are asked for, the attention weights [B, Hq, Sq, Skv]. Those go
         to PyTorch, as do dropout and a position bias. Dropout, soft cap and sinks may come together.
 
+        In continuous batching the arguments are those of :func:`paged_attention`.
+
         Raises:
-            UnsupportedError: for a paged cache (continuous batching).
+            UnsupportedError: for dropout, weights or a position bias in continuous batching.
         """
+        if kwargs.get("write_index") is not None:
+            if dropout or output_attentions or position_bias is not None:
+                raise UnsupportedError("continuous batching has no dropout, attention weights or position bias")
+            options = (scaling, sliding_window, softcap, s_aux, cache, backend)
+            return paged_attention(module, query, key, value, *options, **kwargs)
         if cache is not None:
-            raise UnsupportedError("no paged cache in TileGym's attention: patch without it for continuous batching")
+            raise UnsupportedError("a paged cache outside of continuous batching")
         capped_or_sinks = softcap is not None or s_aux is not None
         if output_attentions:
             return _attention_with_weights(
@@ -279,6 +289,18 @@ def _attention_forward(backend: str | None) -> Callable:
         return out.transpose(1, 2).contiguous(), None
 
     return attention_forward
+
+
+def _attention_in_batching(backend: str | None) -> Callable:
+    """The attention under a name for continuous batching, for which no masks are made: it can do nothing else."""
+    attention_forward = _attention_forward(backend)
+
+    def attention_in_batching(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
+        if kwargs.get("write_index") is None:
+            raise UnsupportedError("the model is batching continuously: stop its manager first")
+        return attention_forward(*args, **kwargs)
+
+    return attention_in_batching
 
 
 def _torch_attention(module, query, key, value, attention_mask, *, softcap, s_aux, **kwargs):
@@ -327,3 +349,15 @@ NAMES = {None: "tilegym", PREFER_CUTILE: "tilegym_cutile"}  # by the backend
 for _backend, _name in NAMES.items():
     AttentionInterface.register(_name, _attention_forward(_backend))
     AttentionMaskInterface.register(_name, causal_mask)
+
+
+def name_in_batching(name: str) -> str | None:
+    """What the attention ``name`` is called while transformers batches continuously; None if it cannot serve that."""
+    updates = who_updates_the_cache()
+    # For a name with the prefix transformers makes no masks: none is registered for it.
+    return None if updates is None else f"paged|{name}" if updates == BY_ATTENTION else name
+
+
+if who_updates_the_cache() == BY_ATTENTION:
+    for _backend, _name in NAMES.items():
+        AttentionInterface.register(name_in_batching(_name), _attention_in_batching(_backend))

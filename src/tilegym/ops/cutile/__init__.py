@@ -4,6 +4,7 @@ from tilegym.ops.cutile import activations
 from tilegym.ops.cutile import argmax
 from tilegym.ops.cutile import attention
 from tilegym.ops.cutile import attention_sink
+from tilegym.ops.cutile import attention_varlen
 from tilegym.ops.cutile import bmm
 from tilegym.ops.cutile import causal_conv1d
 from tilegym.ops.cutile import cross_entropy
@@ -28,6 +29,7 @@ from tilegym.ops.cutile import mla_decoding
 from tilegym.ops.cutile import moe_align
 from tilegym.ops.cutile import moe_fused
 from tilegym.ops.cutile import moe_routing
+from tilegym.ops.cutile import paged_decode
 from tilegym.ops.cutile import ragged_group_gemm
 from tilegym.ops.cutile import rms_norm
 from tilegym.ops.cutile import rms_norm_add

@@ -4,6 +4,7 @@ from tilegym.ops.pytorch import activations
 from tilegym.ops.pytorch import argmax
 from tilegym.ops.pytorch import attention
 from tilegym.ops.pytorch import attention_sink
+from tilegym.ops.pytorch import attention_varlen
 from tilegym.ops.pytorch import bmm
 from tilegym.ops.pytorch import causal_conv1d
 from tilegym.ops.pytorch import cross_entropy
@@ -27,6 +28,7 @@ from tilegym.ops.pytorch import mla_decoding
 from tilegym.ops.pytorch import moe_align
 from tilegym.ops.pytorch import moe_experts
 from tilegym.ops.pytorch import moe_routing
+from tilegym.ops.pytorch import paged_decode
 from tilegym.ops.pytorch import rms_norm
 from tilegym.ops.pytorch import rms_norm_gated
 from tilegym.ops.pytorch import rope

@@ -73,6 +73,7 @@ def latent_attention_forward(original: Callable, rotations: dict[str, Callable],
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         ours = self.config._attn_implementation in NAMES.values() and not kwargs.get("output_attentions")
+        ours = ours and kwargs.get("write_index") is None  # continuous batching keeps keys and values, no latents
         if not ours or not expands_by_its_weight(self.kv_b_proj):
             return original(
                 self,

@@ -6,6 +6,8 @@ from tilegym.ops import attention_sink as attention_sink_op
 from tilegym.ops import attention_sink_decode as attention_sink_decode_op
 from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
+from tilegym.ops import fmha_paged_decode
+from tilegym.ops import fmha_varlen
 from tilegym.ops import gemma_attention as gemma_attention_op
 from tilegym.ops import gemma_attention_decode as gemma_attention_decode_op
 from tilegym.ops import mla as mla_op
@@ -32,6 +34,14 @@ def attention_sinks(q, k, v, scaling, sinks):
 
 def attention_decode(q, k, v, scaling, kv_len):
     return fmha_decode(q, k, v, scaling, kv_len=kv_len, backend="cutile")
+
+
+def attention_packed(q, k, v, cu_seqlens, scaling):
+    return fmha_varlen(q, k, v, cu_seqlens, cu_seqlens, scaling=scaling, backend="cutile")
+
+
+def attention_paged_decode(q, k, v, k_pages, v_pages, block_table, cu_seqlens_k, scaling):
+    return fmha_paged_decode(q, k, v, k_pages, v_pages, block_table, cu_seqlens_k, scaling, backend="cutile")
 
 
 def splitk_reduce(partial, lse):

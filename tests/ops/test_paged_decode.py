@@ -1,0 +1,201 @@
+import functools
+
+import pytest
+import torch
+from common import HAS_GPU
+from common import PyTestCase
+from common import assert_launches_compile
+from common import backends
+from common import device
+from common import dtypes
+from common import gpu
+from common import randn
+from common import sanitized
+
+from tilegym.backend import dispatcher
+from tilegym.errors import FallbackWarning
+from tilegym.ops import fmha_decode
+from tilegym.ops import fmha_paged_decode
+from tilegym.ops.cutile import decode_varlen
+from tilegym.ops.cutile.paged_decode import paged_decode_forward
+from tilegym.ops.pytorch.paged_decode import fmha_paged_decode as reference
+
+LENGTHS = (1, 16, 17, 70, 0, 96)  # the last sequences of a batch that is filled up have no keys
+# keys of a page, Hq, Hkv, D, Dv
+SHAPES = [(16, 8, 2, 80, 80), (32, 2, 2, 32, 16), (48, 20, 1, 16, 16)]
+GPU_SHAPES = [(256, 32, 8, 128, 128), (256, 16, 2, 256, 256), (64, 71, 1, 64, 64)]
+OPTIONS = {
+    "scale": dict(scaling=0.6),
+    "window": dict(window_size=9),
+    "window of one": dict(window_size=1),
+    "soft cap": dict(soft_cap=1.5),
+    "sinks": dict(sinks=randn(8, seed=5)),
+    "all": dict(scaling=0.3, window_size=21, soft_cap=2.0, sinks=randn(8, seed=5)),
+}
+
+
+def integers(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32, device=device())
+
+
+def tensors(size, heads, kv_heads, head_dim, v_dim, dtype=torch.float32, lengths=LENGTHS):
+    """Arguments; pages are dealt out in no order, and those that are not there are -1."""
+    sequences, each = len(lengths), -(-max(lengths) // size) + 1
+    pages = sequences * each + 1
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(3))[:-1].view(sequences, each)
+    needed = -(-torch.tensor(lengths) // size)
+    table = torch.where(torch.arange(each) < needed[:, None], order, -1)
+    return dict(
+        q=randn(heads, sequences, head_dim, dtype=dtype).transpose(0, 1),
+        k=randn(sequences, kv_heads, head_dim, dtype=dtype, seed=1),
+        v=randn(sequences, kv_heads, v_dim, dtype=dtype, seed=2),
+        k_pages=randn(pages, size, kv_heads, head_dim, dtype=dtype, seed=3),
+        v_pages=randn(pages, size, kv_heads, v_dim, dtype=dtype, seed=4),
+        block_table=table.to(device(), torch.int32),
+        cu_seqlens_k=integers(0, *torch.tensor(lengths).cumsum(0).tolist()),
+    )
+
+
+def on_copies(function, **kwargs):
+    """The call with pages of its own: output, and pages as they are afterwards."""
+    pages = {name: kwargs[name].clone() for name in ("k_pages", "v_pages")}
+    return function(**kwargs | pages), *pages.values()
+
+
+class Test_PagedDecode(PyTestCase):
+    @backends("fmha_paged_decode")
+    @dtypes()
+    @pytest.mark.parametrize("shape", SHAPES + (GPU_SHAPES if HAS_GPU else []), ids=str)
+    def test_op(self, backend, dtype, shape):
+        call, expected = (functools.partial(on_copies, f) for f in (fmha_paged_decode, reference))
+        self.assertCorrectness(call, expected, tensors(*shape, dtype=dtype), {"backend": backend})
+
+    @dtypes(torch.float32, torch.bfloat16)
+    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+    def test_options(self, dtype, options):
+        call, expected = (functools.partial(on_copies, f) for f in (fmha_paged_decode, reference))
+        kwargs = tensors(*SHAPES[0], dtype=dtype) | options
+        self.assertCorrectness(call, expected, kwargs, {"backend": "cutile"})
+
+    @backends("fmha_paged_decode")
+    def test_is_a_decoding_step_behind_keys_in_a_row(self, backend):
+        kwargs = tensors(*SHAPES[0])
+        out, k_pages, v_pages = on_copies(fmha_paged_decode, **kwargs, window_size=30, backend=backend)
+        written = torch.zeros(k_pages.shape[:2], dtype=torch.bool, device=device())
+        for n, length in enumerate(LENGTHS):
+            at = [(kwargs["block_table"][n, j // 16], j % 16) for j in range(length)]
+            if not at:
+                assert not out[n].any()
+                continue
+            keys, values = (torch.stack([pages[page, row] for page, row in at]) for pages in (k_pages, v_pages))
+            assert torch.equal(keys[-1], kwargs["k"][n]) and torch.equal(values[-1], kwargs["v"][n])
+            written[at[-1]] = True
+            keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+            alone = fmha_decode(kwargs["q"][n][None, :, None], keys, values, window_size=30, backend="pytorch")
+            torch.testing.assert_close(out[n], alone[0, :, 0], rtol=1e-4, atol=1e-4)
+        for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+            assert torch.equal(pages[~written], kwargs[name][~written])
+
+    @backends("fmha_paged_decode")
+    def test_what_lies_elsewhere_does_not_matter(self, backend):
+        kwargs = tensors(*SHAPES[0])
+        expected = on_copies(reference, **kwargs)[0]
+        seen = torch.zeros(kwargs["k_pages"].shape[:2], dtype=torch.bool, device=device())
+        for n, length in enumerate(LENGTHS):
+            for j in range(length):
+                seen[kwargs["block_table"][n, j // 16], j % 16] = True
+        for name in ("k_pages", "v_pages"):
+            kwargs[name][~seen] = float("nan")
+        with sanitized():
+            got = fmha_paged_decode(**kwargs, backend=backend)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+    @backends("fmha_paged_decode")
+    def test_keys_and_values_in_one_tensor(self, backend):
+        """Whose pages take turns, as in transformers' cache."""
+        kwargs = tensors(*SHAPES[0])
+        expected = on_copies(reference, **kwargs)
+        both = torch.stack((kwargs["k_pages"], kwargs["v_pages"]), dim=1).flatten(0, 1)
+        kwargs |= {"k_pages": both[:-1], "v_pages": both[1:], "block_table": kwargs["block_table"] * 2}
+        got = fmha_paged_decode(**kwargs, backend=backend)
+        torch.testing.assert_close((got, both[0::2], both[1::2]), expected, rtol=1e-4, atol=1e-4)
+
+    @backends("fmha_paged_decode")
+    @pytest.mark.parametrize("lengths", [(0, 0), (0, 0, 33), (5, 0)], ids=str)
+    def test_sequences_without_keys(self, backend, lengths):
+        kwargs = tensors(*SHAPES[0], lengths=lengths)
+        expected = on_copies(reference, **kwargs)
+        torch.testing.assert_close(on_copies(fmha_paged_decode, **kwargs, backend=backend), expected)
+        changed = (expected[1] != kwargs["k_pages"]).flatten(2).any(-1)
+        assert changed.sum() == sum(length > 0 for length in lengths)
+
+    def test_calls_of_a_kind(self):
+        """The second is recorded and later ones repeat it, with the pages of the moment."""
+        for n in range(4):
+            kwargs = tensors(*SHAPES[0], lengths=(*LENGTHS[n:], *LENGTHS[:n]))
+            expected = on_copies(reference, **kwargs)
+            got = on_copies(fmha_paged_decode, **kwargs, backend="cutile")
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+    @backends("fmha_paged_decode")
+    def test_no_sequences(self, backend):
+        kwargs = tensors(*SHAPES[0])
+        kwargs |= {name: kwargs[name][:0] for name in ("q", "k", "v", "block_table")}
+        assert fmha_paged_decode(**kwargs | {"cu_seqlens_k": integers(0)}, backend=backend).shape == (0, 8, 80)
+
+    def test_small_pages_are_pytorchs(self):
+        kwargs = tensors(4, 8, 2, 16, 16)
+        dispatcher._warned.clear()
+        with pytest.warns(FallbackWarning, match="pages of a multiple of 16 keys"):
+            got = on_copies(fmha_paged_decode, **kwargs, backend="cutile")
+        torch.testing.assert_close(got, on_copies(reference, **kwargs))
+
+    @backends("fmha_paged_decode")
+    def test_wrong_arguments(self, backend):
+        kwargs, call = tensors(*SHAPES[1]), functools.partial(fmha_paged_decode, backend=backend)
+        with pytest.raises(ValueError, match="fmha_paged_decode: q, k and v must have three dimensions"):
+            call(**kwargs | {"q": randn(6, 2, 1, 32)})
+        with pytest.raises(ValueError, match=r"v_pages must be \[P, S, 2, 16\]"):
+            call(**kwargs | {"v_pages": kwargs["k_pages"]})
+        with pytest.raises(TypeError, match="k is torch.float32, k_pages is torch.bfloat16"):
+            call(**kwargs | {"k_pages": kwargs["k_pages"].bfloat16()})
+        with pytest.raises(ValueError, match=r"block_table must be \[6, M\]"):
+            call(**kwargs | {"block_table": kwargs["block_table"][:5]})
+        with pytest.raises(ValueError, match=r"cu_seqlens_k must be \[7\]"):
+            call(**kwargs | {"cu_seqlens_k": integers(0, 1)})
+        with pytest.raises(TypeError, match="block_table must be int32 or int64"):
+            call(**kwargs | {"block_table": kwargs["block_table"].float()})
+
+    def test_operator(self):
+        arguments = tensors(*SHAPES[0]).values()
+        torch.library.opcheck(paged_decode_forward.operator, (*arguments, 0.25, 9, 2.0, randn(8)))
+
+    @pytest.mark.parametrize("name", ["scale", "all"])
+    def test_compiles_for_every_architecture(self, name):
+        given = tensors(256, 8, 2, 128, 128, dtype=torch.bfloat16) | OPTIONS[name]
+        kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        architectures = ("sm_80", "sm_90", "sm_100", "sm_120") if name == "scale" else ("sm_90",)
+        assert_launches_compile(lambda: fmha_paged_decode(**kwargs, backend="cutile"), architectures)
+
+    @pytest.mark.parametrize("head_dim, heads", [(64, 64), (128, 32), (256, 16)])
+    def test_real_tiles_compile(self, head_dim, heads, monkeypatch):
+        chosen = decode_varlen.choose_tiles
+        monkeypatch.setattr(decode_varlen, "choose_tiles", lambda *sizes: chosen(*sizes[:-1], 0))  # those of a GPU
+        kwargs = tensors(256, heads, 8, head_dim, head_dim, dtype=torch.bfloat16)
+        call = functools.partial(fmha_paged_decode, **{k: v.cpu() for k, v in kwargs.items()}, backend="cutile")
+        assert_launches_compile(call, ("sm_90",))
+
+    @gpu
+    def test_a_graph_replays_with_other_pages(self):
+        kwargs = tensors(256, 32, 8, 128, 128, dtype=torch.bfloat16)
+        other = tensors(256, 32, 8, 128, 128, dtype=torch.bfloat16, lengths=(96, 3, 50, 0, 0, 0))
+        fmha_paged_decode(**kwargs, backend="cutile")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = fmha_paged_decode(**kwargs, backend="cutile")
+        for name, tensor in other.items():
+            kwargs[name].copy_(tensor)
+        graph.replay()
+        expected = on_copies(reference, **other)
+        torch.testing.assert_close(captured, expected[0], rtol=2e-2, atol=2e-2)
+        assert torch.equal(kwargs["k_pages"], expected[1]) and torch.equal(kwargs["v_pages"], expected[2])
