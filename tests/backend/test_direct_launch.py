@@ -30,7 +30,9 @@ class FakeDriver:
 
     def __init__(self, monkeypatch, nodes: int = 1, cluster: int = 1, wide: bool = False) -> None:
         self.nodes, self.cluster, self.wide = nodes, cluster, wide
+        self.mode = 1  # as a thread has it
         self.capturing, self.launched, self.alive = None, [], []
+        self.cut = 0  # how many parameters it will not tell of
         monkeypatch.setattr(direct_launch, "_driver", lambda: self)
         monkeypatch.setattr(direct_launch, "_raw_stream", lambda index: 77)
         monkeypatch.setattr(direct_launch, "_current_device", lambda: 0)
@@ -52,10 +54,12 @@ class FakeDriver:
         stream._obj.value = 5
         return 0
 
-    def cuStreamDestroy_v2(self, stream):
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        self.mode, mode._obj.value = mode._obj.value, self.mode
         return 0
 
     def cuStreamBeginCapture_v2(self, stream, mode):
+        assert self.mode == mode == 2
         self.capturing = stream.value
         return 0
 
@@ -92,8 +96,8 @@ class FakeDriver:
 
     def cuFuncGetParamInfo(self, function, index, offset, size):
         assert function.value == 99
-        if index.value >= len(self.values):
-            return 1
+        if index.value >= len(self.values) - self.cut:
+            return 1 if index.value == len(self.values) else 700
         size._obj.value = 16 if self.wide and index.value == 1 else len(self.values[index.value])
         return 0
 
@@ -116,7 +120,7 @@ def test_what_is_launched(monkeypatch, overlap):
     driver = FakeDriver(monkeypatch)
     a, b, c, d = tensors(4)
     launch = direct_launch.prepare(0, (2,), scale_kernel, (a, 0.5, b, 7, 4), overlap)
-    assert launch.tensors == (0, 2) and driver.alive == [] and driver.launched == []
+    assert launch.tensors == (0, 2) and driver.alive == [] and driver.launched == [] and driver.mode == 1
     for x, y in ((a, b), (c, d)):
         assert launch.submit(x.data_ptr(), y.data_ptr()) == 0
         dimensions, shared, stream, attributes, values = driver.launched.pop()
@@ -139,7 +143,10 @@ def test_what_is_not_prepared(monkeypatch):
     monkeypatch.setattr(driver, "launch", None)
     monkeypatch.setattr(ct, "launch", lambda *args: 1 / 0)
     assert direct_launch.prepare(0, (2,), scale_kernel, args, False) is None and driver.capturing is None
-    assert driver.alive == []
+    assert driver.alive == [] and driver.mode == 1
+    driver = FakeDriver(monkeypatch)
+    driver.cut = 2  # the device is lost, say
+    assert direct_launch.prepare(0, (2,), scale_kernel, args, False) is None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert direct_launch.prepare(0, (2,), scale_kernel, args, False) is None
     FakeDriver(monkeypatch)
@@ -185,6 +192,7 @@ def prepared(monkeypatch):
 
     for name in ("_ONE_GPU", "_SEVERAL_GPUS"):
         monkeypatch.setattr(launch_module, name, Submission(getattr(launch_module, name).submit, prepare))
+    monkeypatch.setattr(recording, "USES_BEFORE_ADDRESSES", 1)
     recording.forget()
     yield found
     recording.forget()
@@ -205,7 +213,7 @@ def call():
 @gpu
 def test_on_a_gpu(prepared, call):
     make, norm = call
-    for _ in range(5):
+    for _ in range(6):
         x, expected = make()
         torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)
     assert len(prepared) == 1 and prepared[0] is not None
@@ -216,7 +224,7 @@ def test_on_a_gpu(prepared, call):
 @gpu
 def test_in_a_cuda_graph_and_on_streams(prepared, call):
     make, norm = call
-    for _ in range(3):
+    for _ in range(4):
         norm(make()[0])
     x, expected = make()
     graph = torch.cuda.CUDAGraph()
@@ -241,7 +249,7 @@ def test_in_a_cuda_graph_and_on_streams(prepared, call):
 @gpu
 def test_from_threads(prepared, call):
     make, norm = call
-    for _ in range(3):
+    for _ in range(4):
         norm(make()[0])
     pairs, wrong = [make() for _ in range(4)], []
     torch.cuda.synchronize()

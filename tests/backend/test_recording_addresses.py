@@ -8,6 +8,8 @@ from recording_fakes import add
 from recording_fakes import served_op
 from recording_fakes import x
 
+from tilegym.backend import recording
+from tilegym.backend import recording_source
 from tilegym.backend.cutile import launch as launch_module
 from tilegym.backend.recording_writer import Submission
 
@@ -44,6 +46,7 @@ def by_address(monkeypatch):
     fake = ByAddress()
     how = Submission(launch_module._INTERPRETER.submit, fake.prepare)
     monkeypatch.setattr(launch_module, "_INTERPRETER", how)
+    monkeypatch.setattr(recording, "USES_BEFORE_ADDRESSES", 1)
     return fake
 
 
@@ -53,12 +56,32 @@ def served():
         yield op
 
 
-def test_repeated_calls_are_launched_by_address(by_address, served):
-    assert served.calls_of((x(seed=1),), (x(seed=2),)) == [1, 2] and by_address.launches == []
-    given = x(seed=3)
-    result = served(given)
-    assert torch.equal(result, given + 1.5) and served.calls == 2
-    assert by_address.launches == [(given.data_ptr(), result.data_ptr())]
+def ready(served) -> None:
+    """Lets it be recorded, repeated as often as it takes, and recorded by addresses."""
+    for seed in range(4):
+        served(x(seed=seed))
+    assert served.calls == 3
+
+
+def test_calls_that_come_often_are_launched_by_address(by_address, served):
+    assert served.calls_of(*((x(seed=seed),) for seed in range(4))) == [1, 2, 2, 3] and by_address.launches == []
+    for seed in (4, 5):
+        given = x(seed=seed)
+        result = served(given)
+        assert torch.equal(result, given + 1.5) and served.calls == 3
+        assert by_address.launches.pop() == (given.data_ptr(), result.data_ptr())
+
+
+def test_calls_that_do_not_are_not_recorded_again(by_address, served, monkeypatch):
+    monkeypatch.setattr(recording, "USES_BEFORE_ADDRESSES", 3)
+    assert served.calls_of(*((x(seed=seed),) for seed in range(6))) == [1, 2, 2, 2, 2, 3]
+    recording.forget()
+    assert served.calls_of(*((x(seed=seed),) for seed in range(4))) == [4, 5, 5, 5] and by_address.launches == []
+
+
+def test_nothing_is_counted_where_there_are_no_addresses(served, monkeypatch):
+    monkeypatch.setattr(recording, "USES_BEFORE_ADDRESSES", 1)
+    assert served.calls_of(*((x(seed=seed),) for seed in range(6))) == [1, 2, 2, 2, 2, 2]
 
 
 def test_views_are_addresses_ahead_and_are_not_made(by_address, served, monkeypatch):
@@ -71,39 +94,60 @@ def test_views_are_addresses_ahead_and_are_not_made(by_address, served, monkeypa
         return whole
 
     served.serve = serve
-    for seed in range(2):
-        served(x(seed=seed))
+    ready(served)
     made = []
     monkeypatch.setattr(torch.Tensor, "as_strided", lambda *args: made.append(args))
     given = x(seed=5)
     result = served(given)
-    assert torch.equal(result[1], torch.cat((given[4:], given[:4])) + 3.0) and served.calls == 2 and not made
+    assert torch.equal(result[1], torch.cat((given[4:], given[:4])) + 3.0) and served.calls == 3 and not made
     first, second, third = by_address.launches
     assert first[0] == given.data_ptr() + 16 and second[0] == given.data_ptr()
     assert (third[0], second[1]) == (first[1], first[1] + 16) and third[1] == result.data_ptr() + 32
 
 
+def test_views_elsewhere_share_their_code(by_address, served):
+    """What is written out is kept for ever."""
+
+    def serve(x, by, other, several):
+        whole = torch.empty(2, x.shape[0])
+        add(x, whole[1], by)
+        return whole
+
+    served.serve = serve
+    sizes = []
+    for size in (16, 32, 48, 64):
+        for _ in range(5):
+            served(x(size))
+        sizes.append(recording_source._bound.cache_info().currsize)
+    assert len(by_address.launches) == 4 and len(set(sizes)) == 1
+
+
 def test_other_alignment_takes_the_other_way(by_address, served):
-    served.calls_of((x(seed=1),), (x(seed=2),))
+    ready(served)
     unaligned = x(9, seed=3)[1:]
     assert unaligned.data_ptr() % 16 == 4
-    assert served.calls_of((unaligned,), (x(seed=4),)) == [2, 2] and len(by_address.launches) == 1
+    assert served.calls_of((unaligned,), (x(seed=4),)) == [3, 3] and len(by_address.launches) == 1
 
 
 def test_calls_that_are_not_aligned_when_recorded_are_repeated_as_they_were(by_address, served):
-    assert served.calls_of(*((x(9, seed=seed)[1:],) for seed in range(3)), (x(),)) == [1, 2, 2, 2]
+    unaligned = [(x(9, seed=seed)[1:],) for seed in range(5)]
+    assert served.calls_of(*unaligned, (x(),)) == [1, 2, 2, 3, 3, 3] and by_address.launches == []
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_cannot_be_prepared_is_repeated_as_it_was(by_address, served, monkeypatch, raises):
+    by_address.prepares = False
+    if raises:
+        how = Submission(launch_module._INTERPRETER.submit, lambda *args: 1 / 0)
+        monkeypatch.setattr(launch_module, "_INTERPRETER", how)
+    assert served.calls_of(*((x(seed=seed),) for seed in range(6))) == [1, 2, 2, 3, 3, 3]
     assert by_address.launches == []
 
 
-def test_what_cannot_be_prepared_is_repeated_as_it_was(by_address, served):
-    by_address.prepares = False
-    assert served.calls_of(*((x(seed=seed),) for seed in range(4))) == [1, 2, 2, 2] and by_address.launches == []
-
-
 def test_a_launch_that_the_driver_does_not_take(by_address, served):
-    served.calls_of((x(seed=1),), (x(seed=2),))
+    ready(served)
     by_address.errors = [-1]
-    assert served.calls_of((x(seed=3),), (x(seed=4),)) == [2, 2] and len(by_address.launches) == 1
+    assert served.calls_of((x(seed=3),), (x(seed=4),)) == [3, 3] and len(by_address.launches) == 1
 
 
 def test_no_first_launch_is_made_twice(by_address, served):
@@ -113,8 +157,7 @@ def test_no_first_launch_is_made_twice(by_address, served):
         return x
 
     served.serve = serve
-    for _ in range(2):
-        served(x())
+    ready(served)
     given = x(seed=3)
     by_address.errors = [0, 700]
     with pytest.raises(RuntimeError, match="700"):

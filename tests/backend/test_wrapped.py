@@ -19,6 +19,21 @@ def served(monkeypatch):
         yield op
 
 
+class Negative(torch.Tensor):
+    """The numbers of ``held``, with the other sign."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*(-a.held if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+
 def wrapped(seed: int = 0) -> torch.Tensor:
     return TwoTensor(x(seed=seed), x(seed=seed + 100))
 
@@ -26,7 +41,7 @@ def wrapped(seed: int = 0) -> torch.Tensor:
 def test_what_is_wrapped():
     plain = (x(), torch.nn.Parameter(x()), 1, 2.0, None, "a", [x()], torch.float32, (3, x()))
     assert not any_wrapped(plain)
-    for value in (wrapped(), torch.nn.Parameter(wrapped()), [x(), wrapped()]):
+    for value in (wrapped(), torch.nn.Parameter(wrapped()), [x(), wrapped()], Negative(x())):
         assert any_wrapped((*plain, value))
 
 
@@ -35,6 +50,12 @@ def test_pytorch_serves_them(served):
         result = served(wrapped())
     assert served.calls == 0 and isinstance(result, TwoTensor)
     assert torch.equal(result.a, x() + 1.5) and torch.equal(result.b, x(seed=100) + 1.5)
+
+
+def test_also_those_that_cannot_be_taken_apart(served):
+    with pytest.warns(FallbackWarning, match="stands for others"):
+        assert torch.equal(served(Negative(x())), -x() + 1.5)
+    assert served.calls == 0
 
 
 def test_no_recording_of_plain_tensors_serves_them(served):

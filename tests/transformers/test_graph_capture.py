@@ -1,5 +1,8 @@
 """What a CUDA graph can hold of what transformers does, and what a capture that fails leaves behind."""
 
+import contextlib
+import types
+
 import pytest
 import torch
 from common import HAS_GPU
@@ -7,6 +10,7 @@ from common import device
 from common import gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilegym.transformers import graph_capture
 from tilegym.transformers.graph_capture import _NumbersAreFilledIn
 from tilegym.transformers.graph_capture import capture
 
@@ -90,3 +94,46 @@ def test_after_a_capture_that_fails_there_are_random_numbers():
     first = drawn.clone()
     graph.replay()
     assert not torch.equal(drawn, first)
+
+
+class FakeCuda:
+    """Stands in for what a capture asks of torch.cuda; notes what happens."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.events: list[str] = []
+        graph = types.SimpleNamespace(
+            capture_begin=lambda pool, capture_error_mode: self.events.append("begin"),
+            capture_end=lambda: self.events.append("end"),
+        )
+        stream = types.SimpleNamespace(wait_stream=lambda other: None)
+        for name, fake in {
+            "CUDAGraph": lambda: graph,
+            "Stream": lambda device: stream,
+            "current_stream": lambda: stream,
+            "current_device": lambda: 0,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "synchronize": lambda: self.events.append("wait"),
+            "empty_cache": lambda: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        graph_capture._capture_stream.cache_clear()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no"), KeyboardInterrupt()], ids=str)
+def test_every_capture_ends(monkeypatch, error):
+    """One that is interrupted too: the stream that all captures share would be in it for ever."""
+    cuda, state, runs = FakeCuda(monkeypatch), torch.zeros(2), []
+
+    def run():
+        state.add_(1)
+        runs.append(1)
+        if error is not None and len(runs) == 3:
+            raise error
+        return 7
+
+    raises = contextlib.nullcontext() if error is None else pytest.raises(type(error))
+    with raises:
+        assert capture(run, [state], torch.device("cpu"))[1] == 7
+    graph_capture._capture_stream.cache_clear()
+    assert cuda.events == ["wait", "begin", "end", *(["wait"] if error is not None else [])]
+    assert not state.any()

@@ -136,7 +136,7 @@ class Repeat:
             lines = self._looking if tensor[0] == "t" else self._launching
             lines.append(f"{name} = {tensor}.data_ptr()")
         name = self._addresses[tensor]
-        return f"{name} + {ahead}" if ahead else name
+        return f"{name} + {self.constant(ahead)}" if ahead else name
 
     def launch(
         self, submit: Callable, device: int, grid: tuple[int, ...], kernel: Any, args: list[str], overlap: bool

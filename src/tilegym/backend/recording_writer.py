@@ -1,7 +1,8 @@
 """Writes the function that repeats what a call was seen to do; :mod:`tilegym.backend.recording` says when.
 
-Launches are repeated as they were made. Where each of them can be repeated by the addresses of its tensors alone, that
-is what is done, and the views among these are never made: calls for which this does not hold take the other way.
+Launches are repeated as they were made. Where it is asked for and each of them can be repeated by the addresses of its
+tensors alone, that is what is done, and the views among these are never made: calls for which this does not hold take
+the other way.
 """
 
 import operator
@@ -41,8 +42,10 @@ class Recorded:
         self.launches: list[tuple[Submission, int, tuple, Any, tuple, bool]] = []
 
 
-def write(seen: Recorded, result: Any) -> Callable[..., Any]:
+def write(seen: Recorded, result: Any, by_address: bool) -> Callable[..., Any]:
     """A function of tensors like the inputs that does what was seen of the call that has returned ``result``.
+
+    ``by_address``: whether launches are prepared for that, if they can be.
 
     Raises :class:`NotRepeatable`.
     """
@@ -51,11 +54,14 @@ def write(seen: Recorded, result: Any) -> Callable[..., Any]:
         names = [as_made.argument(arg) for arg in args]
         as_made.source.launch(how.submit, *where, names, overlap)
     repeat = as_made.function()
-    if any(t is not None and t.data_ptr() % ALIGNMENT for t in seen.inputs):
+    if not by_address or any(t is not None and t.data_ptr() % ALIGNMENT for t in seen.inputs):
         return repeat
     prepared = []
     for how, *launch in seen.launches:
-        prepared.append(how.prepare and how.prepare(*launch))
+        try:
+            prepared.append(how.prepare and how.prepare(*launch))
+        except Exception:  # the call is served, and can be repeated as it was
+            return repeat
         if not prepared[-1]:
             return repeat
     writer = _Writer(seen, result)

@@ -1,17 +1,24 @@
-"""Tensors that stand for others, which no kernel can read: DTensors, of which each process has a part, and the like."""
+"""Tensors that stand for others, which no kernel can read: DTensors, of which each process has a part, and the like.
+
+They are of subclasses that say themselves what an operation on them does.
+"""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_SHAPES = "torch._subclasses.fake_tensor"
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.Size})
 
 
 def is_wrapped(value: Any) -> bool:
-    """Whether ``value`` is such a tensor: of a subclass that keeps its numbers in other tensors."""
-    return type(value) not in _PLAIN and isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
+    """Whether ``value`` is such a tensor."""
+    if type(value) in _PLAIN or not isinstance(value, torch.Tensor):
+        return False
+    kind = type(value)
+    # Those of a mode that follows shapes stand for none.
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__module__ != _SHAPES
 
 
 def any_wrapped(values: Iterable[Any]) -> bool:

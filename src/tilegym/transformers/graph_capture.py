@@ -99,7 +99,7 @@ def _capture(
                 run()
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
-        # As torch.cuda.graph does, but for its stream: that is of the GPU that was current when it was first used.
+        # Not by torch.cuda.graph, whose stream is of the GPU that was current when the process first used it.
         stream = _capture_stream(torch.cuda.current_device())
         with _one_at_a_time, torch.cuda.stream(stream), _NumbersAreFilledIn():
             torch.cuda.synchronize()
@@ -108,13 +108,14 @@ def _capture(
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 result = run()
-            except Exception:
+            except BaseException:  # Ctrl-C too: the stream would capture for ever
                 with contextlib.suppress(RuntimeError):  # of a capture that has failed
                     graph.capture_end()
                 raise
             graph.capture_end()
-    except Exception:
-        torch.cuda.synchronize()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+            torch.cuda.synchronize()
         if device.type == "cuda":
             _end_for_generator(device)
         raise

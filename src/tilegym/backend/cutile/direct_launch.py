@@ -7,13 +7,11 @@ all parameters, as the driver's public interface tells (``cuGraphKernelNodeGetPa
 tensors are replaced from then on.
 """
 
-import contextlib
 import ctypes
 import functools
 import struct
 import threading
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -26,6 +24,7 @@ from tilegym.backend import allocation
 _KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: other streams and threads are left alone
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 # CUlaunchAttributeID
 _COOPERATIVE, _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION, _PREFERRED_CLUSTER_DIMENSION = 2, 4, 6, 11
 
@@ -95,7 +94,7 @@ def prepare(index: int, grid: tuple[int, ...], kernel: ct.kernel, args: tuple, o
         or torch.cuda.is_current_stream_capturing()
     ):
         return None
-    taken = _take_down(driver, grid, kernel, args)
+    taken = _take_down(driver, index, grid, kernel, args)
     if taken is None or any(len(value) > 8 for value in taken.values):  # an address may be part of a descriptor
         return None
     order = []  # of the parameters that are addresses
@@ -147,11 +146,14 @@ def _repeat(
     return submit
 
 
-def _take_down(driver: ctypes.PyDLL, grid: tuple[int, ...], kernel: ct.kernel, args: tuple) -> _Taken | None:
+def _take_down(driver: Any, index: int, grid: tuple[int, ...], kernel: ct.kernel, args: tuple) -> _Taken | None:
     """What ``ct.launch`` hands to the driver, which runs nothing; None if it is more than one kernel's plain launch."""
-    with _stream(driver) as stream:
-        graph = ctypes.c_void_p()
-        if stream is None or driver.cuStreamBeginCapture_v2(stream, _RELAXED):
+    stream, graph, mode = _stream(driver, index), ctypes.c_void_p(), ctypes.c_uint(_RELAXED)
+    # Nor may what this thread asks of the driver meanwhile break a capture of another one's.
+    if stream is None or driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
+        return None
+    try:
+        if driver.cuStreamBeginCapture_v2(stream, _RELAXED):
             return None
         launched = False
         try:
@@ -166,18 +168,15 @@ def _take_down(driver: ctypes.PyDLL, grid: tuple[int, ...], kernel: ct.kernel, a
         finally:
             if graph:
                 driver.cuGraphDestroy(graph)
-
-
-@contextlib.contextmanager
-def _stream(driver: ctypes.PyDLL) -> Iterator[ctypes.c_void_p | None]:
-    stream = ctypes.c_void_p()
-    if driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING):
-        yield None
-        return
-    try:
-        yield stream
     finally:
-        driver.cuStreamDestroy_v2(stream)
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+@functools.lru_cache
+def _stream(driver: Any, index: int) -> ctypes.c_void_p | None:
+    """A stream of GPU ``index``, the current one, on which nothing ever runs. One call is recorded at a time."""
+    stream = ctypes.c_void_p()
+    return None if driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING) else stream
 
 
 def _only_kernel(driver: ctypes.PyDLL, graph: ctypes.c_void_p) -> _Taken | None:
@@ -197,10 +196,14 @@ def _only_kernel(driver: ctypes.PyDLL, graph: ctypes.c_void_p) -> _Taken | None:
     size_of = driver.cuFuncGetParamInfo if params.function else driver.cuKernelGetParamInfo
     values: list[bytes] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while not size_of(
-        ctypes.c_void_p(function), ctypes.c_size_t(len(values)), ctypes.byref(offset), ctypes.byref(size)
-    ):
+    while True:
+        number = ctypes.c_size_t(len(values))
+        error = size_of(ctypes.c_void_p(function), number, ctypes.byref(offset), ctypes.byref(size))
+        if error:
+            break
         values.append(ctypes.string_at(params.parameters[len(values)], size.value))
+    if error != _INVALID_VALUE:  # which says that there are no more
+        return None
     return _Taken(function, tuple(params.dimensions), params.shared_bytes, values)
 
 
@@ -217,7 +220,7 @@ def _driver() -> Any:
         driver = ctypes.PyDLL("libcuda.so.1")
         for name in (
             "cuStreamCreate",
-            "cuStreamDestroy_v2",
+            "cuThreadExchangeStreamCaptureMode",
             "cuStreamBeginCapture_v2",
             "cuStreamEndCapture",
             "cuGraphGetNodes",
