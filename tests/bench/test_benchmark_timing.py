@@ -6,10 +6,12 @@ import pytest
 import torch
 from common import gpu
 
+from tilegym.backend.recording import USES_BEFORE_ADDRESSES
 from tilegym.bench import roofline
 from tilegym.bench.roofline import Roofline
 from tilegym.bench.spec import Work
 from tilegym.bench.timing import HOST_BATCHES
+from tilegym.bench.timing import HOST_CALLS
 from tilegym.bench.timing import LONG
 from tilegym.bench.timing import LONG_SAMPLES
 from tilegym.bench.timing import MAX_SAMPLES
@@ -103,10 +105,12 @@ def test_short_calls_are_warmed_up_and_sampled_often(cuda_timer):
 def test_host_time_is_that_of_one_call(cuda_timer):
     waited = []
     torch.cuda.synchronize = lambda: waited.append(time.sleep(1e-3))  # undone by the fixture's monkeypatch
-    timing = cuda_timer.host_time(lambda: time.sleep(2e-4))
+    calls = []
+    timing = cuda_timer.host_time(lambda: calls.append(time.sleep(2e-4)))
     assert 2e-4 <= timing.median < 5e-3
     assert MIN_SAMPLES <= timing.samples <= HOST_BATCHES
-    assert len(waited) == 2 * (timing.samples + 1), "the GPU is waited for around every batch, outside the time"
+    assert len(waited) * HOST_CALLS == 2 * len(calls), "the GPU is waited for around every batch, outside the time"
+    assert len(calls) > timing.samples * HOST_CALLS + USES_BEFORE_ADDRESSES
 
 
 @gpu
