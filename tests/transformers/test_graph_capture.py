@@ -116,24 +116,25 @@ class FakeCuda:
             "empty_cache": lambda: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        graph_capture._capture_stream.cache_clear()
+        monkeypatch.setattr(graph_capture, "_capture_stream", lambda index: stream)
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("no"), KeyboardInterrupt()], ids=str)
-def test_every_capture_ends(monkeypatch, error):
-    """One that is interrupted too: the stream that all captures share would be in it for ever."""
-    cuda, state, runs = FakeCuda(monkeypatch), torch.zeros(2), []
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()], ids=["RuntimeError", "Ctrl-C"])
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_every_capture_ends(monkeypatch, error, fails_at):
+    """Two runs, one that is captured, and the state as before. What is captured when somebody interrupts it ends as
+    well: the stream that all captures share would be in it for ever."""
+    cuda, state = FakeCuda(monkeypatch), torch.zeros(2)
 
     def run():
         state.add_(1)
-        runs.append(1)
-        if error is not None and len(runs) == 3:
+        cuda.events.append("run")
+        if cuda.events.count("run") == fails_at:
             raise error
         return 7
 
-    raises = contextlib.nullcontext() if error is None else pytest.raises(type(error))
-    with raises:
+    with pytest.raises(type(error)) if fails_at else contextlib.nullcontext():
         assert capture(run, [state], torch.device("cpu"))[1] == 7
-    graph_capture._capture_stream.cache_clear()
-    assert cuda.events == ["wait", "begin", "end", *(["wait"] if error is not None else [])]
+    expected = ["run", "run", "wait", "begin", "run", "end"]
+    assert cuda.events == (["run", "wait"] if fails_at == 1 else [*expected, "wait"] if fails_at else expected)
     assert not state.any()
