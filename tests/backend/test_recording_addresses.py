@@ -79,6 +79,24 @@ def test_calls_that_do_not_are_not_recorded_again(by_address, served, monkeypatc
     assert served.calls_of(*((x(seed=seed),) for seed in range(4))) == [4, 5, 5, 5] and by_address.launches == []
 
 
+def test_one_tensor_for_two_parameters_is_repeated_meanwhile(by_address, served):
+    """Such a call cannot be recorded itself."""
+
+    def serve(x, by, other, several):
+        y = torch.empty_like(x)
+        add(x, y, by)
+        return y
+
+    served.serve = serve
+    for seed in range(3):
+        served(x(seed=seed), 0.5, x())
+    given = x(seed=3)
+    assert torch.equal(served(given, 0.5, given), given + 1.5) and served.calls == 2
+    served(x(), 0.5, x(seed=4))
+    assert served.calls == 3 and by_address.launches == []
+    assert torch.equal(served(given, 0.5, given), given + 1.5) and served.calls == 3 and len(by_address.launches) == 1
+
+
 def test_nothing_is_counted_where_there_are_no_addresses(served, monkeypatch):
     monkeypatch.setattr(recording, "USES_BEFORE_ADDRESSES", 1)
     assert served.calls_of(*((x(seed=seed),) for seed in range(6))) == [1, 2, 2, 2, 2, 2]

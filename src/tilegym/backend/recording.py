@@ -32,7 +32,6 @@ MAX_BYTES = 2**26
 # After so many repetitions a call is recorded again, and its launches prepared to go to the driver by addresses: that
 # took an H100's host 0.2 to 0.4 ms a launch, and saves 0.5 to 2 us of each.
 USES_BEFORE_ADDRESSES = 200
-_BY_ADDRESS = object()
 
 _ALLOCATIONS = frozenset(
     {
@@ -57,14 +56,20 @@ class Recording(NamedTuple):
     answers: tuple[tuple[Callable[[], Any], Any], ...]  # to what the call asked besides, see :func:`ask`
 
 
+class _Often(NamedTuple):
+    """Of calls of a kind that came so often: their recording, until one by addresses takes its place."""
+
+    recording: Recording
+
+
 class Recordings:
     """``serve``, a function of this signature that calls an op, with recordings of its calls."""
 
     def __init__(self, signature: inspect.Signature, serve: Callable, name: str = "call") -> None:
         self._signature, self._name = signature, name
         self._serve = serve
-        # By kind; True: seen once, _BY_ADDRESS: often enough to be recorded so, False: cannot be repeated.
-        self.known: dict[Any, Recording | bool | object] = {}
+        # By kind; True: seen once, False: cannot be repeated.
+        self.known: dict[Any, Recording | _Often | bool] = {}
         self.call = self._first_call
         _all.append(self)
 
@@ -84,8 +89,10 @@ class Recordings:
     def _call_without_recording(self, kind: tuple | None, tensors: tuple, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Serves a call that no recording repeats, of kind None if it cannot have one, and records it in time."""
         found = self.known.get(kind)
-        if found is True or found is _BY_ADDRESS:
-            return self._record(kind, tensors, args, kwargs, found is _BY_ADDRESS)
+        if found is True:
+            return self._record(kind, tensors, args, kwargs)
+        if isinstance(found, _Often):
+            return self._record(kind, tensors, args, kwargs, found.recording)
         if isinstance(found, Recording):
             self.known[kind] = True  # the answers have changed
         elif found is None and kind is not None and not _has_tensors(kind):
@@ -94,11 +101,14 @@ class Recordings:
             self.known[kind] = True
         return self._serve(*args, **kwargs)
 
-    def _record(self, kind: tuple, tensors: tuple, args: tuple, kwargs: dict, by_address: bool) -> Any:
+    def _record(self, kind: tuple, tensors: tuple, args: tuple, kwargs: dict, former: Recording | None = None) -> Any:
+        """Records a call: as it is made, or, if there is a ``former`` recording of its kind, by addresses."""
         global active
         given = [id(tensor) for tensor in tensors if tensor is not None]
         # One tensor for two parameters does not tell which of them it is for.
         if len(set(given)) < len(given) or not _lock.acquire(blocking=False):
+            if former is not None and _still(former.answers):
+                return former.repeat(*tensors)
             return self._serve(*args, **kwargs)
         try:
             version = _version
@@ -108,8 +118,8 @@ class Recordings:
             if recorder.put_off or version != _version:
                 self.known.pop(kind, None)
             else:
-                made = recorder.recording(result, by_address)
-                if made is not None and not by_address and recorder.has_addresses():
+                made = recorder.recording(result, former is not None)
+                if made is not None and former is None and recorder.has_addresses():
                     made = made._replace(repeat=_counted(made.repeat, functools.partial(self._often, kind)))
                 self.known[kind] = made or False
             return result
@@ -118,8 +128,9 @@ class Recordings:
             _lock.release()
 
     def _often(self, kind: tuple) -> None:
-        if isinstance(self.known.get(kind), Recording):
-            self.known[kind] = _BY_ADDRESS
+        found = self.known.get(kind)
+        if isinstance(found, Recording):
+            self.known[kind] = _Often(found)
 
 
 def _counted(repeat: Callable[..., Any], often: Callable[[], None]) -> Callable[..., Any]:
