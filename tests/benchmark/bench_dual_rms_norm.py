@@ -6,6 +6,7 @@ from tilegym import ops
 from tilegym.bench.spec import ATTENDING
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import FORWARD
+from tilegym.bench.spec import MANY_TOKENS
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Work
 from tilegym.bench.spec import shape
@@ -61,7 +62,8 @@ BENCHMARKS = [
             lambda model, tokens: {
                 "tokens": tokens, "heads": model.heads, "kv_heads": model.kv_heads, "dim": model.head_dim
             },
-            models=ATTENDING,
+            MANY_TOKENS,
+            ATTENDING,
         ),
         quick=(
             shape(tokens=8192, heads=32, kv_heads=8, dim=128),

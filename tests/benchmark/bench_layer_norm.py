@@ -6,6 +6,7 @@ from tilegym import ops
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import BOTH
 from tilegym.bench.spec import FORWARD
+from tilegym.bench.spec import MANY_TOKENS
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Work
 from tilegym.bench.spec import shape
@@ -56,7 +57,7 @@ BENCHMARKS = [
         backward=backward,
         quick_modes=(FORWARD, BACKWARD, BOTH),
         host={"tokens": 1, "hidden": 4096},
-        shapes=sweep(lambda model, tokens: {"tokens": tokens, "hidden": model.hidden}),
+        shapes=sweep(lambda model, tokens: {"tokens": tokens, "hidden": model.hidden}, MANY_TOKENS),
         quick=(shape(tokens=8192, hidden=4096), shape(tokens=1, hidden=4096)),
         small=(shape(tokens=64, hidden=1024), shape(tokens=7, hidden=1000)),
     )

@@ -6,6 +6,7 @@ from tilegym import ops
 from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import BOTH
 from tilegym.bench.spec import FORWARD
+from tilegym.bench.spec import MANY_TOKENS
 from tilegym.bench.spec import Benchmark
 from tilegym.bench.spec import Work
 from tilegym.bench.spec import shape
@@ -57,7 +58,7 @@ BENCHMARKS = [
         quick_modes=(FORWARD, BACKWARD, BOTH),
         host={"tokens": 1, "hidden": 4096},
         shapes=(
-            *sweep(lambda model, tokens: {"tokens": tokens, "hidden": model.hidden}),
+            *sweep(lambda model, tokens: {"tokens": tokens, "hidden": model.hidden}, MANY_TOKENS),
             shape("Qwen3-8B q heads, 8192 tokens", "Qwen3-8B", tokens=8192 * 32, hidden=128),
         ),
         quick=(shape(tokens=32768, hidden=4096), shape(tokens=8192, hidden=4096), shape(tokens=1, hidden=4096)),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym.backend import slower
+from tilegym.bench import docs_bandwidth
 from tilegym.bench import docs_steps
 from tilegym.bench import docs_training
 from tilegym.bench import slower_table
@@ -189,7 +190,8 @@ def page(merged: Merged, models: dict[str, str], note: str = "", trainings: dict
     parts = [PREAMBLE, _machines(merged), *([f"{note}\n"] if note else []), METHOD]
     if not all(run.complete for run in merged.runs):
         parts.append("**A run ended before it had measured everything: what none has reached is missing below.**\n")
-    parts += [section for section in (docs_training.section(merged), _to_pytorch(merged)) if section]
+    sections = (docs_bandwidth.section(merged), docs_training.section(merged), _to_pytorch(merged))
+    parts += [section for section in sections if section]
     if merged.host:
         parts.append(f"{HOST}\n{_host_table(merged)}")
     if merged.cases:

@@ -27,6 +27,7 @@ OURS = "tilegym"
 PYTORCH = "pytorch backend"
 IN_PLACE = "tilegym in place"  # ours under tilegym.set_gradients_in_place(True), on activations
 TOKENS = (1, 16, 512, 8192)
+MANY_TOKENS = (*TOKENS, 32768)  # where 8192 still leave much of what a call moves in the L2 cache
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
