@@ -122,6 +122,13 @@ class Test_Softmax(PyTestCase):
         widths = [kernels.wide_plan(512, n, -1, False, 2)[3][0] for n in (102400, 128256, 151936)]
         assert widths == [8192, 16384, 16384]
 
+    def test_what_is_left_over_takes_no_part_of_its_own(self):
+        """If it is little: of Gemma 3's 262208 columns 64."""
+        assert [parts.parts_of(n, 16384) for n in (262144, 262208, 151936, 16384, 16385, 64)] == [
+            (16, 0), (16, 64), (10, 0), (1, 0), (1, 32), (1, 0)
+        ]  # fmt: skip
+        assert [parts.parts_of(n, 8192) for n in (33280, 33281)] == [(4, 512), (5, 0)]
+
     @pytest.fixture(params=["patient", "impatient"] if HAS_GPU else ["sequential", "shuffled", "threads"])
     def in_one_launch(self, request, multiprocessors, monkeypatch):
         """Wide rows in blocks that wait for others. Where those run later, or they are impatient, they do it all."""
@@ -144,6 +151,7 @@ class Test_Softmax(PyTestCase):
         x[0, ..., :20000] = -INF  # a whole part without a maximum
         x[1] -= 300
         x[-1, ..., 5] = 50.0
+        x[0, ..., -1] = 9.0
         with recorded_launches(run=True) as launches:
             self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"}, gradient=True)
         if not HAS_GPU:
@@ -278,9 +286,10 @@ class Test_Softmax(PyTestCase):
             assert_compiles(hinted(kernel, num_worker_warps=8, occupancy=4), args)
 
     @dtypes()
-    def test_wide_rows_in_one_launch_compile(self, dtype, multiprocessors):
+    @pytest.mark.parametrize("n", [128256, 262208])
+    def test_wide_rows_in_one_launch_compile(self, n, dtype, multiprocessors):
         multiprocessors(132)
-        x, dy = (torch.empty(512, 128256, dtype=dtype) for _ in range(2))
+        x, dy = (torch.empty(512, n, dtype=dtype) for _ in range(2))
         assert_launches_compile(lambda: (softmax_forward(x, -1), softmax_backward(dy, x, -1)), ("sm_90",))
 
     @gpu

@@ -21,10 +21,12 @@ from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.parts import bits
 from tilegym.ops.cutile.parts import clear_others
 from tilegym.ops.cutile.parts import exchange
+from tilegym.ops.cutile.parts import extra_columns
 from tilegym.ops.cutile.parts import high
 from tilegym.ops.cutile.parts import launch_parts
 from tilegym.ops.cutile.parts import look
 from tilegym.ops.cutile.parts import low
+from tilegym.ops.cutile.parts import parts_of
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
 from tilegym.ops.cutile.softmax_joint import MAX_ROWS
@@ -90,8 +92,19 @@ def _written(states, first, parts, PARTS: Int):
     return ct.gather(states, ct.where(index < parts, first + index, -1))
 
 
-def _part(x, row, number, TILE_N: Int, padding):
-    return ct.gather(x, at(x, row, span(number, TILE_N)), padding_value=padding)
+def _part(x, row, number, parts, TILE_N: Int, EXTRA: Int, padding):
+    """A part as one tile, or two: the second is of the columns that the last part takes beyond its own."""
+    part = (ct.gather(x, at(x, row, span(number, TILE_N)), padding_value=padding),)
+    if EXTRA:
+        cols = extra_columns(number, parts, TILE_N, EXTRA)
+        part = (*part, ct.gather(x, at(x, row, cols), padding_value=padding))
+    return part
+
+
+def _store_part(y, row, number, parts, part, TILE_N: Int, EXTRA: Int):
+    ct.scatter(y, at(y, row, span(number, TILE_N)), part[0].astype(y.dtype))
+    if EXTRA:
+        ct.scatter(y, at(y, row, extra_columns(number, parts, TILE_N, EXTRA)), part[1].astype(y.dtype))
 
 
 def _exps(part, base, dtype):
@@ -103,24 +116,33 @@ def _exps(part, base, dtype):
     return ct.exp2(part * factor - base * factor, flush_to_zero=True)
 
 
-def _state(part):
+def _state(part, EXTRA: Int):
     """The maximum and the sum of a part's row, 32 bits each, which together are never 0."""
-    top = ct.max(part).astype(ct.float32)
-    total = ct.sum(_exps(part.astype(ct.float32), base_of(top), part.dtype))
+    top = ct.max(part[0])
+    if EXTRA:
+        top = ct.maximum(top, ct.max(part[1]))
+    top = top.astype(ct.float32)
+    base = base_of(top)
+    total = ct.sum(_exps(part[0].astype(ct.float32), base, part[0].dtype))
+    if EXTRA:
+        total = total + ct.sum(_exps(part[1].astype(ct.float32), base, part[1].dtype))
     return (bits(top) << 32) | bits(total)
 
 
-def _backward_state(out, up):
+def _backward_state(out, up, EXTRA: Int):
     """The sum of y * dy of a part, and a bit that says that it is there."""
-    return bits(ct.sum(out.astype(ct.float32) * up.astype(ct.float32))) | (1 << 32)
+    total = ct.sum(out[0].astype(ct.float32) * up[0].astype(ct.float32))
+    if EXTRA:
+        total = total + ct.sum(out[1].astype(ct.float32) * up[1].astype(ct.float32))
+    return bits(total) | (1 << 32)
 
 
 @ct.kernel
 def softmax_wide_kernel(
-    x, y, states, patience, TILE_N: Int, PARTS: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool, OVERLAP: Bool,
-    TURNS: Int,
+    x, y, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool,
+    OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
-    """Each block takes a part, TILE_N columns, of a row that has at most PARTS of them.
+    """Each block takes a part, TILE_N columns, of a row that has at most PARTS of them, and up to EXTRA columns more.
 
     PUBLISH: it writes the part's maximum and sum to ``states``, int64, [parts of all rows]. FINISH: it writes the part
     of y, from the states of all parts of the row. With both, states are zeros before, and the block waits for those of
@@ -130,13 +152,13 @@ def softmax_wide_kernel(
         ct.grid_dependency_control_launch_dependents()
     number, row, parts = ct.bid(1), ct.bid(2), ct.num_blocks(1)
     first = row * parts
-    part = _part(x, row, number, TILE_N, -math.inf)
+    part = _part(x, row, number, parts, TILE_N, EXTRA, -math.inf)
     count = parts * ct.num_blocks(2)
     turn = turn_of(states, count, TURNS)
     if OVERLAP and FINISH:
         ct.grid_dependency_control_wait()  # for what is written to states
     if PUBLISH:
-        state = _state(part)
+        state = _state(part, EXTRA)
         if not FINISH:
             ct.scatter(states, first + number, state)
     if FINISH:
@@ -145,24 +167,27 @@ def softmax_wide_kernel(
             found, missing = exchange(states, first, number, parts, state, patience, PARTS)
             if missing > 0:
                 for i in range(parts):
-                    publish(states, first + i, _state(_part(x, row, i, TILE_N, -math.inf)))
+                    other = _part(x, row, i, parts, TILE_N, EXTRA, -math.inf)
+                    publish(states, first + i, _state(other, EXTRA))
                 while missing > 0:
                     found, missing = look(states, first, parts, PARTS)
-                part = _part(x, row, number, TILE_N, -math.inf)  # which takes no registers until now
+                part = _part(x, row, number, parts, TILE_N, EXTRA, -math.inf)  # which takes no registers until now
         else:
             found = _written(states, first, parts, PARTS)
         there = ct.arange(PARTS, dtype=ct.int32) < parts
         tops = ct.where(there, high(found), -math.inf)
         base = base_of(ct.max(tops))
         total = ct.sum(ct.where(there, low(found) * exp_of(tops - base, x.dtype), 0.0))
-        out = _exps(_again(part, TWICE), base, x.dtype) * (1.0 / total)
-        ct.scatter(y, at(y, row, span(number, TILE_N)), out.astype(y.dtype))
+        out = ()
+        for piece in ct.static_iter(part):
+            out = (*out, _exps(_again(piece, TWICE), base, x.dtype) * (1.0 / total))
+        _store_part(y, row, number, parts, out, TILE_N, EXTRA)
         clear_others(states, turn, row * parts + number, count, TURNS)
 
 
 @ct.kernel
 def softmax_backward_wide_kernel(
-    dy, y, dx, states, patience, TILE_N: Int, PARTS: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool,
+    dy, y, dx, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool,
     OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
     """As :func:`softmax_wide_kernel`; the state of a part is its sum of y * dy."""
@@ -170,13 +195,13 @@ def softmax_backward_wide_kernel(
         ct.grid_dependency_control_launch_dependents()
     number, row, parts = ct.bid(1), ct.bid(2), ct.num_blocks(1)
     first = row * parts
-    out, up = _part(y, row, number, TILE_N, 0), _part(dy, row, number, TILE_N, 0)
+    out, up = _part(y, row, number, parts, TILE_N, EXTRA, 0), _part(dy, row, number, parts, TILE_N, EXTRA, 0)
     count = parts * ct.num_blocks(2)
     turn = turn_of(states, count, TURNS)
     if OVERLAP and FINISH:
         ct.grid_dependency_control_wait()
     if PUBLISH:
-        state = _backward_state(out, up)
+        state = _backward_state(out, up, EXTRA)
         if not FINISH:
             ct.scatter(states, first + number, state)
     if FINISH:
@@ -185,17 +210,21 @@ def softmax_backward_wide_kernel(
             found, missing = exchange(states, first, number, parts, state, patience, PARTS)
             if missing > 0:
                 for i in range(parts):
-                    other = _backward_state(_part(y, row, i, TILE_N, 0), _part(dy, row, i, TILE_N, 0))
-                    publish(states, first + i, other)
+                    y_part = _part(y, row, i, parts, TILE_N, EXTRA, 0)
+                    dy_part = _part(dy, row, i, parts, TILE_N, EXTRA, 0)
+                    publish(states, first + i, _backward_state(y_part, dy_part, EXTRA))
                 while missing > 0:
                     found, missing = look(states, first, parts, PARTS)
-                out, up = _part(y, row, number, TILE_N, 0), _part(dy, row, number, TILE_N, 0)
+                out = _part(y, row, number, parts, TILE_N, EXTRA, 0)
+                up = _part(dy, row, number, parts, TILE_N, EXTRA, 0)
         else:
             found = _written(states, first, parts, PARTS)
         there = ct.arange(PARTS, dtype=ct.int32) < parts
         total = ct.sum(ct.where(there, low(found), 0.0))
-        grad = _again(out, TWICE) * (_again(up, TWICE) - total)
-        ct.scatter(dx, at(dx, row, span(number, TILE_N)), grad.astype(dx.dtype))
+        grad = (_again(out[0], TWICE) * (_again(up[0], TWICE) - total),)
+        if EXTRA:
+            grad = (*grad, _again(out[1], TWICE) * (_again(up[1], TWICE) - total))
+        _store_part(dx, row, number, parts, grad, TILE_N, EXTRA)
         clear_others(states, turn, row * parts + number, count, TURNS)
 
 
@@ -238,7 +267,7 @@ def plan(m: int, n: int, device: int, backward: bool, size: int) -> tuple[ct.ker
 @functools.lru_cache(maxsize=1024)
 def wide_plan(
     m: int, n: int, device: int, backward: bool, size: int
-) -> tuple[ct.kernel, int, bool, tuple[int, int], bool]:
+) -> tuple[ct.kernel, int, bool, tuple[int, int, int], bool]:
     """(kernel, parts of a row, whether one launch takes them, tile constants, TWICE) for longer rows [m, n]."""
     tile_n, warps, occupancy = WIDE[backward][size]
     if not backward and size == 2 and 10 * tile_n * ct.cdiv(n, tile_n) > 11 * n:
@@ -246,12 +275,12 @@ def wide_plan(
     few = m * ct.cdiv(n, tile_n) < 2 * sm_count(device)
     if few:
         tile_n, warps, occupancy = FEW
-    parts = ct.cdiv(n, tile_n)
+    parts, extra = (ct.cdiv(n, tile_n), 0) if few else parts_of(n, tile_n)
     # Blocks do not wait for others of which it is not sure that they run at the same time.
     at_once = not few and parts <= sm_count(device)
     kernel = softmax_backward_wide_kernel if backward else softmax_wide_kernel
     kernel = hinted(kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, parts, at_once, (tile_n, next_power_of_2(parts)), size == 2
+    return kernel, parts, at_once, (tile_n, next_power_of_2(parts), extra), size == 2
 
 
 def _launch(like, arrays, rows, backward):
