@@ -69,10 +69,10 @@ class Test_FusedAddRMSNorm(PyTestCase):
         kwargs = arguments(6, 80, offset=0.5) | {"weight": None}
         self.assertCorrectness(fused_add_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
-    @pytest.mark.parametrize("n", [2600, 5000])
+    @pytest.mark.parametrize("n", [1800, 2048, 2600, 5000])
     @dtypes()
     def test_rows_in_pieces(self, dtype, n):
-        """Many rows that fill no tile of a power of two."""
+        """Many rows that fill no tile of a power of two, or half of one."""
         kwargs = arguments(2**20 // n + 1, n, dtype=dtype)
         self.assertCorrectness(fused_add_rms_norm, reference, kwargs, {"backend": "cutile"})
 

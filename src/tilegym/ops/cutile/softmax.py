@@ -92,19 +92,17 @@ def _written(states, first, parts, PARTS: Int):
     return ct.gather(states, ct.where(index < parts, first + index, -1))
 
 
-def _part(x, row, number, parts, TILE_N: Int, EXTRA: Int, padding):
+def _part(x, row, number, TILE_N: Int, padding):
+    return ct.gather(x, at(x, row, span(number, TILE_N)), padding_value=padding)
+
+
+def _part_and_more(x, row, number, parts, TILE_N: Int, EXTRA: Int):
     """A part as one tile, or two: the second is of the columns that the last part takes beyond its own."""
-    part = (ct.gather(x, at(x, row, span(number, TILE_N)), padding_value=padding),)
+    part = (_part(x, row, number, TILE_N, 0),)
     if EXTRA:
         cols = extra_columns(number, parts, TILE_N, EXTRA)
-        part = (*part, ct.gather(x, at(x, row, cols), padding_value=padding))
+        part = (*part, ct.gather(x, at(x, row, cols), padding_value=0))
     return part
-
-
-def _store_part(y, row, number, parts, part, TILE_N: Int, EXTRA: Int):
-    ct.scatter(y, at(y, row, span(number, TILE_N)), part[0].astype(y.dtype))
-    if EXTRA:
-        ct.scatter(y, at(y, row, extra_columns(number, parts, TILE_N, EXTRA)), part[1].astype(y.dtype))
 
 
 def _exps(part, base, dtype):
@@ -116,16 +114,10 @@ def _exps(part, base, dtype):
     return ct.exp2(part * factor - base * factor, flush_to_zero=True)
 
 
-def _state(part, EXTRA: Int):
+def _state(part):
     """The maximum and the sum of a part's row, 32 bits each, which together are never 0."""
-    top = ct.max(part[0])
-    if EXTRA:
-        top = ct.maximum(top, ct.max(part[1]))
-    top = top.astype(ct.float32)
-    base = base_of(top)
-    total = ct.sum(_exps(part[0].astype(ct.float32), base, part[0].dtype))
-    if EXTRA:
-        total = total + ct.sum(_exps(part[1].astype(ct.float32), base, part[1].dtype))
+    top = ct.max(part).astype(ct.float32)
+    total = ct.sum(_exps(part.astype(ct.float32), base_of(top), part.dtype))
     return (bits(top) << 32) | bits(total)
 
 
@@ -139,10 +131,10 @@ def _backward_state(out, up, EXTRA: Int):
 
 @ct.kernel
 def softmax_wide_kernel(
-    x, y, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool,
-    OVERLAP: Bool, TURNS: Int,
+    x, y, states, patience, TILE_N: Int, PARTS: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool, OVERLAP: Bool,
+    TURNS: Int,
 ):  # fmt: skip
-    """Each block takes a part, TILE_N columns, of a row that has at most PARTS of them, and up to EXTRA columns more.
+    """Each block takes a part, TILE_N columns, of a row that has at most PARTS of them.
 
     PUBLISH: it writes the part's maximum and sum to ``states``, int64, [parts of all rows]. FINISH: it writes the part
     of y, from the states of all parts of the row. With both, states are zeros before, and the block waits for those of
@@ -152,13 +144,13 @@ def softmax_wide_kernel(
         ct.grid_dependency_control_launch_dependents()
     number, row, parts = ct.bid(1), ct.bid(2), ct.num_blocks(1)
     first = row * parts
-    part = _part(x, row, number, parts, TILE_N, EXTRA, -math.inf)
+    part = _part(x, row, number, TILE_N, -math.inf)
     count = parts * ct.num_blocks(2)
     turn = turn_of(states, count, TURNS)
     if OVERLAP and FINISH:
         ct.grid_dependency_control_wait()  # for what is written to states
     if PUBLISH:
-        state = _state(part, EXTRA)
+        state = _state(part)
         if not FINISH:
             ct.scatter(states, first + number, state)
     if FINISH:
@@ -167,21 +159,18 @@ def softmax_wide_kernel(
             found, missing = exchange(states, first, number, parts, state, patience, PARTS)
             if missing > 0:
                 for i in range(parts):
-                    other = _part(x, row, i, parts, TILE_N, EXTRA, -math.inf)
-                    publish(states, first + i, _state(other, EXTRA))
+                    publish(states, first + i, _state(_part(x, row, i, TILE_N, -math.inf)))
                 while missing > 0:
                     found, missing = look(states, first, parts, PARTS)
-                part = _part(x, row, number, parts, TILE_N, EXTRA, -math.inf)  # which takes no registers until now
+                part = _part(x, row, number, TILE_N, -math.inf)  # which takes no registers until now
         else:
             found = _written(states, first, parts, PARTS)
         there = ct.arange(PARTS, dtype=ct.int32) < parts
         tops = ct.where(there, high(found), -math.inf)
         base = base_of(ct.max(tops))
         total = ct.sum(ct.where(there, low(found) * exp_of(tops - base, x.dtype), 0.0))
-        out = ()
-        for piece in ct.static_iter(part):
-            out = (*out, _exps(_again(piece, TWICE), base, x.dtype) * (1.0 / total))
-        _store_part(y, row, number, parts, out, TILE_N, EXTRA)
+        out = _exps(_again(part, TWICE), base, x.dtype) * (1.0 / total)
+        ct.scatter(y, at(y, row, span(number, TILE_N)), out.astype(y.dtype))
         clear_others(states, turn, row * parts + number, count, TURNS)
 
 
@@ -190,12 +179,14 @@ def softmax_backward_wide_kernel(
     dy, y, dx, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool,
     OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
-    """As :func:`softmax_wide_kernel`; the state of a part is its sum of y * dy."""
+    """As :func:`softmax_wide_kernel`; the state of a part is its sum of y * dy. The last part has up to EXTRA columns
+    more."""
     if OVERLAP and not FINISH:
         ct.grid_dependency_control_launch_dependents()
     number, row, parts = ct.bid(1), ct.bid(2), ct.num_blocks(1)
     first = row * parts
-    out, up = _part(y, row, number, parts, TILE_N, EXTRA, 0), _part(dy, row, number, parts, TILE_N, EXTRA, 0)
+    out = _part_and_more(y, row, number, parts, TILE_N, EXTRA)
+    up = _part_and_more(dy, row, number, parts, TILE_N, EXTRA)
     count = parts * ct.num_blocks(2)
     turn = turn_of(states, count, TURNS)
     if OVERLAP and FINISH:
@@ -210,21 +201,22 @@ def softmax_backward_wide_kernel(
             found, missing = exchange(states, first, number, parts, state, patience, PARTS)
             if missing > 0:
                 for i in range(parts):
-                    y_part = _part(y, row, i, parts, TILE_N, EXTRA, 0)
-                    dy_part = _part(dy, row, i, parts, TILE_N, EXTRA, 0)
+                    y_part = _part_and_more(y, row, i, parts, TILE_N, EXTRA)
+                    dy_part = _part_and_more(dy, row, i, parts, TILE_N, EXTRA)
                     publish(states, first + i, _backward_state(y_part, dy_part, EXTRA))
                 while missing > 0:
                     found, missing = look(states, first, parts, PARTS)
-                out = _part(y, row, number, parts, TILE_N, EXTRA, 0)
-                up = _part(dy, row, number, parts, TILE_N, EXTRA, 0)
+                out = _part_and_more(y, row, number, parts, TILE_N, EXTRA)
+                up = _part_and_more(dy, row, number, parts, TILE_N, EXTRA)
         else:
             found = _written(states, first, parts, PARTS)
         there = ct.arange(PARTS, dtype=ct.int32) < parts
         total = ct.sum(ct.where(there, low(found), 0.0))
-        grad = (_again(out[0], TWICE) * (_again(up[0], TWICE) - total),)
+        grad = _again(out[0], TWICE) * (_again(up[0], TWICE) - total)
+        ct.scatter(dx, at(dx, row, span(number, TILE_N)), grad.astype(dx.dtype))
         if EXTRA:
-            grad = (*grad, _again(out[1], TWICE) * (_again(up[1], TWICE) - total))
-        _store_part(dx, row, number, parts, grad, TILE_N, EXTRA)
+            grad = _again(out[1], TWICE) * (_again(up[1], TWICE) - total)
+            ct.scatter(dx, at(dx, row, extra_columns(number, parts, TILE_N, EXTRA)), grad.astype(dx.dtype))
         clear_others(states, turn, row * parts + number, count, TURNS)
 
 
@@ -267,7 +259,7 @@ def plan(m: int, n: int, device: int, backward: bool, size: int) -> tuple[ct.ker
 @functools.lru_cache(maxsize=1024)
 def wide_plan(
     m: int, n: int, device: int, backward: bool, size: int
-) -> tuple[ct.kernel, int, bool, tuple[int, int, int], bool]:
+) -> tuple[ct.kernel, int, bool, tuple[int, ...], bool]:
     """(kernel, parts of a row, whether one launch takes them, tile constants, TWICE) for longer rows [m, n]."""
     tile_n, warps, occupancy = WIDE[backward][size]
     if not backward and size == 2 and 10 * tile_n * ct.cdiv(n, tile_n) > 11 * n:
@@ -275,12 +267,12 @@ def wide_plan(
     few = m * ct.cdiv(n, tile_n) < 2 * sm_count(device)
     if few:
         tile_n, warps, occupancy = FEW
-    parts, extra = (ct.cdiv(n, tile_n), 0) if few else parts_of(n, tile_n)
+    parts, extra = parts_of(n, tile_n) if backward and not few else (ct.cdiv(n, tile_n), 0)
     # Blocks do not wait for others of which it is not sure that they run at the same time.
     at_once = not few and parts <= sm_count(device)
     kernel = softmax_backward_wide_kernel if backward else softmax_wide_kernel
     kernel = hinted(kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, parts, at_once, (tile_n, next_power_of_2(parts), extra), size == 2
+    return kernel, parts, at_once, (tile_n, next_power_of_2(parts), *((extra,) if backward else ())), size == 2
 
 
 def _launch(like, arrays, rows, backward):
