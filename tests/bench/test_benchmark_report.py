@@ -253,7 +253,7 @@ def test_cases_stay_until_they_are_measured_again(run, tmp_path):
     page = tmp_path / "page.md"
     docs.write([tmp_path / "early"], page)
     assert docs.write([tmp_path / "late"], page).read_text() == both
-    assert "| 8192x4096 | 40.0" in both and "### relu, forward" in both and "| Run A | Run B |" in both
+    assert "| 8192x4096 | 40.0" in both and "### relu, forward" in both and "\n| A | " in both and "\n| B | " in both
     # Measured again, nothing of the former run is left, nor its machine.
     renewed = dataclasses.replace(run, machine=run.machine | {"date": "2026-03-01"})
     renewed.write(tmp_path / "renewed")
@@ -356,10 +356,10 @@ def test_runs_are_merged_case_by_case(run, tmp_path):
     (tmp_path / "new" / "infer-llama.json").write_text(json.dumps(INFERENCE | {"num_runs": 7}))
     text = docs.write([tmp_path / "old", tmp_path / "new"], tmp_path / "page.md").read_text()
     for expected in (
-        "|  | Run A | Run B |",
-        "| Date | 2026-01-02 | 2026-01-01 |",
-        "| Driver | 590.2 | 580.1 |",
-        "| Copy bandwidth (large) | - | 4200 GB/s (1024 MiB) |",
+        "|  | All runs |\n| --- | --- |\n| GPU | NVIDIA H200 |\n",
+        "| Run | Date | Driver | Copy bandwidth (large) | GEMM of the vendor's library |",
+        "| A | 2026-01-02 | 590.2 | - | - |",
+        "| B | 2026-01-01 | 580.1 | 4200 GB/s (1024 MiB) |",
         "A run ended before",
         "67 (torch 67) | 1.7e-03 | B |",
         "| new | 50.0 ± 2% | 2684 GB/s | 64% | 45.0 (0.90x) | 67 (cuDNN 67) | 1.7e-03 | A |",

@@ -55,10 +55,10 @@ class Test_RMSNorm(PyTestCase):
         same = rms_norm(**kwargs, backend="cutile") == reference(**kwargs)
         assert same.float().mean() > 0.99
 
-    @pytest.mark.parametrize(("n", "bias"), [(1100, True), (2880, True), (5000, True), (4096, False)])
-    def test_rows_in_pieces(self, n, bias):
-        """Many rows that fill no tile of a power of two, the last of the pieces full or not; and of 4096, in two."""
-        kwargs = arguments(2**20 // n + 1, n, dtype=torch.bfloat16, bias=bias, offset=1.0)
+    @pytest.mark.parametrize("n", [1100, 2880, 5000])
+    def test_rows_in_pieces(self, n):
+        """Many rows that fill no tile of a power of two; the last of the pieces full or not."""
+        kwargs = arguments(2**20 // n + 1, n, dtype=torch.bfloat16, bias=True, offset=1.0)
         self.assertCorrectness(rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -257,7 +257,7 @@ class Test_RMSNorm(PyTestCase):
 
     @pytest.mark.parametrize(
         ("mode", "shape"),
-        [*((mode, (64, 4096)) for mode in MODES), (None, (2, 3, 4096)), (None, (410, 2560)), (None, (300, 4096)), (None, (9, 8192))],
+        [*((mode, (64, 4096)) for mode in MODES), (None, (2, 3, 4096)), (None, (410, 2560)), (None, (9, 8192))],
     )
     def test_compiles_for_every_architecture(self, mode, shape):
         x, w = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[-1], dtype=torch.bfloat16)

@@ -7,6 +7,7 @@ from typing import Any
 
 from tilegym.backend import slower
 from tilegym.bench import docs_bandwidth
+from tilegym.bench import docs_machine
 from tilegym.bench import docs_steps
 from tilegym.bench import docs_training
 from tilegym.bench import slower_table
@@ -187,7 +188,7 @@ def _sections_of(page: str, heading: str) -> dict[str, str]:
 
 def page(merged: Merged, models: dict[str, str], note: str = "", trainings: dict[str, str] | None = None) -> str:
     """The whole page; ``models`` and ``trainings``: sections about whole models that generate and train, by name."""
-    parts = [PREAMBLE, _machines(merged), *([f"{note}\n"] if note else []), METHOD]
+    parts = [PREAMBLE, docs_machine.section(merged), *([f"{note}\n"] if note else []), METHOD]
     if not all(run.complete for run in merged.runs):
         parts.append("**A run ended before it had measured everything: what none has reached is missing below.**\n")
     sections = (docs_bandwidth.section(merged), docs_training.section(merged), _to_pytorch(merged))
@@ -206,45 +207,6 @@ def page(merged: Merged, models: dict[str, str], note: str = "", trainings: dict
         parts.append(f"{docs_steps.HEADING}\n\n{docs_steps.EXPLAINED}")
         parts += [trainings[name] for name in sorted(trainings)]
     return "\n".join(parts)
-
-
-def _machines(merged: Merged) -> str:
-    columns = [_machine(run) for run in merged.runs]
-    several = len(columns) > 1
-    header = ("", *(f"Run {merged.run_of(i)}" if several else "" for i in range(len(columns))))
-    rows = [(name, *(str(c[name]) for c in columns)) for name in columns[0] if any(c[name] != "-" for c in columns)]
-    title = "## The machine, and its ceilings in " + ("each run" if several else "this run")
-    none = "\nWithout a GPU these figures say nothing about the kernels.\n" if columns[0]["GPU"] == "-" else ""
-    return f"{title}\n\n{markdown(header, rows)}{none}"
-
-
-def _machine(run: Run) -> dict[str, str]:
-    machine = run.machine
-    known = {
-        "Date": machine["date"],
-        "GPU": machine.get("gpu"),
-        "Compute capability": machine.get("compute_capability"),
-        "Driver": machine.get("driver"),
-        "CUDA (torch's)": machine.get("cuda"),
-        "cuDNN": machine.get("cudnn"),
-        "Processor": machine.get("processor"),
-        "Python": machine.get("python"),
-        "TileGym": machine.get("tilegym"),
-        "torch": machine.get("torch"),
-        "cuda-tile": machine.get("cuda_tile"),
-        "Triton": machine.get("triton"),
-        "Liger-Kernel": machine.get("liger_kernel"),
-        "transformers": machine.get("transformers"),
-        "dtype": run.settings.get("dtype"),
-        "Backend": run.settings.get("backend"),
-        "Copy bandwidth (large)": None,
-        "GEMM of the vendor's library": None,
-    }
-    if run.roofline:
-        copied, size = run.roofline["copied_bytes"] / 2**20, run.roofline["gemm_size"]
-        known["Copy bandwidth (large)"] = f"{run.roofline['bandwidth'] / 1e9:.0f} GB/s ({copied:.0f} MiB)"
-        known["GEMM of the vendor's library"] = f"{run.roofline['rate'] / 1e12:.3g} TFLOP/s ({size}x{size}x{size})"
-    return {name: "-" if value is None else str(value) for name, value in known.items()}
 
 
 def _others(rows: Iterable[dict[str, Result]]) -> list[str]:

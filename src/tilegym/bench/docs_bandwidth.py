@@ -33,7 +33,8 @@ HEADING = f"""\
 
 Elementwise ops and ops on rows, at those sizes of the tables below that move at least {L2_CACHES} times what the L2
 cache holds: the time of a copy of as many bytes over TileGym's, so that 1.00 is as fast as the copy, and the times of
-Liger and torch.compile as multiples of TileGym's. The least of each, and where it was measured.
+Liger and torch.compile as multiples of TileGym's. The least of each, and where it was measured. Above 1.00 is what
+counts a tensor twice that is written once: both gradients of `fused_add_rms_norm` are one.
 """
 
 

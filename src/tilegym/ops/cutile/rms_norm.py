@@ -33,7 +33,6 @@ from tilegym.ops.cutile.row_norms import sums_dtype
 from tilegym.ops.cutile.row_norms import whole_rows
 from tilegym.ops.cutile.row_norms_backward import norm_gradients
 from tilegym.ops.cutile.tiling import FLOATS
-from tilegym.ops.cutile.tiling import SMALL
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
@@ -147,18 +146,15 @@ def forward_plan(
         occupancy = 3 if elements <= 4096 else 1
         kernel = hinted(rms_norm_persistent_kernel, num_worker_warps=8, occupancy=occupancy)
         return kernel, (min(tiles, occupancy * sm_count(device)),), (tile_m, tile_n)
-    early, pieces = at_once(rows, elements, device), 1
+    early = at_once(rows, elements, device)
     warps, occupancy = forward_warps(tiles, elements, device), early or min(8, 32768 // elements)
     if slim and not early and n == elements in (4096, 8192):
         # The weight is read along with the row, not a piece of it behind each store, which more would spill: on an H200
-        # 8192x4096 takes 37.8 us instead of 38.4, 32768x4096 133.7 instead of 135.1, 8192x8192 70.0 instead of 70.9. In
-        # two pieces, on another one, 32768x4096 130.2 instead of 131.1, 8192x4096 37.1 instead of 37.4.
-        pieces = 2 if n == 4096 and rows * n > SMALL else 1
-        warps, occupancy, early = 8, 3 if pieces == 2 else 4, 4
+        # 8192x4096 takes 37.8 us instead of 38.4, 32768x4096 133.7 instead of 135.1, 8192x8192 70.0 instead of 70.9.
+        warps, occupancy, early = 8, 4, 4
     kernel = hinted(rms_norm_cached_kernel, num_worker_warps=warps, occupancy=occupancy)
     grid, axis = grid_of(tiles)
-    tile_n //= pieces
-    return kernel, grid, (tile_m, tile_n, pieces, early > 0, axis, warps if tile_m == 1 else 0, overlap)
+    return kernel, grid, (tile_m, tile_n, 1, early > 0, axis, warps if tile_m == 1 else 0, overlap)
 
 
 def _launch_forward(x, weight, bias, eps, mode, offset, rounded, with_rstd):
