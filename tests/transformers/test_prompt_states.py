@@ -84,8 +84,8 @@ def test_logits_and_states_are_those_of_the_models_own_prefill(family, with_padd
             kept = [layer for layer in cache_of(own).layers if hasattr(layer, "conv_states")]
             wanted = [state for layer in kept for state in (layer.conv_states[0], layer.recurrent_states[0])]
             for a, b in zip([got, *session.cache.states()], [own.logits[:, -1], *wanted], strict=True):
-                # A GPU's sums of other chunks were seen to differ by 5e-5.
-                rtol, atol = (1e-3, 2e-4) if HAS_GPU else (1e-4, 1e-5)
+                # Sums of other chunks were seen to differ by 5e-5 on a GPU, by 2e-5 on a CPU.
+                rtol, atol = (1e-3, 2e-4) if HAS_GPU else (1e-4, 5e-5)
                 torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
         assert set(session.prompts.forms) == {(with_padding, room) for room in (16, 32, 80)}
 
