@@ -114,6 +114,7 @@ def test_empty_grid_and_empty_arrays():
     y = torch.ones(8)
     launch((0,), double, (y, y, 8))
     launch((1,), double, (torch.zeros(0), torch.zeros(0), 8))
+    launch((1,), double, (y[1:1], y[3:3], 8))  # of which torch says that they lie at address 0
     assert y.tolist() == [1] * 8
 
 

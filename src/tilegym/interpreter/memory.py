@@ -23,9 +23,9 @@ class Memory:
         self.dtype = FROM_TORCH[tensor.dtype]
         self.shape = tuple(tensor.shape)
         self.strides = tensor.stride()
-        self.start = tensor.storage_offset()
         storage = tensor.untyped_storage()
-        self.address = storage.data_ptr()
+        # An empty tensor's address is 0 whatever its offset, and its signature was made of that.
+        self.start, self.address = (tensor.storage_offset(), storage.data_ptr()) if tensor.numel() else (0, 0)
         size = storage.nbytes() // tensor.element_size()
         if tensor.is_inference():  # which torch does not write outside of inference mode, as a GPU does
             flat = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (size,), (1,))
