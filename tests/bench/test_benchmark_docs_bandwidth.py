@@ -23,10 +23,13 @@ def rows(shape, moved, *, op="rms_norm", mode="forward", statuses=(), **seconds)
     ]  # fmt: skip
 
 
-def page_of(*cases, l2_bytes=L2):
-    machine = {"gpu": "NVIDIA H200", "date": "2026-01-01"} | ({"l2_bytes": l2_bytes} if l2_bytes else {})
-    run = Run(machine, {"dtype": "bf16", "backend": "cutile"}, results=[row for case in cases for row in case])
-    return docs.page(merge([run]), {})
+def run_of(*cases, l2_bytes=L2, date="2026-01-01"):
+    machine = {"gpu": "NVIDIA H200", "date": date} | ({"l2_bytes": l2_bytes} if l2_bytes else {})
+    return Run(machine, {"dtype": "bf16", "backend": "cutile"}, results=[row for case in cases for row in case])
+
+
+def page_of(*cases, **how):
+    return docs.page(merge([run_of(*cases, **how)]), {})
 
 
 def section_of(text):
@@ -59,6 +62,12 @@ def test_what_was_not_measured_counts_nowhere():
         )
     )
     assert "| rms_norm | forward | 1 | 0.90 (1x1) | 0.90 | - | - |\n" in section
+
+
+def test_a_run_that_does_not_tell_the_size_of_the_cache_is_of_the_same_gpu():
+    old = run_of(rows("1x1", 8.0, ours=100e-6, copy=90e-6), l2_bytes=None, date="2025-01-01")
+    new = run_of(rows("2x2", 8.0, ours=100e-6, copy=95e-6))
+    assert "| rms_norm | forward | 2 | 0.90 (1x1) | 0.93 | - | - |\n" in section_of(docs.page(merge([old, new]), {}))
 
 
 def test_no_section_without_such_sizes():
