@@ -121,8 +121,10 @@ class Test_Routing(PyTestCase):
         ours, theirs = weights_of(moe_topk_routing), weights_of(reference)
         self.assertCorrectness(ours, theirs, kwargs, {"backend": "cutile"}, gradient=("router_logits",))
 
-    def test_no_tokens(self):
-        weights, ids = moe_topk_routing(randn(0, 8), 2, backend="cutile")
+    @backends("moe_topk_routing")
+    @pytest.mark.parametrize("scoring, groups", [("softmax", 1), ("softmax", 2), ("sigmoid", 2)])
+    def test_no_tokens(self, scoring, groups, backend):
+        weights, ids = moe_topk_routing(randn(0, 8), 2, scoring, num_groups=groups, backend=backend)
         assert weights.shape == ids.shape == (0, 2)
 
     @backends("moe_topk_routing")

@@ -69,7 +69,7 @@ def moe_topk_routing(
         if correction_bias is not None:
             choice = choice + correction_bias.to(wide)
         if num_groups > 1:
-            groups = choice.view(len(choice), num_groups, -1)
+            groups = choice.view(len(choice), num_groups, choice.shape[1] // num_groups)
             best = groups.topk(2, dim=-1).values.sum(-1) if scoring == "sigmoid" else groups.amax(-1)
             allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _largest(best, topk_groups), True)
             allowed = allowed.repeat_interleave(groups.shape[-1], dim=1)
