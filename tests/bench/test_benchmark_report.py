@@ -10,6 +10,7 @@ from tilegym.backend import slower
 from tilegym.bench import docs
 from tilegym.bench import machine
 from tilegym.bench import report
+from tilegym.bench import store
 from tilegym.bench.merge import merge
 from tilegym.bench.report import HostResult
 from tilegym.bench.report import Result
@@ -326,6 +327,18 @@ def test_calls_that_go_to_pytorch_from_a_number_of_rows_on_have_a_table(run, row
     finally:
         slower._entries.cache_clear()
     assert ("From rows" in page) == ("| linear | `float32 float32` | 17 |" in page) == bool(rows)
+
+
+def test_the_page_tells_the_figures_that_are_kept(run, tmp_path):
+    """Written anew from the kept ones, which have fewer digits, it is the same: 64.95 us, not 64.9 once and 65.0."""
+    page = tmp_path / "page.md"
+    one = dataclasses.replace(run, results=[row(OURS, 64.9499999e-6), row("torch", 70e-6)], host=[])
+    one.write(tmp_path / "one")
+    first = docs.write([tmp_path / "one"], page).read_text()
+    (kept,) = store.read(store.store_of(page))
+    assert [result.seconds for result in kept.results] == [64.95e-6, 70e-6]
+    table = first.partition("### rms_norm, forward")[2]
+    assert docs.page(merge([kept]), {}).partition("### rms_norm, forward")[2] == table
 
 
 def test_runs_are_merged_case_by_case(run, tmp_path):

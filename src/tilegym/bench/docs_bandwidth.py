@@ -39,7 +39,7 @@ counts a tensor twice that is written once: both gradients of `fused_add_rms_nor
 
 
 def section(merged: Merged) -> str:
-    """ "" where no run has measured such sizes beside a copy."""
+    """The table, or an empty string where no run has measured such sizes beside a copy."""
     found: dict[tuple[str, str], dict[str, dict[str, Result]]] = {}
     # All runs are of one kind of GPU, and old ones do not tell.
     l2_bytes = next((run.machine["l2_bytes"] for run in merged.runs if run.machine.get("l2_bytes")), None)

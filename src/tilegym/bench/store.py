@@ -7,10 +7,13 @@ import os
 from pathlib import Path
 
 from tilegym.bench.merge import Merged
+from tilegym.bench.report import HostResult
+from tilegym.bench.report import Result
 from tilegym.bench.report import Run
 from tilegym.bench.spec import BenchmarkError
 
 SUFFIX = ".json.xz"
+DIGITS = 6  # of a figure: the page shows four
 
 
 def store_of(page: Path) -> Path:
@@ -42,12 +45,17 @@ def write(path: Path, runs: list[Run]) -> None:
     os.replace(part, path)
 
 
+def _rounded(row: Result | HostResult) -> Result | HostResult:
+    figures = {name: float(f"{value:.{DIGITS}g}") for name, value in vars(row).items() if isinstance(value, float)}
+    return dataclasses.replace(row, **figures)
+
+
 def shown(merged: Merged) -> list[Run]:
-    """The runs of which anything counts, each with that alone."""
+    """The runs of which anything counts, each with that alone, its figures to DIGITS."""
     kept = []
     for number, run in enumerate(merged.runs):
-        results = [row for of, rows in merged.cases.values() if of == number for row in rows.values()]
-        host = [row for of, rows in merged.host.values() if of == number for row in rows.values()]
+        results = [_rounded(row) for of, rows in merged.cases.values() if of == number for row in rows.values()]
+        host = [_rounded(row) for of, rows in merged.host.values() if of == number for row in rows.values()]
         if results or host:
             kept.append(dataclasses.replace(run, results=results, host=host, spent={}))
     return kept

@@ -31,12 +31,10 @@ from tilegym.ops.cutile.cross_entropy_terms import unit_of
 from tilegym.ops.cutile.parts import bits
 from tilegym.ops.cutile.parts import clear_others
 from tilegym.ops.cutile.parts import exchange
-from tilegym.ops.cutile.parts import extra_columns
 from tilegym.ops.cutile.parts import high
 from tilegym.ops.cutile.parts import launch_parts
 from tilegym.ops.cutile.parts import look
 from tilegym.ops.cutile.parts import low
-from tilegym.ops.cutile.parts import parts_of
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
 from tilegym.ops.cutile.tiling import Bool
@@ -65,19 +63,15 @@ def expect_kernel(target, expected, factors, ignore_index, TILE: Int, OVERLAP: B
     ct.scatter(factors, 1, scale)
 
 
-def _part(x, row, ignored, number, parts, TILE_N: Int, EXTRA: Int):
-    """A part as a tile, and one, or None, of the columns that the last part takes beyond its own."""
+def _part(x, row, ignored, number, TILE_N: Int):
     # A row that is ignored is not read.
-    end, cols, more = ct.where(ignored, 0, x.shape[1]), span(number, TILE_N), None
-    part = ct.gather(x, (row, cols), mask=cols < end, padding_value=-math.inf)
-    if EXTRA:
-        cols = extra_columns(number, parts, TILE_N, EXTRA)
-        more = ct.gather(x, (row, cols), mask=cols < end, padding_value=-math.inf)
-    return part, more
+    cols = span(number, TILE_N)
+    inside = cols < ct.where(ignored, 0, x.shape[1])
+    return ct.gather(x, (row, cols), mask=inside, padding_value=-math.inf)
 
 
-def _state(part, more):
-    top, total = state_of(part, part.dtype, more)
+def _state(part):
+    top, total = state_of(part, part.dtype)
     return (bits(top) << 32) | bits(total)
 
 
@@ -98,42 +92,37 @@ def _scale(x, label, ignore_index, factor, inverse):
 
 @ct.kernel
 def gradient_kernel(
-    x, target, factors, losses, terms, dx, ignore_index, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int,
-    OVERLAP: Bool, TURNS: Int,
+    x, target, factors, losses, terms, dx, ignore_index, states, patience, TILE_N: Int, PARTS: Int, OVERLAP: Bool,
+    TURNS: Int,
 ):  # fmt: skip
     """x, dx: [M, V]; target, losses: [M]; terms: [M, 2], a row's maximum in units, and one over the sum of its powers
-    relative to it. Each block takes a part of a row, TILE_N columns of at most PARTS times as many and up to EXTRA
-    more, and writes its gradient as if no logit were the target's. ``states`` and ``patience`` are those of softmax's
-    kernels."""
+    relative to it. Each block takes a part of a row, TILE_N columns of at most PARTS times as many, and writes its
+    gradient as if no logit were the target's. ``states`` and ``patience`` are those of softmax's kernels."""
     let_next_begin(OVERLAP)
     number, row, parts = ct.bid(1), ct.bid(2), ct.num_blocks(1)
     label = ct.gather(target, row)
     ignored = label == ignore_index
-    part, more = _part(x, row, ignored, number, parts, TILE_N, EXTRA)
+    part = _part(x, row, ignored, number, TILE_N)
     count = parts * ct.num_blocks(2)
     turn = turn_of(states, count, TURNS)
     if OVERLAP:
         ct.grid_dependency_control_wait()
     first = row * parts + turn * count
-    found, missing = exchange(states, first, number, parts, _state(part, more), patience, PARTS)
+    found, missing = exchange(states, first, number, parts, _state(part), patience, PARTS)
     if missing > 0:
         for i in range(parts):
-            tiles = _part(x, row, ignored, i, parts, TILE_N, EXTRA)
-            publish(states, first + i, _state(tiles[0], tiles[1]))
+            publish(states, first + i, _state(_part(x, row, ignored, i, TILE_N)))
         while missing > 0:
             found, missing = look(states, first, parts, PARTS)
-        part, more = _part(x, row, ignored, number, parts, TILE_N, EXTRA)  # which takes no registers until now
+        part = _part(x, row, ignored, number, TILE_N)  # which takes no registers until now
     there = ct.arange(PARTS, dtype=ct.int32) < parts
     tops = ct.where(there, high(found), -math.inf)
     base = base_of(ct.max(tops))
     total = ct.sum(ct.where(there, low(found) * power_of(tops - base, x.dtype), 0.0))
     inverse, factor = 1.0 / total, ct.gather(factors, 0)
     if factor == factor:
-        scale = _scale(x, label, ignore_index, factor, inverse)
-        ct.scatter(dx, (row, span(number, TILE_N)), _gradient(part, base, scale).astype(dx.dtype))
-        if EXTRA:
-            cols = extra_columns(number, parts, TILE_N, EXTRA)
-            ct.scatter(dx, (row, cols), _gradient(more, base, scale).astype(dx.dtype))
+        out = _gradient(part, base, _scale(x, label, ignore_index, factor, inverse))
+        ct.scatter(dx, (row, span(number, TILE_N)), out.astype(dx.dtype))
     if number == 0:
         unit = unit_of(x.dtype)
         logit = ct.gather(x, (row, label)).astype(ct.float32)
@@ -211,17 +200,16 @@ MAX_ROWS = 65535  # of one launch: blocks along axis 2
 
 
 @functools.lru_cache(maxsize=1024)
-def ahead_plan(m: int, n: int, device: int, size: int) -> tuple[ct.kernel, int, tuple[int, int, int]] | None:
-    """(kernel, parts of a row, (TILE_N, PARTS, EXTRA)) for logits [m, n] on CUDA device ``device`` (-1: CPU). None
-    where a row's parts would not all run at the same time; for rows of one part; and for fewer blocks than run at once:
-    in bf16 an H200 takes 20.9 us instead of 21.2 for 64x128256, 30.8 instead of 34.4 for 128x128256, 50.5 instead of
-    59.5 for 2048x16384."""
+def ahead_plan(m: int, n: int, device: int, size: int) -> tuple[ct.kernel, int, int] | None:
+    """(kernel, parts of a row, TILE_N) for logits [m, n] on CUDA device ``device`` (-1: CPU). None where a row's parts
+    would not all run at the same time; for rows of one part; and for fewer blocks than run at once: in bf16 an H200
+    takes 20.9 us instead of 21.2 for 64x128256, 30.8 instead of 34.4 for 128x128256, 50.5 instead of 59.5 for
+    2048x16384."""
     tile_n, warps, occupancy = FP32 if size == 4 else NARROW if n <= MOST_NARROW else WIDE
-    (parts, extra), processors = parts_of(n, tile_n), sm_count(device)
+    parts, processors = ct.cdiv(n, tile_n), sm_count(device)
     if parts < 2 or m > MAX_ROWS or parts > processors or m * parts < occupancy * processors:
         return None
-    kernel = hinted(gradient_kernel, num_worker_warps=warps, occupancy=occupancy)
-    return kernel, parts, (tile_n, next_power_of_2(parts), extra)
+    return hinted(gradient_kernel, num_worker_warps=warps, occupancy=occupancy), parts, tile_n
 
 
 def serves(logits: torch.Tensor) -> bool:
@@ -257,11 +245,11 @@ def cross_entropy_forward_ahead(
     rows, target = rows_of(logits), target.reshape(-1)
     (m, n), device = rows.shape, logits.get_device()
     overlap, tile = overlaps(device), min(1024, max(128, next_power_of_2(m)))
-    kernel, parts, tiles = ahead_plan(m, n, device, rows.element_size())
+    kernel, parts, tile_n = ahead_plan(m, n, device, rows.element_size())
     launch(logits, (1,), expect_kernel, (target, expected, factors, ignore_index, tile, overlap))
     gradient = dx.view(rows.shape)
     arrays = (rows, target, factors, losses, terms, gradient, ignore_index)
-    launch_parts(logits, (1, parts, m), kernel, arrays, tiles, after_one=True)
+    launch_parts(logits, (1, parts, m), kernel, arrays, (tile_n, next_power_of_2(parts)), after_one=True)
     arrays = (losses, target, factors, gradient, loss.view(1), number.view(1), ignore_index)
     launch(logits, (1,), finish_kernel, (*arrays, tile, overlap), overlap=overlap)
     return outputs

@@ -33,19 +33,13 @@ def above(logit, base, unit):
     return ct.where(logit * unit >= base, 0.0, logit * unit - base)
 
 
-def state_of(part, dtype, more=None):
-    """The maximum of a part of a row, in units, and the sum of its powers relative to it; x has this dtype. ``more``:
-    what belongs to the part beside that tile."""
+def state_of(part, dtype):
+    """The maximum of a part of a row, in units, and the sum of its powers relative to it; x has this dtype."""
     unit = unit_of(dtype)
     # In the dtype of x: two values of 16 bits are compared at once.
-    largest = ct.max(part)
-    if more is not None:
-        largest = ct.maximum(largest, ct.max(more))
-    largest = largest.astype(ct.float32)
+    largest = ct.max(part).astype(ct.float32)
     top = largest * unit
     total = ct.sum(power_of(part.astype(ct.float32) * unit - base_of(top), dtype))
-    if more is not None:
-        total = total + ct.sum(power_of(more.astype(ct.float32) * unit - base_of(top), dtype))
     if dtype != ct.float32:
         # The power of the largest itself is 1, not that of what the product's rounding leaves: a sure prediction's
         # loss would be that.

@@ -16,7 +16,6 @@ import torch
 from tilegym.backend.cutile.launch import launch
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
-from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import span
 from tilegym.ops.cutile.workspace import SPACING
@@ -48,11 +47,6 @@ def low(state):
 def high(state):
     """The fp32 number that a state's high half holds."""
     return low(state >> 32)
-
-
-def extra_columns(number, parts, TILE_N: Int, EXTRA: Int):
-    """The columns behind those of a row's parts, if part ``number`` is the last: it takes them too. Else -1."""
-    return ct.where(number == parts - 1, parts * TILE_N + ct.arange(EXTRA, dtype=ct.int32), -1)
 
 
 def publish(states, number, state):
@@ -102,18 +96,6 @@ def clear_others(states, turn, number, count, TURNS: Int):
         turns = ct.arange(TURNS, dtype=ct.int32)
         place = ct.where(turns == turn, -1, turns * count + number)
         ct.scatter(states, place, ct.zeros((TURNS,), ct.int64))
-
-
-def parts_of(n: int, tile_n: int) -> tuple[int, int]:
-    """How many parts of ``tile_n`` columns a row of n has, and how many more, EXTRA, the last one takes: what is left
-    over and does not fill a 16th of a part. A block of its own would hold registers and wait for all the others: on an
-    H200 the backward pass of softmax takes 1682 us with one for 4096x262208, and 1604 so. Not its forward pass, which
-    has no registers left for it: 1212 instead of 1120.
-    """
-    left = n % tile_n
-    if n > tile_n and 0 < left <= tile_n // 16:
-        return n // tile_n, max(32, next_power_of_2(left))
-    return ct.cdiv(n, tile_n), 0
 
 
 def launch_parts(

@@ -202,8 +202,7 @@ def backward_plan(
     8192x1024 18.7 instead of 18.9; with a mean no faster. 65536x512 where something is added takes 74.0 us without
     checks by five blocks, one ahead, instead of 80.3; 8192x1536 33.7 in three pieces, instead of 34.7. Two ahead, rows
     of 2880 take 45.4 us with 8 warps, with a mean 48.5, one ahead 46.8 and 48.9; rows of 3072 as long as one ahead, of
-    2560 longer. Rows of 4096 with a mean 62.6 us in four pieces, 64.1 in two; LATE 60.9 instead of 61.2. Rows of 2560
-    with a mean 43.1 us read two ahead by two blocks, 43.5 one ahead by three, 32768 of them 138.1 and 139.1.
+    2560 longer. Rows of 4096 with a mean 62.6 us in four pieces, 64.1 in two.
 
     In place the compiler's pipeline loads no row before the one before it is stored, and what it makes of plain rows in
     one tile of 2048 neither: they are read into registers, in pieces.
@@ -220,7 +219,6 @@ def backward_plan(
     added = several and add and not center and n == 512 and rows % 4 == 0
     thirds = n % 8 == 0 and ((many and (512 < n <= 768 or 1024 < n < 2048)) or (several and n == 1536 and not center))
     five = n == 2560 and center and not (add or in_place)
-    five_deep = five and many
     if two:
         warps, occupancy, tile_n, latency = 8, 1, 2048, 8
     elif n > 4096:
@@ -244,7 +242,7 @@ def backward_plan(
     elif n == 2560 and plain:
         warps, occupancy, tile_n = 4, 4, 512
     elif five:
-        warps, occupancy, tile_n, exact = 4, 2 if five_deep else 3, 512, True
+        warps, occupancy, tile_n, exact = 4, 3, 512, True
     elif n > 2048:
         # Where a third of one tile would be idle, three of 1024.
         warps, occupancy, tile_n = (4, 3, 1024) if n <= 3072 else (8, 2, 2048)
@@ -264,7 +262,7 @@ def backward_plan(
     # takes 46.2 instead of 44.6 with a mean, 55.2 instead of 52.1 where something is added, and 8192x8192 with a mean
     # 122.6 instead of 111.1.
     one = itemsize == 2 and tile_m == 1 and 2048 <= n <= 4096 and not (five or (add and 2048 < n <= 3072))
-    one = one or five_deep or (thirds and tile_m == 1)
+    one = one or (thirds and tile_m == 1)
     if (two or one or short or added or occupancy == 4) and blocks:
         # Each with as many tiles: of 528 blocks 512 are left, whose sums are one tile. 8192x2048 with a mean takes
         # 39.1 us instead of 42.0.
@@ -273,11 +271,11 @@ def backward_plan(
     whole = two or short or added or (thirds and n == tile_n * pieces and rows % tile_m == 0)
     check = not whole and (not exact or bulk or tile_m > 1 or n != tile_n * pieces)
     # Several rows a tile leave registers for it: 8192x1024 20.5 us instead of 22.9, 65536x512 62.7 instead of 67.1.
-    fused = four or three or added or five_deep or (itemsize == 2 and tile_m > 1 and not (two or add or in_place))
-    ahead = 0 if latency else 2 if deep or three or short or thirds or five_deep else 1
+    fused = four or three or added or (itemsize == 2 and tile_m > 1 and not (two or add or in_place))
+    ahead = 0 if latency else 2 if deep or three or short or thirds else 1
     # 8192x1024 19.9 us instead of 20.6, with a mean 21.2 instead of 22.0, x1536 30.7 instead of 31.4, x2880 where
     # something is added 56.7 instead of 57.4. But x2560 with a mean 46.9 instead of 44.5, and through pipelines, which
     # the barrier breaks up, twice as long and more.
-    late = ahead == 2 or four or (ahead == 1 and (1024 <= n <= 2048 or (add and n <= 4096)))
+    late = ahead == 2 or (ahead == 1 and (1024 <= n <= 2048 or (add and n <= 4096)))
     how = bulk, check, late, warps if one else 0, 2 if fused else int(one)
     return kernel, blocks, (tile_m, tile_n, pieces, ahead, latency, *how)
