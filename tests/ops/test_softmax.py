@@ -124,10 +124,10 @@ class Test_Softmax(PyTestCase):
 
     def test_what_is_left_over_takes_no_part_of_its_own(self):
         """If it is little: of Gemma 3's 262208 columns 64."""
-        assert [parts.parts_of(n, 16384) for n in (262144, 262208, 151936, 16384, 16385, 64)] == [
+        assert [kernels.parts_of(n, 16384) for n in (262144, 262208, 151936, 16384, 16385, 64)] == [
             (16, 0), (16, 64), (10, 0), (1, 0), (1, 32), (1, 0)
         ]  # fmt: skip
-        assert [parts.parts_of(n, 8192) for n in (33280, 33281)] == [(4, 512), (5, 0)]
+        assert [kernels.parts_of(n, 8192) for n in (33280, 33281)] == [(4, 512), (5, 0)]
 
     @pytest.fixture(params=["patient", "impatient"] if HAS_GPU else ["sequential", "shuffled", "threads"])
     def in_one_launch(self, request, multiprocessors, monkeypatch):
