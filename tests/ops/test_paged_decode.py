@@ -12,8 +12,6 @@ from common import gpu
 from common import randn
 from common import sanitized
 
-from tilegym.backend import dispatcher
-from tilegym.errors import FallbackWarning
 from tilegym.ops import fmha_decode
 from tilegym.ops import fmha_paged_decode
 from tilegym.ops.cutile import decode_varlen
@@ -143,12 +141,29 @@ class Test_PagedDecode(PyTestCase):
         kwargs |= {name: kwargs[name][:0] for name in ("q", "k", "v", "block_table")}
         assert fmha_paged_decode(**kwargs | {"cu_seqlens_k": integers(0)}, backend=backend).shape == (0, 8, 80)
 
-    def test_small_pages_are_pytorchs(self):
-        kwargs = tensors(4, 8, 2, 16, 16)
-        dispatcher._warned.clear()
-        with pytest.warns(FallbackWarning, match="pages of a multiple of 16 keys"):
-            got = on_copies(fmha_paged_decode, **kwargs, backend="cutile")
-        torch.testing.assert_close(got, on_copies(reference, **kwargs))
+    @dtypes(torch.float32, torch.bfloat16)
+    @pytest.mark.parametrize("size, head_dim", [(1, 16), (4, 32), (24, 16), (33, 20)])
+    def test_small_and_odd_pages(self, dtype, size, head_dim):
+        """Whose rows are addressed one by one; what lies behind the last key does not matter."""
+        kwargs = tensors(size, 8, 2, head_dim, 16, dtype=dtype) | OPTIONS["all"]
+        call, expected = (functools.partial(on_copies, f) for f in (fmha_paged_decode, reference))
+        self.assertCorrectness(call, expected, kwargs, {"backend": "cutile"})
+        want = reference(**kwargs)
+        for n, length in enumerate(LENGTHS):
+            if length % size:
+                kwargs["k_pages"][kwargs["block_table"][n, length // size], length % size :] = float("nan")
+                kwargs["v_pages"][kwargs["block_table"][n, length // size], length % size :] = float("nan")
+        torch.testing.assert_close(fmha_paged_decode(**kwargs, backend="cutile"), want, rtol=1e-2, atol=1e-2)
+
+    @pytest.mark.parametrize(
+        "lengths", [(200,), (90, 100), (7, 300, 12), (20,) * 9, (1, 0, 400, 3, 0, 33, 16, 90)], ids=str
+    )
+    @pytest.mark.parametrize("options", [{}, dict(window_size=40, sinks=randn(8, seed=5))], ids=["", "window"])
+    def test_shares(self, lengths, options):
+        """Few sequences, of which each has several blocks; more than there are blocks; one much longer than others."""
+        kwargs = tensors(*SHAPES[0], lengths=lengths) | options
+        expected = on_copies(reference, **kwargs)
+        torch.testing.assert_close(on_copies(fmha_paged_decode, **kwargs, backend="cutile"), expected)
 
     @backends("fmha_paged_decode")
     def test_wrong_arguments(self, backend):
@@ -177,11 +192,12 @@ class Test_PagedDecode(PyTestCase):
         architectures = ("sm_80", "sm_90", "sm_100", "sm_120") if name == "scale" else ("sm_90",)
         assert_launches_compile(lambda: fmha_paged_decode(**kwargs, backend="cutile"), architectures)
 
+    @pytest.mark.parametrize("size", [256, 16])
     @pytest.mark.parametrize("head_dim, heads", [(64, 64), (128, 32), (256, 16)])
-    def test_real_tiles_compile(self, head_dim, heads, monkeypatch):
+    def test_real_tiles_compile(self, head_dim, heads, size, monkeypatch):
         chosen = decode_varlen.choose_tiles
         monkeypatch.setattr(decode_varlen, "choose_tiles", lambda *sizes: chosen(*sizes[:-1], 0))  # those of a GPU
-        kwargs = tensors(256, heads, 8, head_dim, head_dim, dtype=torch.bfloat16)
+        kwargs = tensors(size, heads, 8, head_dim, head_dim, dtype=torch.bfloat16)
         call = functools.partial(fmha_paged_decode, **{k: v.cpu() for k, v in kwargs.items()}, backend="cutile")
         assert_launches_compile(call, ("sm_90",))
 

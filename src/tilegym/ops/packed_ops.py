@@ -31,8 +31,8 @@ def fmha_varlen(
         k: [Tk, Hkv, D]; v: [Tk, Hkv, Dv]; Hq is a multiple of Hkv (grouped queries).
         cu_seqlens_q, cu_seqlens_k: [N + 1] int32 or int64 on q's device, from 0 on, never falling, at most Tq and Tk.
             They are read on the device: a captured graph replays with those of the moment.
-        max_seqlen_q, max_seqlen_k: no sequence has more queries or keys; None: unknown. With ``max_seqlen_q=1`` and few
-            sequences the keys are split among blocks, as in :func:`tilegym.ops.fmha_decode`.
+        max_seqlen_q, max_seqlen_k: no sequence has more queries or keys; None: unknown. With ``max_seqlen_q=1`` blocks
+            share the keys evenly, whatever the lengths.
         scaling, is_causal, window_size, soft_cap, sinks: as in :func:`tilegym.ops.fmha`.
 
     Returns:

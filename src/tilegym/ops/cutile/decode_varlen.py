@@ -1,5 +1,8 @@
-"""Attention of one token of each sequence, its keys split among blocks as ``fmha_decode`` does it: ``fmha_varlen`` of
-single tokens, whose keys are packed, and ``fmha_paged_decode``, whose keys lie in pages."""
+"""Attention of one token of each sequence, whose numbers of keys may differ much: ``fmha_varlen`` of single tokens,
+whose keys are packed, and ``fmha_paged_decode``, whose keys lie in pages and to which it adds the last ones.
+
+Blocks share the keys as :mod:`tilegym.ops.cutile.decode_shares` says; another launch merges the parts.
+"""
 
 import math
 
@@ -13,120 +16,239 @@ from tilegym.ops.cutile.attention_common import cap_scores
 from tilegym.ops.cutile.attention_common import needs_exact
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
+from tilegym.ops.cutile.decode_shares import LEAST_AT_ONCE
+from tilegym.ops.cutile.decode_shares import MOST_AT_ONCE
+from tilegym.ops.cutile.decode_shares import parts_of_sequence
+from tilegym.ops.cutile.decode_shares import share_of_block
+from tilegym.ops.cutile.decode_shares import tiles_of_one
 from tilegym.ops.cutile.flash_decode_plan import MAX_TILE_M
-from tilegym.ops.cutile.flash_decode_plan import MERGED_AT_ONCE
-from tilegym.ops.cutile.flash_decode_plan import MERGED_IN_ORDER
-from tilegym.ops.cutile.flash_decode_plan import choose_splits
+from tilegym.ops.cutile.flash_decode_plan import UNSPLIT_KEYS
 from tilegym.ops.cutile.flash_decode_plan import choose_tiles
-from tilegym.ops.cutile.packed import keys_of_sequence
 from tilegym.ops.cutile.packed import last_start
 from tilegym.ops.cutile.packed import number_at
-from tilegym.ops.cutile.splitk_reduce import AT_ONCE
-from tilegym.ops.cutile.splitk_reduce import IN_ORDER
-from tilegym.ops.cutile.splitk_reduce import IN_TURNS
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
-from tilegym.ops.cutile.splitk_reduce import TILE_S
-from tilegym.ops.cutile.splitk_reduce import merge_kernel
+from tilegym.ops.cutile.splitk_reduce import merge_states
 from tilegym.ops.cutile.splitk_reduce import product_in_parts
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin_alone
 from tilegym.ops.cutile.tiling import hinted
+from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
+from tilegym.ops.cutile.tiling import overlaps
+from tilegym.ops.cutile.tiling import sm_count
+
+# Of keys that lie in one page; in smaller pages each row is addressed: on an H100 8 tokens behind 1024 to 2048 keys in
+# pages of 16 take 61 us, by tiles of 16 120, of pages of 64 159 by rows and 99 by tiles for 32 tokens.
+SHORTEST_TILE = 64
+TILE_S = 8  # parts of a sequence that are merged at a time
+MANY_ROWS = 1024  # of the output; more are merged four in a block
 
 
 @ct.kernel(occupancy=2)
 def decode_packed_kernel(
     q,  # [Tq, Hq, D]
-    k,  # [1, Hkv, Tk, D], or [P, Hkv, S, D] if PAGE_TILES
-    v,  # [1, Hkv, Tk, Dv], or [P, Hkv, S, Dv] if PAGE_TILES
-    out,  # [Tq, Hq, 1, Dv]
-    partial,  # [Tq, Hq, splits, Dv + STATE_COLUMNS], as merge_kernel takes it; 0 for one split
-    starts_q,  # [N + 1]; 0 if PAGE_TILES: each sequence has one token
+    k,  # [1, Hkv, Tk, D], or [P, Hkv, S, D] if PAGED
+    v,  # [1, Hkv, Tk, Dv], or [P, Hkv, S, Dv] if PAGED
+    out,  # [Tq, Hq, Dv]
+    partial,  # [1, Hq, parts, Dv + STATE_COLUMNS], as merge_states takes it, if SPLIT, else 0
+    starts_q,  # [N + 1]; 0 if PAGED: each sequence has one token
     starts_k,  # [N + 1]
-    pages,  # [N, M] if PAGE_TILES, else 0
+    pages,  # [N, M] if PAGED, else 0
+    new_k,  # [N, Hkv, D] if PAGED, else 0: the last key of each sequence, which is written to its page
+    new_v,  # [N, Hkv, Dv] if PAGED, else 0
     sinks,  # [Hq] if SINKS, else 0
     scaling: float,
     soft_cap: float,
     window: int,
+    blocks: int,  # that share all tiles, if SPLIT
     TILE_M: Int,  # at least GROUP
     TILE_N: Int,
     TILE_D: Int,
     TILE_DV: Int,
     GROUP: Int,  # query heads that share a kv head
-    PAGE_TILES: Int,  # tiles of keys in a page; 0 for packed keys
+    SIZE: Int,  # S if PAGED, else 0
+    FULL: Bool,  # TILE_D is D and TILE_DV is Dv
+    PAGED: Bool,
     WINDOW: Bool,
     SOFT_CAP: Bool,
     SINKS: Bool,
     EXACT: Bool,
-    ONE_SPLIT: Bool,
+    SPLIT: Bool,  # else each block along axis 1 has a token
+    CHUNK: Int,
+    CHUNKS: Int,  # see way_of
+    OVERLAP: Bool,
 ):
-    kv_heads = k.shape[1]
-    token, kv_head, split = ct.bid(0) // kv_heads, ct.bid(0) % kv_heads, ct.bid(1)
-    behind = number_at(starts_k, starts_k.shape[0] - 1)
-    if PAGE_TILES:
-        _, keys = keys_of_sequence(starts_k, token, behind)
-    else:
-        sequence = last_start(starts_q, token, 1, False)
-        first_key, keys = keys_of_sequence(starts_k, sequence, behind)
-        first_key = min(first_key, k.shape[2] - 1)  # of no keys it may be behind the array, where no slice may begin
-        k = k.slice(2, first_key, first_key + keys)
-        v = v.slice(2, first_key, first_key + keys)
-    hidden = max(keys - window, 0) if WINDOW else 0
-    first, last = hidden // TILE_N, ct.cdiv(keys, TILE_N)
-    share = ct.cdiv(last - first, ct.num_blocks(1))
-    first = first + split * share
-    last = min(first + share, last)
-
-    # Keys are the rows of the products and the group's queries the columns, as in decode_kernel.
-    zero = ct.PaddingMode.ZERO
+    begin_alone(OVERLAP)
+    kv_head, block, options = ct.bid(0), ct.bid(1), (TILE_N, WINDOW, PAGED)
     rows, dims = ct.arange(TILE_M, dtype=ct.int32), ct.arange(TILE_DV, dtype=ct.int32)
+    columns = ct.arange(TILE_D, dtype=ct.int32)
     real, heads = rows < GROUP, kv_head * GROUP + rows
-    at = (token, heads[:, None], ct.arange(TILE_D, dtype=ct.int32)[None, :])
-    q_tile = ct.transpose(ct.gather(q, at, mask=real[:, None]))
     unit = 1.0 if SOFT_CAP else scaling
-    acc = ct.zeros((TILE_DV, TILE_M), dtype=ct.float32)
-    col_max = ct.full((1, TILE_M), -math.inf, dtype=ct.float32)
-    col_sum = ct.zeros((1, TILE_M), dtype=ct.float32)
-    if SINKS and split == 0:
-        # A sink is one more key, with a score of its own and the value zero.
-        sink = ct.gather(sinks, heads, mask=real).astype(ct.float32)
-        col_max = sink.reshape((1, TILE_M)) / unit
-        col_sum = ct.ones((1, TILE_M), dtype=ct.float32)
-    full = keys // TILE_N
-    for j in range(first, last):
-        page, tile = 0, j
-        if PAGE_TILES:
-            page, tile = ct.load(pages, (token, j // PAGE_TILES), (1, 1)).astype(ct.int32).item(), j % PAGE_TILES
-        k_tile = ct.load(k, (page, kv_head, tile, 0), (1, 1, TILE_N, TILE_D), padding_mode=zero)
-        k_tile = k_tile.reshape((TILE_N, TILE_D))
-        if k.dtype == ct.float32:
-            s = product_in_parts(k_tile, q_tile)
-        else:
-            s = ct.mma(k_tile, q_tile, ct.zeros((TILE_N, TILE_M), dtype=ct.float32))
-        if SOFT_CAP:
-            s = cap_scores(s * scaling, soft_cap, EXACT)
-        v_tile = ct.load(v, (page, kv_head, 0, tile), (1, 1, TILE_DV, TILE_N), order=(0, 1, 3, 2), padding_mode=zero)
-        v_tile = v_tile.reshape((TILE_DV, TILE_N))
-        if (j * TILE_N < hidden or j >= full) if WINDOW else j >= full:
-            row = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
-            s = ct.where(((row >= hidden) & (row < keys))[:, None], s, -math.inf)
-            if PAGE_TILES:
-                # What a page holds behind the last key may be NaN, which times zero would be NaN.
-                v_tile = ct.where((row < keys)[None, :], v_tile, ct.zeros((TILE_DV, TILE_N), dtype=v.dtype))
-        p, col_max, col_sum, acc = update_softmax(s, col_max, col_sum, acc, unit, 0, EXACT)
-        if v.dtype == ct.float32:
-            acc = acc + product_in_parts(v_tile, p)
-        else:
-            acc = ct.mma(v_tile, p.astype(v_tile.dtype), acc)
 
-    wanted = real[None, :] & (dims < out.shape[3])[:, None]
-    if ONE_SPLIT:
-        acc = acc * (1.0 / ct.where(col_sum == 0.0, 1.0, col_sum))
-        ct.scatter(out, (token, heads[None, :], 0, dims[:, None]), acc.astype(out.dtype), mask=wanted)
+    def attend(n, token, number, begin, end, tile, count, first_key, keys):
+        """Takes the tiles from ``begin`` to ``end`` of sequence n, which has ``count`` from ``tile`` on; if that is not
+        all of them, as part ``number``."""
+        q_rows = ct.gather(q, (token, heads[:, None], columns[None, :]), mask=real[:, None])
+        k_own, v_own = k, v
+        if not PAGED:
+            start = min(number_at(starts_k, n), k.shape[2] - 1)  # no slice may begin behind the array
+            k_own, v_own = k.slice(2, start, start + keys), v.slice(2, start, start + keys)
+        # In pages the last key is not read from where it is written to.
+        old = keys - 1 if PAGED else keys
+        own = PAGED and keys > 0 and end == tile + count
+        if PAGED and own:
+            at = page_of(pages, n, old, SIZE), kv_head, old % SIZE
+            ct.scatter(k, (*at, columns), ct.gather(new_k, (n, kv_head, columns)))
+            ct.scatter(v, (*at, dims), ct.gather(new_v, (n, kv_head, dims)))
+
+        def attended(MASKED: bool):
+            """The state behind all tiles; unless MASKED, values behind the last key must be finite."""
+            acc = ct.zeros((TILE_DV, TILE_M), dtype=ct.float32)
+            col_max = ct.full((1, TILE_M), -math.inf, dtype=ct.float32)
+            col_sum = ct.zeros((1, TILE_M), dtype=ct.float32)
+            if SINKS and begin == tile:
+                # A sink is one more key, with a score of its own and the value zero.
+                sink = ct.gather(sinks, heads, mask=real).astype(ct.float32)
+                col_max, col_sum = sink.reshape((1, TILE_M)) / unit, ct.ones((1, TILE_M), dtype=ct.float32)
+            if PAGED and own:
+                key = ct.gather(new_k, (n, kv_head, columns)).astype(ct.float32)
+                value = ct.gather(new_v, (n, kv_head, dims)).astype(ct.float32)
+                s = ct.sum(q_rows.astype(ct.float32) * key[None, :], axis=1).reshape((1, TILE_M))
+                if SOFT_CAP:
+                    s = cap_scores(s * scaling, soft_cap, EXACT)
+                p, col_max, col_sum, acc = update_softmax(s, col_max, col_sum, acc, unit, 0, EXACT)
+                acc = acc + value[:, None] * p
+            # Keys are the rows of the products and the group's queries the columns, as in decode_kernel.
+            q_tile = ct.transpose(q_rows)
+            for j in range(begin, min(end, ct.cdiv(old, TILE_N))):
+                nth = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+                seen = (nth >= first_key) & (nth < old)
+                page, row = place_of(pages, n, j, seen, TILE_N, SIZE)
+                k_tile = keys_of(k_own, page, kv_head, row, seen, TILE_N, TILE_D, SIZE, FULL)
+                if k.dtype == ct.float32:
+                    s = product_in_parts(k_tile, q_tile)
+                else:
+                    s = ct.mma(k_tile, q_tile, ct.zeros((TILE_N, TILE_M), dtype=ct.float32))
+                if SOFT_CAP:
+                    s = cap_scores(s * scaling, soft_cap, EXACT)
+                s = ct.where(seen[:, None], s, -math.inf)
+                v_tile = values_of(v_own, page, kv_head, row, seen, TILE_N, TILE_DV, SIZE, FULL, MASKED)
+                p, col_max, col_sum, acc = update_softmax(s, col_max, col_sum, acc, unit, 0, EXACT)
+                if v.dtype == ct.float32:
+                    acc = acc + product_in_parts(v_tile, p)
+                else:
+                    acc = ct.mma(v_tile, p.astype(v_tile.dtype), acc)
+            return col_max, col_sum, acc
+
+        col_max, col_sum, acc = attended(False)
+        if PAGED and SIZE % TILE_N == 0:
+            # A value that is not seen weighs zero, which makes NaN of it if it is not finite.
+            check = ct.sum(acc * 0.0)
+            if check != check:
+                col_max, col_sum, acc = attended(True)
+        wanted, split = real[None, :] & (dims < out.shape[2])[:, None], end - begin < count
+        if not SPLIT or not split:
+            whole = acc * (1.0 / ct.where(col_sum == 0.0, 1.0, col_sum))
+            ct.scatter(out, (token, heads[None, :], dims[:, None]), whole.astype(out.dtype), mask=wanted)
+        if SPLIT:
+            ct.scatter(partial, (0, heads[None, :], number, dims[:, None]), acc, mask=wanted & split)
+            ct.scatter(partial, (0, heads, number, out.shape[2]), col_max.reshape((TILE_M,)), mask=real & split)
+            ct.scatter(partial, (0, heads, number, out.shape[2] + 1), col_sum.reshape((TILE_M,)), mask=real & split)
+
+    if SPLIT:
+        shared = (starts_q, starts_k, window, block, blocks, CHUNK, CHUNKS, *options)
+        n, first, place, end, step = share_of_block(*shared)
+        while place < end:
+            tile, count, first_key, keys = tiles_of_one(starts_q, starts_k, n, window, *options)
+            behind = min(first + count, end)
+            if count > 0:
+                token, begin = n if PAGED else number_at(starts_q, n), tile + place - first
+                number = block + n * step
+                attend(n, token, number, begin, begin + behind - place, tile, count, first_key, keys)
+            place, first, n = behind, first + count, n + 1
     else:
-        ct.scatter(partial, (token, heads[None, :], split, dims[:, None]), acc, mask=wanted)
-        ct.scatter(partial, (token, heads, split, out.shape[3]), col_max.reshape((TILE_M,)), mask=real)
-        ct.scatter(partial, (token, heads, split, out.shape[3] + 1), col_sum.reshape((TILE_M,)), mask=real)
+        n = block if PAGED else last_start(starts_q, block, 1, False)
+        tile, count, first_key, keys = tiles_of_one(starts_q, starts_k, n, window, *options)
+        attend(n, block, 0, tile, tile + count, tile, count, first_key, keys)
+
+
+def page_of(pages, n, key, SIZE: Int):
+    """In a kernel: the page that holds a key of sequence n."""
+    return ct.load(pages, (n, key // SIZE), (1, 1)).astype(ct.int32).item()
+
+
+def place_of(pages, n, j, seen, TILE_N: Int, SIZE: Int):
+    """In a kernel: where tile j of the keys of sequence n is: its page, and which of the page's tiles it is; or, where
+    a tile may lie in several pages, the page and the row of each key, two [TILE_N]."""
+    if SIZE == 0:
+        return 0, j
+    if SIZE % TILE_N == 0:
+        return page_of(pages, n, j * TILE_N, SIZE), j % (SIZE // TILE_N)
+    key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+    return ct.gather(pages, (n, key // SIZE), mask=seen).astype(ct.int32), key % SIZE
+
+
+def keys_of(k, page, kv_head, row, seen, TILE_N: Int, TILE_D: Int, SIZE: Int, FULL: Bool):
+    """In a kernel: the tile of keys, [TILE_N, TILE_D], at what :func:`place_of` gave."""
+    if SIZE % TILE_N == 0:
+        tile = ct.load(k, (page, kv_head, row, 0), (1, 1, TILE_N, TILE_D), padding_mode=ct.PaddingMode.ZERO)
+        return tile.reshape((TILE_N, TILE_D))
+    at = (page[:, None], kv_head, row[:, None], ct.arange(TILE_D, dtype=ct.int32)[None, :])
+    return ct.gather(k, at, mask=seen[:, None], check_bounds=not FULL)
+
+
+def values_of(v, page, kv_head, row, seen, TILE_N: Int, TILE_DV: Int, SIZE: Int, FULL: Bool, MASKED: bool):
+    """In a kernel: the tile of values, [TILE_DV, TILE_N]; zeros where not ``seen`` if MASKED."""
+    dims = ct.arange(TILE_DV, dtype=ct.int32)[:, None]
+    if SIZE % TILE_N > 0:
+        return ct.gather(v, (page[None, :], kv_head, row[None, :], dims), mask=seen[None, :], check_bounds=not FULL)
+    if MASKED:
+        rows = row * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
+        return ct.gather(v, (page, kv_head, rows, dims), mask=seen[None, :])
+    shape, zero = (1, 1, TILE_DV, TILE_N), ct.PaddingMode.ZERO
+    tile = ct.load(v, (page, kv_head, 0, row), shape, order=(0, 1, 3, 2), padding_mode=zero)
+    return tile.reshape((TILE_DV, TILE_N))
+
+
+@ct.kernel
+def merge_packed_kernel(
+    partial, out, starts_q, starts_k, unit: float, window: int, blocks: int, TILE_N: Int, TILE_H: Int, TILE_DV: Int,
+    DV: Int, TILE_S: Int, WINDOW: Bool, PAGED: Bool, CHUNK: Int, CHUNKS: Int, OVERLAP: Bool,
+):  # fmt: skip
+    """Merges, for TILE_H heads of a token of ``out``, [Tq, Hq, Dv], the parts that :func:`decode_packed_kernel` has
+    left, if there are several; zeros if the token sees no key."""
+    let_next_begin(OVERLAP)
+    token, first_head = ct.bid(0), ct.bid(1) * TILE_H
+    options = (TILE_N, WINDOW, PAGED)
+    n = token if PAGED else last_start(starts_q, token, 1, False)
+    _, count, _, _ = tiles_of_one(starts_q, starts_k, n, window, *options)
+    begin, end = parts_of_sequence(starts_q, starts_k, window, n, count, blocks, CHUNK, CHUNKS, *options)
+    if OVERLAP:
+        ct.grid_dependency_control_wait()
+    at = (token, first_head + ct.arange(TILE_H, dtype=ct.int32)[:, None], ct.arange(TILE_DV, dtype=ct.int32)[None, :])
+    if count == 0:
+        ct.scatter(out, at, ct.zeros((TILE_H, TILE_DV), out.dtype))
+    elif end - begin > 1:
+        parts = partial.slice(1, first_head, min(first_head + TILE_H, out.shape[1])).slice(2, begin, end)
+        acc = merge_states(parts, 0, unit, TILE_H, TILE_S, TILE_DV, DV)
+        ct.scatter(out, at, acc.astype(out.dtype))
+
+
+def blocks_of(sequences: int, kv_heads: int, keys: int, tile_n: int, device_index: int) -> int:
+    """How many blocks share the tiles of all ``sequences``, of at most ``keys`` each, for every kv head; 0: each token
+    has one.
+
+    Two a multiprocessor, so that all run at once; for few sequences no more than 16 for each, since merging costs too:
+    see :func:`tilegym.ops.cutile.flash_decode_plan.max_splits`.
+    """
+    if sequences == 0 or keys <= (UNSPLIT_KEYS if device_index >= 0 else 2 * tile_n):
+        return 0
+    if device_index < 0:
+        return 4
+    multiprocessors = sm_count(device_index)
+    most = max(1, min(2 * multiprocessors // kv_heads, max(16 * sequences, multiprocessors // kv_heads)))
+    return min(most, sequences * ct.cdiv(keys, tile_n))
 
 
 def launch_decode(
@@ -136,39 +258,43 @@ def launch_decode(
     starts_q: torch.Tensor | int,
     starts_k: torch.Tensor,
     pages: torch.Tensor | int,
+    new: tuple[torch.Tensor, torch.Tensor] | tuple[int, int],
     longest: int,
     scaling: float,
     window_size: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Launches the kernel, and what merges its splits, for sequences of at most ``longest`` keys."""
+    """Launches the kernel, and what merges its parts, for sequences of at most ``longest`` keys."""
     tokens, heads, head_dim = q.shape
-    _, kv_heads, rows, v_dim = v.shape
+    _, kv_heads, size, v_dim = v.shape
     out = q.new_empty(tokens, heads, v_dim)
-    dtype, index, group = q.dtype, q.get_device(), heads // kv_heads
-    visible = longest if window_size is None else min(longest, window_size)
+    dtype, index, group, sequences = q.dtype, q.get_device(), heads // kv_heads, starts_k.shape[0] - 1
+    window = 0 if window_size is None else window_size
     tile_m, tile_n, tile_d, tile_dv = choose_tiles(group, head_dim, v_dim, dtype.itemsize, index)
-    page_tiles = 0
-    if isinstance(pages, torch.Tensor):
-        tile_n = min(tile_n, whole_tile(rows))
-        page_tiles = rows // tile_n
-    splits = choose_splits(tokens * kv_heads, visible, None, index)
-    partial = 0
-    if splits > 1:
-        partial = q.new_empty(tokens, heads, splits, v_dim + STATE_COLUMNS, dtype=torch.float32)
-    arrays = (q, k, v, out[:, :, None], partial, starts_q, starts_k, pages, 0 if sinks is None else sinks)
-    scalars = (scaling, 1.0 if soft_cap is None else soft_cap, 0 if window_size is None else window_size)
-    options = (window_size is not None, soft_cap is not None, sinks is not None, needs_exact(dtype, NO_MASK))
-    constants = (tile_m, tile_n, tile_d, tile_dv, group, page_tiles, *options, splits == 1)
+    paged = isinstance(pages, torch.Tensor)
+    if paged and whole_tile(size) >= min(tile_n, SHORTEST_TILE):
+        tile_n = min(tile_n, whole_tile(size))
+    blocks = blocks_of(sequences, kv_heads, min(longest, window or longest), tile_n, index)
+    split, overlap, parts = blocks > 0, overlaps(index), max(blocks, sequences)
+    partial = q.new_empty(1, heads, parts + sequences, v_dim + STATE_COLUMNS, dtype=torch.float32) if split else 0
+    chunk = next_power_of_2(min(max(sequences, LEAST_AT_ONCE), MOST_AT_ONCE))
+    # Of packed keys it is known how many there are, and so whether one sequence may have most of them.
+    even = not paged and longest * sequences <= 2 * k.shape[2]
+    chunks = (chunk, 0 if even else ct.cdiv(sequences, chunk))
+    arrays = (q, k, v, out, partial, starts_q, starts_k, pages, *new, 0 if sinks is None else sinks)
+    scalars = (scaling, 1.0 if soft_cap is None else soft_cap, window, blocks)
+    full = tile_d == head_dim and tile_dv == v_dim
+    tiles = (tile_m, tile_n, tile_d, tile_dv, group, size if paged else 0, full)
+    options = (paged, window > 0, soft_cap is not None, sinks is not None, needs_exact(dtype, NO_MASK), split)
     kernel = hinted(decode_packed_kernel, num_worker_warps=8) if tile_m > MAX_TILE_M else decode_packed_kernel
-    launch(out, (tokens * kv_heads, splits), kernel, (*arrays, *scalars, *constants))
-    if splits > 1:
-        how = IN_ORDER if splits <= MERGED_IN_ORDER else AT_ONCE if splits <= MERGED_AT_ONCE else IN_TURNS
-        tile_s = TILE_S if how == IN_TURNS else next_power_of_2(splits)
-        unit = 1.0 if soft_cap is not None else scaling
-        merge = (partial, out[:, :, None], unit, tile_s, tile_dv, v_dim, how, False)
-        launch(out, (tokens * heads,), merge_kernel, merge)
+    grid = (kv_heads, parts if split else tokens)
+    launch(out, grid, kernel, (*arrays, *scalars, *tiles, *options, *chunks, overlap), overlap)
+    if split:
+        tile_h = 1 if tokens * heads <= MANY_ROWS else 4
+        args = (partial, out, starts_q, starts_k, 1.0 if soft_cap is not None else scaling, window, blocks)
+        options = (tile_n, tile_h, tile_dv, v_dim, TILE_S, window > 0, paged, *chunks, overlap)
+        launch(out, (tokens, ct.cdiv(heads, tile_h)), merge_packed_kernel, (*args, *options), overlap)
     return out
 
 
@@ -201,4 +327,4 @@ def decode_packed(
     k, v = (with_unit_stride(x.transpose(0, 1)[None]) for x in (k, v))
     longest = keys if max_seqlen_k is None else min(max(max_seqlen_k, 1), keys)
     starts = (cu_seqlens_q, cu_seqlens_k)
-    return launch_decode(q, k, v, *starts, 0, longest, scaling, window_size, soft_cap, sinks)
+    return launch_decode(q, k, v, *starts, 0, (0, 0), longest, scaling, window_size, soft_cap, sinks)
