@@ -2,7 +2,8 @@
 
 A block takes the query heads of one kv head together, for some queries of one sequence: a token that is decoded fills
 as many rows as share its keys, and these are read once. Which sequence is found on the device. Calls of single tokens,
-whose keys can be split among blocks, go to :mod:`tilegym.ops.cutile.decode_varlen`.
+whose keys can be split among blocks, go to :mod:`tilegym.ops.cutile.decode_varlen`, and so do those among prompts where
+a block would have to read much of all keys.
 """
 
 import functools
@@ -25,6 +26,8 @@ from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.attention_tiles import for_each_tile
 from tilegym.ops.cutile.attention_tiles import key_tiles
 from tilegym.ops.cutile.decode_varlen import decode_packed
+from tilegym.ops.cutile.decode_varlen import launch_decode
+from tilegym.ops.cutile.decode_varlen import wants_splits
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.packed import keys_of_sequence
 from tilegym.ops.cutile.packed import last_start
@@ -62,6 +65,7 @@ def varlen_kernel(
     EXACT: Bool,
     TWO_LOOPS: Bool,
     TF32: Bool,
+    MIXED: Bool,  # sequences of a single query are another launch's
 ):
     # kv heads take turns, and the last queries, which see the most keys, go first: see interleaved_block.
     kv_heads = k.shape[1]
@@ -72,6 +76,8 @@ def varlen_kernel(
     first_query, queries = keys_of_sequence(starts_q, sequence, q.shape[0])
     first_key, keys = keys_of_sequence(starts_k, sequence, number_at(starts_k, starts_k.shape[0] - 1))
     i = t - first_query // TILE_Q - sequence
+    if MIXED and queries == 1:
+        queries, keys = 0, 0
     # Tiles of a slice end where the sequence does. No slice may begin behind the array.
     first_key = min(first_key, k.shape[2] - 1)
     k = k.slice(2, first_key, first_key + keys)
@@ -148,6 +154,8 @@ def varlen_forward(
     window_size: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> torch.Tensor:
     queries, heads, head_dim = q.shape
     keys, kv_heads, v_dim = v.shape
@@ -165,8 +173,17 @@ def varlen_forward(
     scalars = (scaling, 1.0 if soft_cap is None else soft_cap, 0 if window_size is None else window_size)
     options = (is_causal, window_size is not None, soft_cap is not None, sinks is not None)
     constants = (tile_q, tile_m, tile_n, tile_d, tile_dv, group, *options)
-    how = (needs_exact(dtype, NO_MASK), two_loops, uses_tf32(dtype))
+    sequences = cu_seqlens_q.shape[0] - 1
+    longest = keys if max_seqlen_k is None else min(max_seqlen_k, keys)
+    visible = longest if window_size is None else min(longest, window_size)
+    # Where all sequences have as many queries as the longest one there are no single tokens.
+    mixed = sequences > 1 and queries != sequences * (max_seqlen_q or 0)
+    mixed = mixed and wants_splits(visible, keys, kv_heads, q.get_device())
+    how = (needs_exact(dtype, NO_MASK), two_loops, uses_tf32(dtype), mixed)
     launch(out, (tiles * kv_heads,), hinted(varlen_kernel, **hints), (*arrays, *scalars, *constants, *how))
+    if mixed:
+        options = (longest, scaling, window_size, soft_cap, sinks)
+        launch_decode(q, k, v, cu_seqlens_q, cu_seqlens_k, 0, (0, 0), *options, out=out)
     return out
 
 
@@ -197,4 +214,5 @@ def fmha_varlen(
     if max_seqlen_q == 1:
         # A single query stands at its last key: causal or not is the same.
         return decode_packed(q, k, v, *starts, max_seqlen_k, scaling, window_size, soft_cap, sinks)
-    return varlen_forward(q, k, v, *starts, scaling, is_causal, window_size, soft_cap, sinks)
+    options = (scaling, is_causal, window_size, soft_cap, sinks)
+    return varlen_forward(q, k, v, *starts, *options, max_seqlen_q, max_seqlen_k)

@@ -20,13 +20,13 @@ LEAST_AT_ONCE, MOST_AT_ONCE = 256, 1024
 
 def tiles_of(starts_q, starts_k, n, window, TILE_N: Int, WINDOW: Bool, PAGED: Bool):
     """Of sequences ``n``, a tile: (the first tile of keys that their token sees, how many tiles hold one, the first
-    such key, all keys). Without a token (``starts_q``, unless PAGED) none does."""
+    such key, all keys). Unless it has one query (by ``starts_q``, if not PAGED) none does."""
     real = n < starts_k.shape[0] - 1
     keys = ct.gather(starts_k, n + 1, mask=real) - ct.gather(starts_k, n, mask=real)
     keys = keys.astype(ct.int32)
     there = keys > 0
     if not PAGED:
-        there = there & (ct.gather(starts_q, n + 1, mask=real) > ct.gather(starts_q, n, mask=real))
+        there = there & (ct.gather(starts_q, n + 1, mask=real) - ct.gather(starts_q, n, mask=real) == 1)
     first = ct.maximum(keys - window, 0) if WINDOW else ct.zeros(n.shape, ct.int32)
     return first // TILE_N, ct.where(there, ct.cdiv(keys, TILE_N) - first // TILE_N, 0), first, keys
 

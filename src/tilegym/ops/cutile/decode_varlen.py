@@ -214,25 +214,45 @@ def values_of(v, page, kv_head, row, seen, TILE_N: Int, TILE_DV: Int, SIZE: Int,
 @ct.kernel
 def merge_packed_kernel(
     partial, out, starts_q, starts_k, unit: float, window: int, blocks: int, TILE_N: Int, TILE_H: Int, TILE_DV: Int,
-    DV: Int, TILE_S: Int, WINDOW: Bool, PAGED: Bool, CHUNK: Int, CHUNKS: Int, OVERLAP: Bool,
+    DV: Int, TILE_S: Int, WINDOW: Bool, PAGED: Bool, MIXED: Bool, CHUNK: Int, CHUNKS: Int, OVERLAP: Bool,
 ):  # fmt: skip
     """Merges, for TILE_H heads of a token of ``out``, [Tq, Hq, Dv], the parts that :func:`decode_packed_kernel` has
-    left, if there are several; zeros if the token sees no key."""
+    left, if there are several; zeros if the token sees no key. MIXED: of a sequence, if it has one token."""
     let_next_begin(OVERLAP)
     token, first_head = ct.bid(0), ct.bid(1) * TILE_H
     options = (TILE_N, WINDOW, PAGED)
-    n = token if PAGED else last_start(starts_q, token, 1, False)
+    n, single = token, True
+    if MIXED:
+        token = number_at(starts_q, n)
+        single = number_at(starts_q, n + 1) - token == 1
+    elif not PAGED:
+        n = last_start(starts_q, token, 1, False)
     _, count, _, _ = tiles_of_one(starts_q, starts_k, n, window, *options)
     begin, end = parts_of_sequence(starts_q, starts_k, window, n, count, blocks, CHUNK, CHUNKS, *options)
     if OVERLAP:
         ct.grid_dependency_control_wait()
     at = (token, first_head + ct.arange(TILE_H, dtype=ct.int32)[:, None], ct.arange(TILE_DV, dtype=ct.int32)[None, :])
-    if count == 0:
+    if single and count == 0:
         ct.scatter(out, at, ct.zeros((TILE_H, TILE_DV), out.dtype))
     elif end - begin > 1:
         parts = partial.slice(1, first_head, min(first_head + TILE_H, out.shape[1])).slice(2, begin, end)
         acc = merge_states(parts, 0, unit, TILE_H, TILE_S, TILE_DV, DV)
         ct.scatter(out, at, acc.astype(out.dtype))
+
+
+def unsplit_keys(device_index: int) -> int:
+    """Up to how many keys one block takes a token's alone."""
+    return UNSPLIT_KEYS if device_index >= 0 else 32
+
+
+def wants_splits(longest: int, keys: int, kv_heads: int, device_index: int) -> bool:
+    """Whether a sequence of ``longest`` of all ``keys`` is so long that with a block for it too few blocks are at work,
+    and that another launch for the tokens among prompts is worth its time: on an H100, Hq32 Hkv8 D128, a prompt of 512
+    and 4 tokens behind 16384 to 32768 keys take 186 us with one and 329 without; 31 tokens behind 512 to 1024 76 and
+    59, 32 behind 1024 to 2048, with two prompts, 143 and 132."""
+    if longest <= unsplit_keys(device_index):
+        return False
+    return device_index < 0 or keys * kv_heads < longest * sm_count(device_index)
 
 
 def blocks_of(sequences: int, kv_heads: int, keys: int, tile_n: int, device_index: int) -> int:
@@ -242,7 +262,7 @@ def blocks_of(sequences: int, kv_heads: int, keys: int, tile_n: int, device_inde
     Two a multiprocessor, so that all run at once; for few sequences no more than 16 for each, since merging costs too:
     see :func:`tilegym.ops.cutile.flash_decode_plan.max_splits`.
     """
-    if sequences == 0 or keys <= (UNSPLIT_KEYS if device_index >= 0 else 2 * tile_n):
+    if sequences == 0 or keys <= unsplit_keys(device_index):
         return 0
     if device_index < 0:
         return 4
@@ -264,11 +284,15 @@ def launch_decode(
     window_size: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launches the kernel, and what merges its parts, for sequences of at most ``longest`` keys."""
+    """Launches the kernel, and what merges its parts, for sequences of at most ``longest`` keys. With ``out`` the rows
+    of sequences that have one query are written to it, and there may be others."""
     tokens, heads, head_dim = q.shape
     _, kv_heads, size, v_dim = v.shape
-    out = q.new_empty(tokens, heads, v_dim)
+    mixed = out is not None
+    if not mixed:
+        out = q.new_empty(tokens, heads, v_dim)
     dtype, index, group, sequences = q.dtype, q.get_device(), heads // kv_heads, starts_k.shape[0] - 1
     window = 0 if window_size is None else window_size
     tile_m, tile_n, tile_d, tile_dv = choose_tiles(group, head_dim, v_dim, dtype.itemsize, index)
@@ -280,7 +304,7 @@ def launch_decode(
     partial = q.new_empty(1, heads, parts + sequences, v_dim + STATE_COLUMNS, dtype=torch.float32) if split else 0
     chunk = next_power_of_2(min(max(sequences, LEAST_AT_ONCE), MOST_AT_ONCE))
     # Of packed keys it is known how many there are, and so whether one sequence may have most of them.
-    even = not paged and longest * sequences <= 2 * k.shape[2]
+    even = not paged and not mixed and longest * sequences <= 2 * k.shape[2]
     chunks = (chunk, 0 if even else ct.cdiv(sequences, chunk))
     arrays = (q, k, v, out, partial, starts_q, starts_k, pages, *new, 0 if sinks is None else sinks)
     scalars = (scaling, 1.0 if soft_cap is None else soft_cap, window, blocks)
@@ -291,10 +315,11 @@ def launch_decode(
     grid = (kv_heads, parts if split else tokens)
     launch(out, grid, kernel, (*arrays, *scalars, *tiles, *options, *chunks, overlap), overlap)
     if split:
-        tile_h = 1 if tokens * heads <= MANY_ROWS else 4
+        rows = sequences if mixed else tokens
+        tile_h = 1 if rows * heads <= MANY_ROWS else 4
         args = (partial, out, starts_q, starts_k, 1.0 if soft_cap is not None else scaling, window, blocks)
-        options = (tile_n, tile_h, tile_dv, v_dim, TILE_S, window > 0, paged, *chunks, overlap)
-        launch(out, (tokens, ct.cdiv(heads, tile_h)), merge_packed_kernel, (*args, *options), overlap)
+        options = (tile_n, tile_h, tile_dv, v_dim, TILE_S, window > 0, paged, mixed, *chunks, overlap)
+        launch(out, (rows, ct.cdiv(heads, tile_h)), merge_packed_kernel, (*args, *options), overlap)
     return out
 
 
