@@ -69,6 +69,7 @@ def fmha_paged_decode(
         k_pages: [P, S, Hkv, D]; v_pages: [P, S, Hkv, Dv]; written in place at the last key of each sequence. They may
             be views of one tensor in which their pages take turns.
         block_table: [N, M] int32 or int64 on q's device; what stands behind a sequence's last page is not looked at.
+            A page that is written to holds no other keys of this call: not another sequence's, nor earlier ones.
         cu_seqlens_k: [N + 1] int32 or int64, never falling, no sequence longer than M pages. As the table, it is read
             on the device: a captured graph replays with those of the moment.
         scaling, window_size, soft_cap, sinks: as in :func:`tilegym.ops.fmha`, the query standing at the last key.
