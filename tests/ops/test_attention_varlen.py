@@ -135,6 +135,22 @@ class Test_FmhaVarlen(PyTestCase):
         self.assertCorrectness(fmha_varlen, reference, kwargs, {"backend": "cutile"})
 
     @pytest.mark.parametrize("max_seqlen_q", [None, 1])
+    def test_more_sequences_than_are_looked_through_at_once(self, max_seqlen_q, monkeypatch):
+        monkeypatch.setattr(decode_varlen, "MOST_AT_ONCE", 256)
+        sequences = [(1, 3 + n) if n % 40 == 7 else (0, 0) for n in range(300)] + [(1, 700), (1, 9)]
+        kwargs = tensors(sequences, 2, 1, 16, 16) | {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": 700}
+        self.assertCorrectness(fmha_varlen, reference, kwargs, {"backend": "cutile"})
+
+    @pytest.mark.parametrize("max_seqlen_q", [None, 1])
+    def test_one_query_behind_all_sequences(self, max_seqlen_q):
+        """Is none of a sequence, and its output zeros."""
+        kwargs = tensors(TOKENS, 8, 2, 32, 32, behind=(1, 3)) | {"max_seqlen_q": max_seqlen_q}
+        with sanitized():
+            out = fmha_varlen(**kwargs, backend="cutile")
+        assert not out[-1].any()
+        torch.testing.assert_close(out, reference(**kwargs), rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("max_seqlen_q", [None, 1])
     def test_starts_of_64_bits(self, max_seqlen_q):
         kwargs = tensors(TOKENS, 8, 2, 80, 80) | {"max_seqlen_q": max_seqlen_q}
         wide = kwargs | {name: kwargs[name].long() for name in ("cu_seqlens_q", "cu_seqlens_k")}

@@ -76,7 +76,7 @@ def varlen_kernel(
     first_query, queries = keys_of_sequence(starts_q, sequence, q.shape[0])
     first_key, keys = keys_of_sequence(starts_k, sequence, number_at(starts_k, starts_k.shape[0] - 1))
     i = t - first_query // TILE_Q - sequence
-    if MIXED and queries == 1:
+    if MIXED and queries == 1 and sequence < starts_q.shape[0] - 1:
         queries, keys = 0, 0
     # Tiles of a slice end where the sequence does. No slice may begin behind the array.
     first_key = min(first_key, k.shape[2] - 1)
