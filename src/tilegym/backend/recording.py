@@ -54,6 +54,8 @@ class Recording(NamedTuple):
 
     repeat: Callable[..., Any]  # does it for a call with these tensors
     answers: tuple[tuple[Callable[[], Any], Any], ...]  # to what the call asked besides, see :func:`ask`
+    alike: Callable[..., bool] | None  # tells of tensors whether they are like these, see recording_source.alike
+    gradients: bool  # whether some of these require gradients
 
 
 class _Often(NamedTuple):
@@ -70,6 +72,7 @@ class Recordings:
         self._serve = serve
         # By kind; True: seen once, False: cannot be repeated.
         self.known: dict[Any, Recording | _Often | bool] = {}
+        self.latest: dict[tuple, Recording] = {}  # by the arguments that are no tensors
         self.call = self._first_call
         _all.append(self)
 
@@ -78,6 +81,7 @@ class Recordings:
         names = {
             "__module__": sys.modules[__name__],
             "__known__": self.known.get,
+            "__latest__": self.latest,
             "__Recording__": Recording,
             "__still__": _still,
             "__otherwise__": self._call_without_recording,
@@ -97,7 +101,7 @@ class Recordings:
             self.known[kind] = True  # the answers have changed
         elif found is None and kind is not None and not _has_tensors(kind):
             if len(self.known) >= MAX_KINDS:
-                self.known.clear()
+                self.clear()
             self.known[kind] = True
         return self._serve(*args, **kwargs)
 
@@ -131,6 +135,11 @@ class Recordings:
         found = self.known.get(kind)
         if isinstance(found, Recording):
             self.known[kind] = _Often(found)
+            self.latest.clear()
+
+    def clear(self) -> None:
+        self.known.clear()
+        self.latest.clear()
 
 
 def _counted(repeat: Callable[..., Any], often: Callable[[], None]) -> Callable[..., Any]:
@@ -160,7 +169,7 @@ def forget() -> None:
     global _version
     _version += 1
     for recordings in _all:
-        recordings.known.clear()
+        recordings.clear()
 
 
 def ask(question: Callable[[], Any]) -> Any:
@@ -267,9 +276,10 @@ class Recorder(TorchDispatchMode):
         if self.refused or not self._seen.launches:
             return None
         try:
-            return Recording(write(self._seen, result, by_address), tuple(self.answers))
+            repeat = write(self._seen, result, by_address)
         except NotRepeatable:
             return None
+        return Recording(repeat, tuple(self.answers), *recording_source.alike(self._seen.inputs))
 
 
 def _has_tensors(kind: tuple) -> bool:

@@ -9,28 +9,35 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from tilegym.backend import tensor_guards
 
 
 def call_of(signature: inspect.Signature, name: str, names: dict[str, Any]) -> Callable:
     """A function with this signature that repeats a call's recording if there is one that still holds.
 
     ``names``: what it refers to. ``__module__.active``: none is repeated then. ``__known__``: from kind to
-    ``__Recording__`` or else; what tells a call's kind is hashable. ``__still__``: whether its answers hold.
-    ``__otherwise__``: serves all other calls, from kind (None if gradients are wanted or the arguments are not the
-    op's), tensors, args and kwargs.
+    ``__Recording__`` or else; what tells a call's kind is hashable. ``__latest__``: a dict, by a call's arguments that
+    are no tensors, of the recordings used last: PyTorch tells in a fifth of the time whether tensors are like those.
+    ``__still__``: whether its answers hold. ``__otherwise__``: serves all other calls, from kind (None if gradients are
+    wanted or the arguments are not the op's), tensors, args and kwargs.
 
     Tensors that no annotation announces become part of the kind.
     """
     # No parameters' names.
     names = names | {
+        "__latest_of__": names["__latest__"].get,
+        "__last__": [None],
         "__gradients__": torch.is_grad_enabled,
         "__several__": _several_tensors,
         "__errors__": (TypeError, AttributeError, RuntimeError),  # of arguments that the op does not take
     }
-    parameters, gradients, kind, tensors, args, kwargs = [], [], [], [], [], []
+    parameters, gradients, kind, tensors, args, kwargs, keywords = [], [], [], [], [], [], []
+    others, looked_at, lists = [], [], False
     device = "device"  # the first tensor's; for the others its index tells enough, and is faster to get
     for name_, parameter in signature.parameters.items():
         names[f"default_{name_}"] = parameter.default
@@ -38,6 +45,7 @@ def call_of(signature: inspect.Signature, name: str, names: dict[str, Any]) -> C
         if parameter.kind is parameter.KEYWORD_ONLY:
             parameters += [] if kwargs else ["*"]
             kwargs.append(f"{name_!r}: {name_}")
+            keywords.append(name_)
         else:
             args.append(name_)
         parameters.append(f"{name_}{default}")
@@ -48,33 +56,81 @@ def call_of(signature: inspect.Signature, name: str, names: dict[str, Any]) -> C
             of = f"{name_}.__class__, {name_}.dtype, {name_}.shape, {name_}.{device}"
             of += f", {name_}.is_contiguous() or {name_}.stride()"
             kind.append(f"{given}({of})" if given else of)
+            names[f"nothing_{name_}"] = _NOTHING[len(tensors) % len(_NOTHING)]
+            looked_at.append(f"nothing_{name_} if {name_} is None else {name_}" if given else name_)
             tensors.append(name_)
             gradients.append(f"({name_} is not None and {name_}.requires_grad)" if given else f"{name_}.requires_grad")
             device = device if given else "get_device()"
         elif "torch.Tensor" in str(parameter.annotation):
+            lists = True
             kind.append(f"{given}__several__({name_})")
             tensors.append(f"*({name_} or ())")
             gradients.append(f"True in [__t__ is not None and __t__.requires_grad for __t__ in {name_} or ()]")
         else:
             kind.append(name_)
+            others.append(name_)
+    # Calls of several kinds in turn would look for nothing: a recording is kept when it is used twice in a row.
+    look, keep = (_LOOK, _KEEP) if not lists else ("", "")
+    look = look.format(others=several(others), alike=", ".join(looked_at))
     source = f"""\
 def {name}({", ".join(parameters)}):
     __kind__ = __found__ = None
     try:
-        if __module__.active is None and not (__gradients__() and ({" or ".join(gradients) or "False"})):
-            __kind__ = {several(kind)}
-            __found__ = __known__(__kind__)
+        if __module__.active is None:
+            {look}
+            if __found__ is None and not (__gradients__() and ({" or ".join(gradients) or "False"})):
+                __kind__ = {several(kind)}
+                __found__ = __known__(__kind__)
     except __errors__:
-        __kind__ = None
+        __kind__ = __found__ = None
     if __found__.__class__ is __Recording__:
-        __repeat__, __answers__ = __found__
+        __repeat__, __answers__, __alike__, __wanted__ = __found__
         if not __answers__ or __still__(__answers__):
+            {keep}
             return __repeat__({", ".join(tensors)})
+        if __kind__ is None:
+            __latest__.clear()
+            return __again__({", ".join([*args, *(f"{n}={n}" for n in keywords)])})
     __tensors__ = () if __kind__ is None else {several(tensors)}
     return __otherwise__(__kind__, __tensors__, {several(args)}, {{{", ".join(kwargs)}}})
 """
     exec(source, names)
+    names["__again__"] = names[name]
     return names[name]
+
+
+_LOOK = """\
+__others__ = {others}
+            __found__ = __latest_of__(__others__)
+            if __found__ is not None:
+                __repeat__, __answers__, __alike__, __wanted__ = __found__
+                if not __alike__({alike}) or (__wanted__ and __gradients__()):
+                    __found__ = None"""
+# Another thread may forget all recordings meanwhile, what is known before the latest ones.
+_KEEP = """\
+if __kind__ is not None and __alike__ is not None:
+                if __last__[0] is __found__:
+                    __latest__[__others__] = __found__
+                    if __known__(__kind__) is not __found__:
+                        __latest__.clear()
+                __last__[0] = __found__"""
+
+
+class _Nothing(torch.Tensor):
+    """What stands for a tensor that is not given, where tensors are looked at."""
+
+
+# One for each of an op's parameters: no two tensors may be the same.
+_NOTHING = tuple(torch.empty(0, device="cpu").as_subclass(_Nothing) for _ in range(32))
+
+
+def alike(tensors: Sequence[torch.Tensor | None]) -> tuple[Callable[..., bool] | None, bool]:
+    """What tells whether tensors are as these, see :func:`tilegym.backend.tensor_guards.guard`, and whether one of
+    these requires gradients, which theirs does then too."""
+    given = [nothing if tensor is None else tensor for nothing, tensor in zip(_NOTHING, tensors, strict=False)]
+    if len(given) < len(tensors):
+        return None, False
+    return tensor_guards.guard(given), any(tensor.requires_grad for tensor in given)
 
 
 def _several_tensors(tensors: list[torch.Tensor | None]) -> tuple:
