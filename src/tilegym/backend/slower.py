@@ -1,9 +1,10 @@
 """Calls that PyTorch serves faster than the cuTile kernels do, as measured, and which go to PyTorch therefore.
 
-``cutile/slower/<gpu>.json`` lists them by op: whether gradients are wanted, the tensor arguments with their sizes
-rounded to powers of two, and the options given. Where calls of the same powers of two differ, it lists those of exact
-sizes, apart from rows. ``tests/benchmark/write_slower.py`` writes it from the results of ``tilegym bench``. Besides it
-says from how many rows on PyTorch wins whatever the sizes are: without tensor cores, in fp32, matrix products do;
+``cutile/slower/<gpu>.json``, or that of a GPU with the same chip (:mod:`tilegym.backend.same_chip`), lists them by op:
+whether gradients are wanted, the tensor arguments with their sizes rounded to powers of two, and the options given.
+Where calls of the same powers of two differ, it lists those of exact sizes, apart from rows.
+``tests/benchmark/write_slower.py`` writes it from the results of ``tilegym bench``. Besides it says from how many rows
+on PyTorch wins whatever the sizes are: without tensor cores, in fp32, matrix products do;
 ``tests/benchmark/sweep_float32.py`` measures where. Only calls that leave the choice of the backend to TileGym are
 looked up, those of patched models among them: not those with ``backend=``, nor those that torch.compile traces, whose
 sizes may vary. Ops without an entry are not touched.
@@ -24,6 +25,7 @@ import torch
 
 from tilegym import env
 from tilegym.backend import recording
+from tilegym.backend.same_chip import others_like
 
 FOLDER = Path(__file__).parent / "cutile" / "slower"
 SCALES = ("scaling", "sm_scale")
@@ -66,9 +68,19 @@ def _entries() -> dict[str, dict[str, Entries]]:
     return found
 
 
+def _entries_of(gpu: str) -> dict[str, Entries]:
+    """What is listed for a GPU of this name or, if nothing is, for one with the same chip. For others only the numbers
+    of rows count, as measured on an H200: nowhere are there tensor cores for fp32."""
+    tables = _entries()
+    for name in (gpu, *others_like(gpu)):
+        if name in tables:
+            return tables[name]
+    return {op: entries._replace(calls=frozenset()) for op, entries in tables.get("NVIDIA H200", {}).items()}
+
+
 def rows_to_pytorch(gpu: str | None) -> dict[str, dict[str, int]]:
     """By op and kind of call, see :func:`kind_of`, from how many rows on PyTorch serves it on a GPU of this name."""
-    return {op: entries.from_rows for op, entries in _entries().get(gpu, {}).items() if entries.from_rows}
+    return {op: entries.from_rows for op, entries in _entries_of(gpu).items() if entries.from_rows} if gpu else {}
 
 
 def describe(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any], exactly: bool = False) -> str:
@@ -169,7 +181,7 @@ class Lookup:
         from tilegym.backend import dispatcher  # here: it imports this module
 
         gpu = _gpu_of((*args, *kwargs.values()))
-        entries = _entries().get(gpu, {}).get(self.op) if gpu is not None else None
+        entries = _entries_of(gpu).get(self.op) if gpu is not None else None
         if entries is None:
             return False
         signature = dispatcher._op(self.op).signature

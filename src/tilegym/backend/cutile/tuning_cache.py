@@ -19,6 +19,7 @@ from typing import Any
 from typing import NamedTuple
 
 from tilegym import env
+from tilegym.backend.same_chip import others_like
 
 SCHEMA_VERSION = 2  # of the SQLite file
 FILE_VERSION = 1  # of the JSON
@@ -202,8 +203,9 @@ def same_options(stored: dict[str, Any], options: dict[str, Any]) -> bool:
 
 
 def shipped(key: TuningKey) -> TuningResult | None:
-    """The result that the package ships for ``key``, or None."""
-    return shipped_results(key.gpu).get(key)
+    """The result that the package ships for ``key``, or for another GPU with the same chip; None if there is none."""
+    keys = (key, *(key._replace(gpu=gpu) for gpu in others_like(key.gpu)))
+    return next((result for key in keys if (result := shipped_results(key.gpu).get(key))), None)
 
 
 @functools.cache

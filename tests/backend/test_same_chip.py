@@ -1,0 +1,90 @@
+"""A GPU for which nothing is shipped takes what was measured on another with the same chip."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilegym.backend import same_chip
+from tilegym.backend import slower
+from tilegym.backend.cutile import tuning_cache
+
+H200, H100, GH200 = "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"
+A100, H20 = "NVIDIA A100-SXM4-80GB", "NVIDIA H20"
+GPUS = {A100: (8, 0, 108), GH200: (9, 0, 132), H20: (9, 0, 78)}
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch):
+    """A machine with an A100, an H100 and an H20."""
+    found = [SimpleNamespace(major=a, minor=b, multi_processor_count=c) for a, b, c in GPUS.values()]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: list(GPUS)[index])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found[index])
+    same_chip.others_like.cache_clear()
+    yield
+    same_chip.others_like.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "others"),
+    [(GH200, (H200, H100)), (H200, (H100,)), (H100, (H200,)), (A100, ()), (H20, ()), ("a GPU elsewhere", ())],
+)
+def test_gpus_with_the_same_chip(gpu, others):
+    assert same_chip.others_like(gpu) == others
+
+
+def test_all_that_is_shipped_is_of_a_chip_that_is_known():
+    files = {file.name for file in (*tuning_cache.SHIPPED.glob("*.json"), *slower.FOLDER.glob("*.json"))}
+    assert files == {slower.file_of(gpu).name for gpu in same_chip.CHIPS}
+
+
+def test_tuning_results_of_the_same_chip():
+    key = next(iter(tuning_cache.shipped_results(H200)))
+    assert tuning_cache.shipped(key._replace(gpu=GH200)) == tuning_cache.shipped(key) is not None
+    assert tuning_cache.shipped(key._replace(gpu=A100)) is None
+
+
+def test_own_tuning_results_come_first(monkeypatch):
+    key = next(iter(tuning_cache.shipped_results(H200)))._replace(gpu=GH200)
+    own = tuning_cache.TuningResult(key, {"TILE": 1}, 1.0)
+    others = tuning_cache.shipped_results(H200)
+    monkeypatch.setattr(tuning_cache, "shipped_results", lambda gpu: {key: own} if gpu == GH200 else others)
+    assert tuning_cache.shipped(key) is own
+
+
+def test_products_of_many_rows_have_results_of_their_own_on_an_h100():
+    """Of those of an H200, which has more bandwidth, some are a quarter slower there."""
+    of_h100, of_h200 = tuning_cache.shipped_results(H100), tuning_cache.shipped_results(H200)
+    other = [key for key in of_h100 if key._replace(gpu=H200) in of_h200]
+    assert other and all("matmul_kernel" in key.kernel or "bmm_kernel" in key.kernel for key in other)
+    assert all(of_h100[key].config != of_h200[key._replace(gpu=H200)].config for key in other)
+    assert all(tuning_cache.shipped(key) is of_h100[key] for key in other)
+
+
+def test_calls_that_go_to_pytorch_on_the_same_chip(monkeypatch):
+    """Products in fp32, which have no tensor cores."""
+    rows = slower.rows_to_pytorch(H200)
+    assert rows["matmul"] and slower.rows_to_pytorch(GH200) == rows
+    assert slower.rows_to_pytorch(None) == {}
+    monkeypatch.setattr(slower, "_gpu_of", lambda values: GH200)
+    x = torch.zeros(64, 64)
+    assert slower.lookup_of("matmul")((x, x), {})
+
+
+def test_on_another_chip_only_products_in_fp32_go_to_pytorch(monkeypatch):
+    calls = frozenset({"bfloat16[64,64] bfloat16[64,64]"})
+    monkeypatch.setattr(slower, "_entries", lambda: {H200: {"matmul": slower.Entries(calls, {"float32 float32": 1})}})
+    x = torch.zeros(64, 64)
+    for gpu, bf16 in ((GH200, True), (A100, False)):
+        monkeypatch.setattr(slower, "_gpu_of", lambda values, gpu=gpu: gpu)
+        lookup = slower.lookup_of("matmul")
+        assert lookup((x, x), {})
+        assert lookup((x.bfloat16(), x.bfloat16()), {}) == bf16
+
+
+def test_own_table_of_calls_comes_first(monkeypatch):
+    tables = {H200: {"matmul": slower.Entries(frozenset(), {"k": 1})}, GH200: {}}
+    monkeypatch.setattr(slower, "_entries", lambda: tables)
+    assert slower.rows_to_pytorch(GH200) == {}
+    assert slower.rows_to_pytorch(H200) == {"matmul": {"k": 1}}
