@@ -15,7 +15,7 @@ among what was used here, or measured, for nearly the same sizes (:func:`tuning_
 token longer never tunes again. Else it is measured, on copies of the arguments.
 The first configuration is taken unmeasured where it is the only one that suits, with ``TILEGYM_DISABLE_AUTOTUNE=1``, in
 the interpreter, and, for as long as nothing is known, while a CUDA graph is captured or torch.compile traces.
-``logging`` at level INFO for ``tilegym.autotuner`` tells what is measured.
+``logging`` at level INFO for ``tilegym.autotuner`` tells what is measured, at level DEBUG what each configuration took.
 """
 
 import contextlib

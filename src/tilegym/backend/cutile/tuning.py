@@ -130,6 +130,10 @@ def _race(candidates: Sequence[Candidate], bench: Bench, workspace: "_Workspace"
                     candidate, workspace.copy_of(candidate.make_args()), workspace.reset, _FIRST_SAMPLES
                 )
     best = min(finalists, key=lambda i: _median(samples[i]))
+    for i in ranked:
+        logger.debug(
+            "tuning: %s takes %.1f us, of %d samples", candidates[i].config, _median(samples[i]), len(samples[i])
+        )
     return candidates[best], _median(samples[best])
 
 
