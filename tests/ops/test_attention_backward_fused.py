@@ -130,16 +130,21 @@ class Test_FMHA_Fused_Backward(PyTestCase):
 
         monkeypatch.setattr(attention_backward, "ALL_IN_TURNS", 48)
         assert turns(tensors(1, 4, 2, 17, 48, 16, 16, dtype=torch.bfloat16)) == 0
-        assert turns(tensors(1, 4, 2, 17, 49, 16, 16, dtype=torch.bfloat16)) == 1
+        assert turns(tensors(1, 4, 2, 17, 49, 16, 16, dtype=torch.bfloat16)) == 8
         assert turns(tensors(1, 4, 2, 17, 48, 16, 16, dtype=torch.bfloat16) | {"is_causal": False}) == 1
         assert turns(tensors(1, 4, 2, 17, 50, 128, 128, dtype=torch.bfloat16)) == 4
         monkeypatch.setattr(attention_backward, "sm_count", lambda device: 5)
         assert turns(tensors(4, 4, 4, 17, 50, 128, 128, dtype=torch.bfloat16)) == 8
 
-    @pytest.mark.parametrize("tile_d", [64, 192, 256])
-    def test_heads_take_turns_on_an_h200(self, tile_d):
-        """Head by head, the last one's longest block would run alone."""
-        assert all(vars(config)["INTERLEAVE"] > 1 for config in fused_configs("sm_90", tile_d))
+    @pytest.mark.parametrize(
+        ("kv_heads", "group", "keys", "turns"),
+        [(32, 4, 4096, 1), (8, 4, 8192, 1), (16, 2, 4096, 2), (8, 2, 8192, 2), (32, 2, 2048, 4), (4, 2, 4096, 8)],
+    )
+    def test_as_many_heads_take_turns_as_the_cache_holds(self, kv_heads, group, keys, turns, monkeypatch):
+        """Of D 256; where there are few blocks, the last head's longest one would run alone."""
+        monkeypatch.setattr(attention_backward, "sm_count", lambda device: 132)
+        assert attention_backward._turns(0, 256, keys, 64, kv_heads, group) == turns
+        assert attention_backward._turns(0, 64, keys, 128, kv_heads, group) == 8
 
     @pytest.mark.parametrize(("keys", "is_causal", "parts"), [(128, False, 1), (130, False, 2), (128, True, 2)])
     def test_dq_in_one_part(self, keys, is_causal, parts, monkeypatch):

@@ -65,11 +65,11 @@ FEW_KEYS = 1024  # up to so many keys, fused_configs is not told that tiles are 
 FEW = 1.8  # blocks for each multiprocessor, if they differ in length, among which the longest are waited for
 SUM_ROWS = 16  # of dk and dv, where parts of groups are added up
 # Up to how many keys, with a causal mask and D up to 128, the blocks of all heads take turns in the fused kernel: those
-# of eight heads are too few to keep all multiprocessors busy. On an H200 S1024 D128 takes 303 us so with B4 Hq32 Hkv8,
-# 359 by eights (two kernels 315), and with B1, in four parts, 109 instead of 128 (117). Of more keys with D 128 four
-# heads take turns if their blocks are not FEW, else eight: B1 Hq64 Hkv8 takes 5.84 ms of S8192 with four and 6.17 with
-# eight, but 1.63 and 1.54 of S4096; Hq32 S8192 2.71 and 2.75.
+# of eight heads are too few to keep all multiprocessors busy. See _turns.
 ALL_IN_TURNS = 1024
+HEADS_IN_TURNS = 8  # of more keys, as a rule
+# Of how many queries, those of all heads that take turns, the L2 cache holds q, dO and what is added to dq for D 256.
+CACHED_QUERIES = 16384
 
 
 def _suits_queries(q: torch.Tensor, cfg: Config) -> bool:
@@ -80,11 +80,6 @@ def _suits_queries(q: torch.Tensor, cfg: Config) -> bool:
 
 def _suits_keys(k: torch.Tensor, cfg: Config) -> bool:
     return cfg.TILE_N <= max(64, bucket(k.shape[2]))
-
-
-def _suits_mask(CAUSAL: bool, cfg: Config) -> bool:
-    # Without a causal mask those that differ in turns only are the same.
-    return CAUSAL or vars(cfg).get("INTERLEAVE", 8) == 8
 
 
 @functools.cache
@@ -120,6 +115,27 @@ def _shares(
     return 0 if recording.ask(torch.are_deterministic_algorithms_enabled) else shares
 
 
+def _turns(device: int, width: int, keys: int, tile_n: int, kv_heads: int, group: int) -> int:
+    """How many heads of keys take turns in the fused kernel with a causal mask, of ``kv_heads`` of all batch entries
+    for a ``group`` of query heads each; 0: all of them.
+
+    On an H200 S1024 D128 takes 303 us by all with B4 Hq32 Hkv8, 359 by eights (two kernels 315), and with B1, in four
+    parts, 109 instead of 128 (117). Of more keys with D 128 four heads take turns if their blocks are not FEW, else
+    eight: B1 Hq64 Hkv8 takes 5.84 ms of S8192 with four and 6.17 with eight, but 1.63 and 1.54 of S4096; Hq32 S8192
+    2.71 and 2.75. With D 256 no more than what they add to stays in the L2 cache, if there are blocks enough: on an
+    H100 B4 Hq32 Hkv8 S4096 takes 6.94 ms with one head, 7.87 with four, 11.1 with eight, B1 S8192 7.22 and 11.3 with
+    one and eight, B2 Hq16 Hkv8 S4096 1.78 and 1.92 with two and eight, but B1 Hq16 Hkv4 1.13 and 1.06.
+    """
+    tiles = -(-keys // tile_n)
+    if width <= 128 and keys <= ALL_IN_TURNS:
+        return 0
+    if width == 128:
+        return 4 if 4 * tiles >= FEW * sm_count(device) else HEADS_IN_TURNS
+    if width == 256 and tiles * kv_heads >= 3 * sm_count(device):
+        return min(max(CACHED_QUERIES // (group * keys), 2 if group <= 2 else 1), HEADS_IN_TURNS)
+    return HEADS_IN_TURNS
+
+
 def _parts(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     """parts_of, of up to 128 columns; with more, one tile and parts of it."""
     return parts_of(head_dim, dtype) if head_dim <= 128 else (tile_of(head_dim), 0)
@@ -140,7 +156,7 @@ def _splits(device: int, batch: int, heads: int, kv_heads: int, keys: int) -> bo
 
 @functools.cache
 def _fused_autotuner(tile_d: int, whole: bool) -> Autotuner:
-    return Autotuner(SearchSpace(functools.partial(fused_configs, tile_d=tile_d, whole=whole), _suits_mask))
+    return Autotuner(SearchSpace(functools.partial(fused_configs, tile_d=tile_d, whole=whole)))
 
 
 @functools.cache
@@ -280,11 +296,8 @@ def launch_backward(
             bounded = is_causal or windowed or keys % cfg.TILE_N != 0
             tiles = constants(cfg, mask_kind, bounded)
             columns = min(vars(cfg).get("TILE_DQ", tiles[2]), tiles[2])
-            turns = tiles[-1]
-            if is_causal and width <= 128 and keys <= ALL_IN_TURNS:
-                turns = 0
-            elif is_causal and width == 128:
-                turns = 4 if 4 * -(-keys // cfg.TILE_N) >= FEW * sm_count(q.get_device()) else 8
+            all_heads = batch * kv_heads * shares
+            turns = _turns(q.get_device(), width, keys, cfg.TILE_N, all_heads, group) if is_causal else 1
             parts = (columns, parts_with(columns))
             last = vars(cfg).get("DV_LAST", False) and not tile_pe
             return (*arrays, *numbers, *tiles[:-1], turns, *parts, 0 if tile_pe else group, last)

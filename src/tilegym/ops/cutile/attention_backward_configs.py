@@ -97,13 +97,13 @@ def fused_configs(arch: str, tile_d: int, whole: bool = False) -> list[Config]:
             return [Config(TILE_M=16, TILE_N=32, TWO_LOOPS=True, DV_LAST=True)]
         return [Config(TILE_M=16, TILE_N=32, TILE_P=32, TILE_DQ=16, TWO_LOOPS=True, DV_LAST=tile_d == 128)]
     if tile_d == 192:
-        return [Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
+        return [Config(TILE_M=64, TILE_N=128, TILE_P=64, TWO_LOOPS=True, num_worker_warps=8)]
     if tile_d > 128:
-        return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=8, num_worker_warps=8)]
+        return [Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, num_worker_warps=8)]
     if tile_d > 64:
         columns = {} if whole else {"TILE_DQ": 64}
         return [Config(TILE_M=64, TILE_N=128, **columns, TWO_LOOPS=True, DV_LAST=True, num_worker_warps=8)]
-    return [Config(TILE_M=128, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, num_worker_warps=8)]
+    return [Config(TILE_M=128, TILE_N=128, TWO_LOOPS=True, num_worker_warps=8)]
 
 
 def fp32_configs(arch: str, tile_d: int) -> list[Config]:
