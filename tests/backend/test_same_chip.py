@@ -15,6 +15,11 @@ GPUS = {A100: (8, 0, 108), GH200: (9, 0, 132), H20: (9, 0, 78)}
 
 
 @pytest.fixture(autouse=True)
+def slower_calls_stay():
+    """Not here."""
+
+
+@pytest.fixture(autouse=True)
 def gpus(monkeypatch):
     """A machine with an A100, an H100 and an H20."""
     found = [SimpleNamespace(major=a, minor=b, multi_processor_count=c) for a, b, c in GPUS.values()]

@@ -220,6 +220,18 @@ def test_shipped_files_are_read():
         table = json.loads(path.read_text())
         assert path == slower.file_of(table["gpu"])
         assert set(table["slower"]) <= {name for name in dir(ops) if hasattr(getattr(ops, name), "op")}
+        # As calls are looked up: an entry of another form would never be found.
+        for op, kinds in table["from_rows"].items():
+            assert all(kind == slower.kind_of(kind, widths=op == "fmha") for kind in kinds)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+def test_grouped_products_in_fp32_go_to_pytorch(gpu, monkeypatch):
+    monkeypatch.setattr(slower, "_gpu_of", lambda values: gpu)
+    a, b = [torch.zeros(64, 32)] * 2, [torch.zeros(48, 32)] * 2
+    lookup = slower.lookup_of("group_gemm")
+    assert lookup((a, b), {"transpose_b": True})
+    assert not lookup(([x.bfloat16() for x in a], [x.bfloat16() for x in b]), {"transpose_b": True})
 
 
 def signature(op):
