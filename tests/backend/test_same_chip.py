@@ -79,13 +79,18 @@ def test_calls_that_go_to_pytorch_on_the_same_chip(monkeypatch):
 
 def test_on_another_chip_only_products_in_fp32_go_to_pytorch(monkeypatch):
     calls = frozenset({"bfloat16[64,64] bfloat16[64,64]"})
-    monkeypatch.setattr(slower, "_entries", lambda: {H200: {"matmul": slower.Entries(calls, {"float32 float32": 1})}})
+    rows = {"float32 float32": 1, "tfloat32 tfloat32": 1}
+    monkeypatch.setattr(slower, "_entries", lambda: {H200: {"matmul": slower.Entries(calls, rows)}})
+    monkeypatch.setattr(slower, "_fp32_precision", lambda: "ieee")
     x = torch.zeros(64, 64)
     for gpu, bf16 in ((GH200, True), (A100, False)):
         monkeypatch.setattr(slower, "_gpu_of", lambda values, gpu=gpu: gpu)
         lookup = slower.lookup_of("matmul")
         assert lookup((x, x), {})
         assert lookup((x.bfloat16(), x.bfloat16()), {}) == bf16
+        with monkeypatch.context() as tf32:
+            tf32.setattr(slower, "_fp32_precision", lambda: "tf32")
+            assert lookup((x, x), {}) == bf16
 
 
 def test_own_table_of_calls_comes_first(monkeypatch):

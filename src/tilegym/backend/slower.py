@@ -70,12 +70,15 @@ def _entries() -> dict[str, dict[str, Entries]]:
 
 def _entries_of(gpu: str) -> dict[str, Entries]:
     """What is listed for a GPU of this name or, if nothing is, for one with the same chip. For others only the numbers
-    of rows count, as measured on an H200: nowhere are there tensor cores for fp32."""
+    of rows in fp32 count, as measured on an H200: nowhere are there tensor cores for it."""
     tables = _entries()
     for name in (gpu, *others_like(gpu)):
         if name in tables:
             return tables[name]
-    return {op: entries._replace(calls=frozenset()) for op, entries in tables.get("NVIDIA H200", {}).items()}
+    return {
+        op: Entries(frozenset(), {kind: n for kind, n in entries.from_rows.items() if "tfloat32" not in kind})
+        for op, entries in tables.get("NVIDIA H200", {}).items()
+    }
 
 
 def rows_to_pytorch(gpu: str | None) -> dict[str, dict[str, int]]:
