@@ -335,6 +335,7 @@ def test_the_page_tells_the_figures_that_are_kept(run, tmp_path):
     one = dataclasses.replace(run, results=[row(OURS, 64.9499999e-6), row("torch", 70e-6)], host=[])
     one.write(tmp_path / "one")
     first = docs.write([tmp_path / "one"], page).read_text()
+    assert first.startswith(f"# Benchmarks on an {run.machine['gpu']}\n")
     (kept,) = store.read(store.store_of(page))
     assert [result.seconds for result in kept.results] == [64.95e-6, 70e-6]
     table = first.partition("### rms_norm, forward")[2]

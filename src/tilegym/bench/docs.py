@@ -36,7 +36,7 @@ MODELS = "## Whole models"
 EARLIER = "*From an earlier run than the tables above.*"
 
 PREAMBLE = """\
-# Benchmarks
+# Benchmarks on {gpu}
 
 *Written by `tests/benchmark/write_docs.py` from measured results; edit that, not this page.*
 
@@ -53,8 +53,9 @@ python tests/benchmark/write_docs.py out/bench
 
 `tilegym bench rms_norm fmha` measures some ops only, `--quick` the headline shapes only, `--minutes 9` what fits into
 nine minutes, the most important first; `--skip out/bench`, with another `--output`, goes on where a run ended.
-`write_docs.py` takes the folders of several runs. What none of them has measured stays: `benchmarks.json.xz` holds what
-this page was written from. Without a GPU only the `pytorch` backend is measured, and this page is not written.
+`write_docs.py` takes the folders of several runs; `--target` names another page, as for another GPU. What none of them
+has measured stays: the `.json.xz` beside a page holds what it was written from. Without a GPU only the `pytorch`
+backend is measured, and this page is not written.
 """
 
 METHOD = """\
@@ -188,7 +189,9 @@ def _sections_of(page: str, heading: str) -> dict[str, str]:
 
 def page(merged: Merged, models: dict[str, str], note: str = "", trainings: dict[str, str] | None = None) -> str:
     """The whole page; ``models`` and ``trainings``: sections about whole models that generate and train, by name."""
-    parts = [PREAMBLE, docs_machine.section(merged), *([f"{note}\n"] if note else []), METHOD]
+    gpu = merged.runs[0].machine.get("gpu")
+    preamble = PREAMBLE.format(gpu=f"an {gpu}" if gpu else "a CPU")
+    parts = [preamble, docs_machine.section(merged), *([f"{note}\n"] if note else []), METHOD]
     if not all(run.complete for run in merged.runs):
         parts.append("**A run ended before it had measured everything: what none has reached is missing below.**\n")
     sections = (docs_bandwidth.section(merged), docs_training.section(merged), _to_pytorch(merged))
