@@ -20,6 +20,7 @@ import typer
 
 import tilegym
 from tilegym import env
+from tilegym.backend import same_chip
 from tilegym.backend import selector
 from tilegym.errors import BackendError
 
@@ -127,6 +128,18 @@ def _gpu() -> Iterator[Check]:
             f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs",
             None if able else "cuTile needs compute capability 8.0 (Ampere) or later; the pytorch backend runs",
         )
+    names = (torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count()))
+    for name in dict.fromkeys(names):
+        yield Check("tuned for", INFO, _tuned_for(name))
+
+
+def _tuned_for(gpu: str) -> str:
+    """Whose tuning results and tables a GPU takes."""
+    if gpu in same_chip.CHIPS:
+        return gpu
+    if others := same_chip.others_like(gpu):
+        return f"{gpu}: what was measured on an {others[0]}, which has the same chip"
+    return f"{gpu}: nothing was measured on it; first calls of attention and of matrix products tune"
 
 
 def _driver_version() -> str | None:

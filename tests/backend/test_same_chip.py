@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tilegym import doctor
 from tilegym.backend import same_chip
 from tilegym.backend import slower
 from tilegym.backend.cutile import tuning_cache
@@ -21,10 +22,9 @@ def slower_calls_stay():
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch):
-    """A machine with an A100, an H100 and an H20."""
-    found = [SimpleNamespace(major=a, minor=b, multi_processor_count=c) for a, b, c in GPUS.values()]
+    """A machine with an A100, a GH200 and an H20."""
+    found = [SimpleNamespace(name=n, major=a, minor=b, multi_processor_count=c) for n, (a, b, c) in GPUS.items()]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: list(GPUS)[index])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found[index])
     same_chip.others_like.cache_clear()
     yield
@@ -37,6 +37,12 @@ def gpus(monkeypatch):
 )
 def test_gpus_with_the_same_chip(gpu, others):
     assert same_chip.others_like(gpu) == others
+
+
+def test_doctor_tells_whose_results_a_gpu_takes():
+    assert doctor._tuned_for(H200) == H200
+    assert doctor._tuned_for(GH200) == f"{GH200}: what was measured on an NVIDIA H200, which has the same chip"
+    assert doctor._tuned_for(A100).startswith(f"{A100}: nothing was measured on it")
 
 
 def test_all_that_is_shipped_is_of_a_chip_that_is_known():

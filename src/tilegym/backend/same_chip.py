@@ -17,8 +17,7 @@ CHIPS = {"NVIDIA H200": GH100, "NVIDIA H100 80GB HBM3": GH100}  # of all GPUs th
 def others_like(gpu: str) -> tuple[str, ...]:
     """The other GPUs in :data:`CHIPS` that have the chip of ``gpu``, which is one of them or of this machine's."""
     chip = CHIPS.get(gpu)
-    for index in range(torch.cuda.device_count()):
-        if chip is None and torch.cuda.get_device_name(index) == gpu:
-            properties = torch.cuda.get_device_properties(index)
-            chip = (properties.major, properties.minor), properties.multi_processor_count
+    for found in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
+        if chip is None and found.name == gpu:
+            chip = (found.major, found.minor), found.multi_processor_count
     return tuple(name for name, other in CHIPS.items() if other == chip and name != gpu)
