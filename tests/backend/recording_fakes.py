@@ -1,6 +1,7 @@
-"""An op with a cuTile implementation that counts its calls, for the tests of recordings."""
+"""An op with a cuTile implementation that counts its calls, and launches by addresses, for the tests of recordings."""
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 
 import cuda.tile as ct
@@ -20,6 +21,32 @@ def add_kernel(x, number, y, by: float, TILE: ct.Constant[int]):
 
 def add(x: Tensor, y: Tensor, by: float) -> None:
     launch(x, (x.shape[0] // 4,), add_kernel, (x, 1, y, by, 4))
+
+
+class ByAddress:
+    """Stands in for :func:`direct_launch.prepare`, on the CPU: what it prepares adds eight floats a launch.
+
+    ``errors``: what the next launches return instead of launching. ``prepares``: whether it does.
+    """
+
+    def __init__(self) -> None:
+        self.launches, self.errors, self.prepares = [], [], True
+
+    def prepare(self, index, grid, kernel, args, overlap):
+        if not self.prepares:
+            return None
+        count, plus = args[0].shape[0], args[3] + args[1]
+
+        def submit(*addresses: int) -> int:
+            if self.errors and (error := self.errors.pop(0)):
+                return error
+            self.launches.append(addresses)
+            source, target = (ctypes.cast(a, ctypes.POINTER(ctypes.c_float)) for a in addresses)
+            for i in range(count):
+                target[i] = source[i] + plus
+            return 0
+
+        return submit, (0, 2)
 
 
 class Served:

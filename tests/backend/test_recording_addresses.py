@@ -1,9 +1,8 @@
 """Repeated calls whose launches need no more of their tensors than the addresses."""
 
-import ctypes
-
 import pytest
 import torch
+from recording_fakes import ByAddress
 from recording_fakes import add
 from recording_fakes import served_op
 from recording_fakes import x
@@ -12,32 +11,6 @@ from tilegym.backend import recording
 from tilegym.backend import recording_source
 from tilegym.backend.cutile import launch as launch_module
 from tilegym.backend.recording_writer import Submission
-
-
-class ByAddress:
-    """Stands in for :func:`direct_launch.prepare`, on the CPU: what it prepares adds eight floats a launch.
-
-    ``errors``: what the next launches return instead of launching. ``prepares``: whether it does.
-    """
-
-    def __init__(self) -> None:
-        self.launches, self.errors, self.prepares = [], [], True
-
-    def prepare(self, index, grid, kernel, args, overlap):
-        if not self.prepares:
-            return None
-        count, plus = args[0].shape[0], args[3] + args[1]
-
-        def submit(*addresses: int) -> int:
-            if self.errors and (error := self.errors.pop(0)):
-                return error
-            self.launches.append(addresses)
-            source, target = (ctypes.cast(a, ctypes.POINTER(ctypes.c_float)) for a in addresses)
-            for i in range(count):
-                target[i] = source[i] + plus
-            return 0
-
-        return submit, (0, 2)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from recording_fakes import ByAddress
 from recording_fakes import add
 from recording_fakes import x
 
@@ -12,6 +13,8 @@ from tilegym.backend import dispatcher
 from tilegym.backend import recording
 from tilegym.backend import recording_source
 from tilegym.backend import tensor_guards
+from tilegym.backend.cutile import launch as launch_module
+from tilegym.backend.recording_writer import Submission
 
 Tensor = torch.Tensor
 NAME = "latest_for_test"
@@ -166,6 +169,16 @@ def test_forgotten_while_a_call_is_looked_up(op):
     call.__globals__["__latest__"] = kept = Latest()
     assert op.served_for(x()) == 0
     assert not kept and kind not in op.recordings.known
+
+
+def test_calls_that_come_often_are_recorded_again(op, monkeypatch):
+    """By addresses, in place of the latest recording."""
+    fake = ByAddress()
+    how = Submission(launch_module._INTERPRETER.submit, fake.prepare)
+    monkeypatch.setattr(launch_module, "_INTERPRETER", how)
+    monkeypatch.setattr(recording, "USES_BEFORE_ADDRESSES", 4)
+    assert [op.served_for(x()) for _ in range(7)] == [1, 1, 0, 0, 0, 0, 1] and not fake.launches
+    assert op.served_for(x(), times=4) == 0 and len(fake.launches) == 4
 
 
 def test_kinds_in_turn_keep_none(op):
