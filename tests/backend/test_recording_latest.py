@@ -7,6 +7,9 @@ import torch
 from recording_fakes import ByAddress
 from recording_fakes import add
 from recording_fakes import x
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym import backend
 from tilegym.backend import dispatcher
@@ -208,6 +211,28 @@ def test_guards_are_used_with_versions_that_were_tried(monkeypatch):
         monkeypatch.setattr(torch, "__version__", version)
         assert tensor_guards.guard([x()]) is None
     tensor_guards._works.cache_clear()
+
+
+def test_modes_do_not_see_guards_being_tried(request):
+    """A mode around the first call of an op sees what the op does, nothing else."""
+    request.addfinalizer(tensor_guards._works.cache_clear)
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Called(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    for mode in (Dispatched(), Called(), FakeTensorMode()):
+        tensor_guards._works.cache_clear()
+        with mode:
+            assert tensor_guards._works()
+    assert not seen
 
 
 def test_guards_that_do_not_tell_tensors_apart_are_not_used(monkeypatch):
