@@ -175,6 +175,25 @@ class Test_FusedSwiGLU(PyTestCase):
             mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight * 3)
             torch.testing.assert_close(compiled(x), plain_copy(mlp)(x))
 
+    @every_backend
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_transforms(self, backend, compiled):
+        """The gradients of each of several samples."""
+        mlp, samples = make(), randn(3, 5, 24)
+        weights = {name: weight.detach() for name, weight in mlp.named_parameters()}
+
+        def loss(weights, x):
+            return torch.func.functional_call(mlp, weights, x).square().sum()
+
+        step = torch.func.vmap(torch.func.grad(loss), (None, 0))
+        with use_backend(backend):
+            torch.compiler.reset()
+            gradients = (torch.compile(step, backend="aot_eager") if compiled else step)(weights, samples)
+            for i, x in enumerate(samples):
+                expected = torch.autograd.grad(mlp(x).square().sum(), list(mlp.parameters()))
+                for weight, gradient in zip(weights, expected, strict=True):
+                    torch.testing.assert_close(gradients[weight][i], gradient, rtol=1e-4, atol=1e-4)
+
     def test_another_activation(self):
         config = make_config()
         config.hidden_act = "gelu"

@@ -13,9 +13,16 @@ from tiny_models import observed
 from tiny_models import padded
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from tilegym.backend import dispatcher
+from tilegym.errors import FallbackWarning
 from tilegym.transformers import attention
 from tilegym.transformers import decode_layer
 from tilegym.transformers import monkey_patch
+
+
+@pytest.fixture
+def warned_anew(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_warned", set())
 
 
 def loss_and_gradients(model, **options):
@@ -163,3 +170,45 @@ def test_a_patch_that_fails_half_way_leaves_the_model_in_training_mode(monkeypat
     with pytest.raises(torch.OutOfMemoryError):
         monkey_patch.apply(model)
     assert all(module.training for module in model.modules())
+
+
+@families
+@pytest.mark.usefixtures("warned_anew")
+def test_functional_gradients(family):
+    """By torch.func, whose tensors no kernel can read: PyTorch serves all ops."""
+    model = make_model(family)
+    ids, mask = padded([14, 9], "right")
+    labels = ids.masked_fill(mask == 0, -100)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights):
+        inputs = dict(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+        return torch.func.functional_call(model, weights, (), inputs).loss
+
+    def step():
+        gradients, value = torch.func.grad_and_value(loss)(weights)
+        return value, gradients
+
+    expected = step()
+    with monkey_patch.apply(model, use_cutile=True), pytest.warns(FallbackWarning, match="transforms"):
+        assert_same_step(step(), expected)
+
+
+@pytest.mark.usefixtures("warned_anew")
+def test_gradients_of_each_sample():
+    model = make_model("llama")
+    ids, _ = padded([14, 14, 14], "right")
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights, ids):
+        inputs = dict(input_ids=ids[None], labels=ids[None], use_cache=False)
+        return torch.func.functional_call(model, weights, (), inputs).loss
+
+    def step():
+        gradients, values = torch.func.vmap(torch.func.grad_and_value(loss), (None, 0))(weights, ids)
+        return values, gradients
+
+    expected = step()
+    assert all(len(gradient) == len(ids) for gradient in expected[1].values())
+    with monkey_patch.apply(model, use_cutile=True), pytest.warns(FallbackWarning, match="transforms"):
+        assert_same_step(step(), expected)

@@ -5,7 +5,10 @@ from collections.abc import Callable
 
 import torch
 
+from tilegym.backend.wrapped import unreadable
 from tilegym.errors import UnsupportedError
+
+_REMEDY = 'call the op with backend="pytorch", or in use_backend("pytorch")'
 
 
 def once_differentiable(backward: Callable) -> Callable:
@@ -13,18 +16,24 @@ def once_differentiable(backward: Callable) -> Callable:
 
     With ``torch.autograd.function.once_differentiable`` that is none where no upstream gradient requires grad, as that
     of a loss, or where ``torch.autograd.grad`` is asked for gradients of some tensors: what depends on the inputs of
-    the forward pass would then be missing in second derivatives, silently.
+    the forward pass would then be missing in second derivatives, silently. An error, too, are upstream gradients that
+    no kernel can read, as those of several backward passes at a time (``is_grads_batched``); those whose sign is still
+    to be turned, which complex numbers leave behind, are written out first.
     """
     name = backward.__qualname__.partition(".")[0]
 
     @functools.wraps(backward)
     def wrapper(ctx, *upstream):
         # torch.compile raises an error of its own.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise UnsupportedError(
-                f"the backward pass of {name} ran with create_graph=True, but has no derivative: call the op with "
-                'backend="pytorch", or in use_backend("pytorch")'
-            )
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                raise UnsupportedError(
+                    f"the backward pass of {name} ran with create_graph=True, but has no derivative: {_REMEDY}"
+                )
+            upstream = [None if gradient is None else gradient.resolve_neg() for gradient in upstream]
+            why = unreadable(upstream)
+            if why is not None:
+                raise UnsupportedError(f"the backward pass of {name}: {why}: {_REMEDY}")
         with torch.no_grad():
             return backward(ctx, *upstream)
 

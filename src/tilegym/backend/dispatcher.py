@@ -15,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from tilegym import env
@@ -23,14 +24,14 @@ from tilegym.backend import slower
 from tilegym.backend.recording import Recordings
 from tilegym.backend.selector import PREFER_CUTILE
 from tilegym.backend.selector import eager_backend
-from tilegym.backend.wrapped import any_wrapped
+from tilegym.backend.wrapped import unreadable
+from tilegym.backend.wrapped import untraceable
 from tilegym.errors import BackendError
 from tilegym.errors import FallbackWarning
 from tilegym.errors import RegistrationError
 from tilegym.errors import UnsupportedError
 
 FALLBACK_BACKEND = "pytorch"
-_WRAPPED = UnsupportedError("a tensor stands for others, as a DTensor does for the parts of several processes")
 RECORDED_BACKEND = "cutile"
 Observer = Callable[[str, str], contextlib.AbstractContextManager]
 
@@ -76,8 +77,13 @@ class Op:
         # Those who chose for longer than this call were told already whether the backend can run.
         if impl is None or named and not _can_run(chosen):
             return self.call_without(chosen, args, kwargs)
-        if chosen != FALLBACK_BACKEND and not is_compiling() and any_wrapped((*args, *kwargs.values())):
-            return self.call_without(chosen, args, kwargs, _WRAPPED)
+        if chosen != FALLBACK_BACKEND:
+            if is_compiling():
+                why = untraceable(forward_ad._current_level)
+            else:
+                why = unreadable((*args, *kwargs.values()))
+            if why is not None:
+                return self.call_without(chosen, args, kwargs, why)
         try:
             if _observer is None:
                 return impl(*args, **kwargs)
@@ -156,7 +162,7 @@ def dispatch(name: str) -> Callable[[Callable], Callable]:
         @functools.wraps(declaration)
         def call(*args, backend: str | None = None, **kwargs):
             # What runs from here on costs every call, on the host. Compiled code sees no recordings.
-            if is_compiling() or _observer is not None:
+            if is_compiling() or _observer is not None or forward_ad._current_level >= 0:
                 return op.serve(backend, *args, **kwargs)
             if backend is None:
                 recordings = chosen_recordings.get(impls.get(eager_backend()))

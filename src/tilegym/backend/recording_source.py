@@ -33,6 +33,7 @@ def call_of(signature: inspect.Signature, name: str, names: dict[str, Any]) -> C
         "__latest_of__": names["__latest__"].get,
         "__last__": [None],
         "__gradients__": torch.is_grad_enabled,
+        "__transforms__": torch._C._are_functorch_transforms_active,
         "__several__": _several_tensors,
         "__errors__": (TypeError, AttributeError, RuntimeError),  # of arguments that the op does not take
     }
@@ -54,7 +55,7 @@ def call_of(signature: inspect.Signature, name: str, names: dict[str, Any]) -> C
         given = "" if type(None) not in among else f"None if {name_} is None else "
         if torch.Tensor in among:
             of = f"{name_}.__class__, {name_}.dtype, {name_}.shape, {name_}.{device}"
-            of += f", {name_}.is_contiguous() or {name_}.stride()"
+            of += f", {name_}.is_contiguous() or {name_}.stride(), {name_}.is_neg()"
             kind.append(f"{given}({of})" if given else of)
             names[f"nothing_{name_}"] = _NOTHING[len(tensors) % len(_NOTHING)]
             looked_at.append(f"nothing_{name_} if {name_} is None else {name_}" if given else name_)
@@ -78,7 +79,9 @@ def {name}({", ".join(parameters)}):
     try:
         if __module__.active is None:
             {look}
-            if __found__ is None and not (__gradients__() and ({" or ".join(gradients) or "False"})):
+            if __found__ is None and not (
+                __transforms__() or __gradients__() and ({" or ".join(gradients) or "False"})
+            ):
                 __kind__ = {several(kind)}
                 __found__ = __known__(__kind__)
     except __errors__:
@@ -137,7 +140,9 @@ def _several_tensors(tensors: list[torch.Tensor | None]) -> tuple:
     """Of a list of tensors, its part of the kind."""
     return tuple(
         [
-            None if t is None else (t.__class__, t.dtype, t.shape, t.device, t.is_contiguous() or t.stride())
+            None
+            if t is None
+            else (t.__class__, t.dtype, t.shape, t.device, t.is_contiguous() or t.stride(), t.is_neg())
             for t in tensors
         ]
     )

@@ -1,19 +1,30 @@
-"""Tensors that stand for others, which no kernel can read: DTensors, of which each process has a part, and the like.
+"""Tensors that no kernel can read as they are, or not all of them: those are PyTorch's.
 
-They are of subclasses that say themselves what an operation on them does.
+DTensors, of which each process has a part, and the like are of subclasses that say themselves what an operation on them
+does. Those of :mod:`torch.func`'s transforms, those with a tangent (forward-mode differentiation) and those whose sign
+is still to be turned are of PyTorch's own class.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+
+from tilegym.backend.selector import constant_while_compiling
+from tilegym.errors import UnsupportedError
 
 _SHAPES = "torch._subclasses.fake_tensor"
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.Size})
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.Size})
+_WRAPPED = UnsupportedError("a tensor stands for others, as a DTensor does for the parts of several processes")
+_TRANSFORMED = UnsupportedError("torch.func's transforms (vmap, grad, jvp and others) are of PyTorch's operations only")
+_TANGENT = UnsupportedError("a tensor has a tangent, and no kernel computes one (forward-mode differentiation)")
+_NEGATIVE = UnsupportedError("a tensor's sign is still to be turned: resolve_neg() does it")
 
 
 def is_wrapped(value: Any) -> bool:
-    """Whether ``value`` is such a tensor."""
+    """Whether ``value`` is a tensor that stands for others."""
     if type(value) in _PLAIN or not isinstance(value, torch.Tensor):
         return False
     kind = type(value)
@@ -21,11 +32,38 @@ def is_wrapped(value: Any) -> bool:
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__module__ != _SHAPES
 
 
-def any_wrapped(values: Iterable[Any]) -> bool:
-    """Whether such a tensor is among ``values``, or in a list or tuple among them."""
+@constant_while_compiling
+def untraceable(level: int) -> UnsupportedError | None:
+    """Why no call of a kernel can be compiled now, if so; ``level``: forward_ad's, on which traced code is guarded."""
+    if torch._C._are_functorch_transforms_active():
+        return _TRANSFORMED
+    return _TANGENT if level >= 0 else None
+
+
+def unreadable(values: Iterable[Any]) -> UnsupportedError | None:
+    """Why kernels cannot take these arguments of a call, if so."""
+    if torch._C._are_functorch_transforms_active():
+        return _TRANSFORMED
+    return _among(values, forward_ad._current_level >= 0)
+
+
+def _among(values: Iterable[Any], tangents: bool) -> UnsupportedError | None:
     for value in values:
-        if type(value) in _PLAIN:
+        kind = type(value)
+        if kind in _NO_TENSORS:
             continue
-        if any_wrapped(value) if isinstance(value, list | tuple) else is_wrapped(value):
-            return True
-    return False
+        if kind is list or kind is tuple:
+            found = _among(value, tangents)
+            if found is not None:
+                return found
+        elif not isinstance(value, torch.Tensor):
+            continue
+        elif is_wrapped(value):
+            return _WRAPPED
+        elif value.is_neg():
+            return _NEGATIVE
+        elif torch._C._functorch.is_legacy_batchedtensor(value):  # of several backward passes at a time
+            return _TRANSFORMED
+        elif tangents and forward_ad.unpack_dual(value).tangent is not None:
+            return _TANGENT
+    return None

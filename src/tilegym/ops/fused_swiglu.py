@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
+from torch.autograd import forward_ad
 
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.derivatives import once_differentiable
+from tilegym.backend.wrapped import unreadable
+from tilegym.backend.wrapped import untraceable
 from tilegym.ops.modules import SwiGLUMLP
 from tilegym.ops.ops import linear
 from tilegym.ops.ops import matmul
@@ -139,7 +142,10 @@ class FusedSwiGLUMLP(SwiGLUMLP):
         if not (_is_plain(gate) and _is_plain(up)) or torch.is_autocast_enabled(x.device.type):
             return False
         if torch.compiler.is_compiling():
-            return True  # the operator looks where the weights are whenever it runs
+            # The operator looks where the weights are whenever it runs.
+            return untraceable(forward_ad._current_level) is None
+        if unreadable((x, gate.weight, up.weight, gate.bias, up.bias)) is not None:
+            return False
         if not self._was_joined:
             self._join_weights()
         return _are_joined(gate.weight, up.weight)
