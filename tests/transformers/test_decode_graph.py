@@ -266,6 +266,10 @@ def test_a_session_is_kept_until_something_changes():
         generate(model, tokens(1, 7))
         third = decode_graph._sessions[model]
         assert third is not second
+        model.config.attention_dropout += 0.5  # whatever it says, a forward pass may read it
+        generate(model, tokens(1, 7))
+        assert decode_graph._sessions[model] is not third
+        third = decode_graph._sessions[model]
         with monkey_patch.apply(model, use_cutile=True):  # other forwards
             assert not third.fingerprint.holds(model)
         keys = []

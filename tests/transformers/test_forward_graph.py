@@ -11,6 +11,7 @@ import torch
 import transformers
 from common import HAS_GPU
 from common import device
+from replicas import replicas_of
 from transformers.masking_utils import bidirectional_mask_function
 
 import tilegym
@@ -425,3 +426,14 @@ def test_masks_while_a_graph_is_captured():
         assert causal_mask(**options).keys is not None
         with full_masks(True):
             assert causal_mask(**options) is None
+
+
+def test_replicas_have_no_graphs(model, graphs, monkeypatch):
+    """Their weights are elsewhere each time."""
+    with torch.no_grad():
+        (replica,) = replicas_of(model, monkeypatch, count=1)
+        own = [model(ids()).last_hidden_state for _ in range(4)][-1]
+        kept = list(graphs)
+        others = [replica(ids()).last_hidden_state for _ in range(4)]
+    assert kept and graphs == kept
+    assert all(torch.equal(other, others[0]) for other in others) and not torch.allclose(own, others[0])

@@ -32,6 +32,7 @@ from tilegym.transformers.decode_cache import RECURRENT
 from tilegym.transformers.decode_cache import DecodeCache
 from tilegym.transformers.graph_capture import Fingerprint
 from tilegym.transformers.graph_capture import capture
+from tilegym.transformers.graph_capture import settings_of
 from tilegym.transformers.graph_capture import warn
 from tilegym.transformers.prompt_graph import PromptGraphs
 from tilegym.transformers.rotary_rows import RotaryRows
@@ -67,7 +68,7 @@ class Session:
         device, config = model.device, model.config.get_text_config(decoder=True)
         self.key = batch_size, capacity
         self.backend = next((b for b, name in ATTENTION.items() if name == model.config._attn_implementation), None)
-        self.fingerprint = Fingerprint(model)
+        self.fingerprint, self.settings = Fingerprint(model), settings_of(model.config)
         kinds = tuple(getattr(config, "layer_types", None) or ())
         self.cache = DecodeCache(config.num_hidden_layers, capacity, device, kinds, batch_size)
         self.tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
@@ -182,7 +183,8 @@ def session_for(model: nn.Module, batch_size: int, length: int) -> Session | Non
     captured."""
     capacity = -(-length // ROUND_CAPACITY) * ROUND_CAPACITY
     kept = _sessions.get(model)
-    if kept is None or not kept.fits(batch_size, capacity) or not kept.fingerprint.holds(model):
+    alike = kept is not None and kept.settings == settings_of(model.config) and kept.fingerprint.holds(model)
+    if not alike or not kept.fits(batch_size, capacity):
         _sessions.pop(model, None)
         kept = None  # drops its memory first
         if suits(model):

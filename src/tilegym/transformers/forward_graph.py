@@ -36,12 +36,14 @@ from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.graph_capture import BY_LENGTH
+from tilegym.transformers.graph_capture import PLAIN
 from tilegym.transformers.graph_capture import Fingerprint
 from tilegym.transformers.graph_capture import all_modules_are_hooked
 from tilegym.transformers.graph_capture import capture
 from tilegym.transformers.graph_capture import distance
 from tilegym.transformers.graph_capture import is_hooked
 from tilegym.transformers.graph_capture import rotates_by_length
+from tilegym.transformers.graph_capture import settings_of
 from tilegym.transformers.graph_capture import warn
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
@@ -49,7 +51,6 @@ from tilegym.transformers.patching import PatchSet
 DEVICES = ("cuda",)
 MOST_GRAPHS = 32  # of one model; calls of further forms run its code
 MOST_MEMORY = 0.05  # of the device's, for inputs and results that graphs keep
-_PLAIN = (bool, int, float, str, type(None))
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # of caches
 _CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of floats; other dtypes 2e-2
 
@@ -134,7 +135,7 @@ def replaying(forward: Callable) -> Callable:
             return forward(self, *args, **kwargs)
         if self.training:
             forget(self)  # a training step needs the memory
-        if torch.is_grad_enabled() or self.training or len(args) > len(names):
+        if torch.is_grad_enabled() or self.training or len(args) > len(names) or getattr(self, "_is_replica", False):
             return forward(self, *args, **kwargs)
         named = dict(zip(names, args, strict=False))
         if named.keys() & kwargs.keys():
@@ -177,7 +178,7 @@ def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> Any
 def _may_replay(first: Tensor, inputs: dict[str, Any]) -> bool:
     return (
         first.device.type in DEVICES
-        and all(v.device == first.device if isinstance(v, Tensor) else isinstance(v, _PLAIN) for v in inputs.values())
+        and all(v.device == first.device if isinstance(v, Tensor) else isinstance(v, PLAIN) for v in inputs.values())
         and not torch.is_autocast_enabled(first.device.type)
         and not is_tracing(first)
         and not all_modules_are_hooked()
@@ -195,7 +196,7 @@ class _Form(NamedTuple):
 
 def _form_of(model: nn.Module, inputs: dict[str, Any], device: torch.device) -> _Form:
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    switches = [item for item in vars(model.config).items() if isinstance(item[1], _PLAIN)]
+    switches = settings_of(model.config)
     switches += [torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision]
     masks = [v for n, v in inputs.items() if n.endswith("attention_mask") and isinstance(v, Tensor) and v.dim() == 2]
     described = {
@@ -290,7 +291,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor], done: dict[int, Te
         return type(value)(**{name: _mapped(item, function, done) for name, item in value.items()})
     if type(value) in (tuple, list):
         return type(value)(_mapped(item, function, done) for item in value)
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     remedy = ": give use_cache=False" if isinstance(value, Cache) else ""
     raise _Unsuitable(f"it returns a {type(value).__name__}{remedy}")

@@ -62,6 +62,15 @@ class BoundForward(functools.partial):
         super().__setstate__((self.func, args, {}, {}))
 
 
+def replica(module: nn.Module) -> nn.Module:
+    """PyTorch's replica of a module (``nn.DataParallel``), to which each :class:`BoundForward` is bound anew."""
+    made = type(module)._replicate_for_data_parallel(module)
+    for name, value in vars(made).items():
+        if isinstance(value, BoundForward) and value.args == (module,):
+            vars(made)[name] = BoundForward(value.func, made)
+    return made
+
+
 def place_of_forward(module: nn.Module) -> str:
     """The attribute of an instance where its forward stands: under a hook of accelerate's what that calls."""
     own = vars(module)

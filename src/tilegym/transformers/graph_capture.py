@@ -13,9 +13,12 @@ from torch import Tensor
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
 
 from tilegym.backend import get_current_backend
 from tilegym.errors import FallbackWarning
+
+PLAIN = (bool, int, float, str, type(None))
 
 
 class _NumbersAreFilledIn(TorchFunctionMode):
@@ -159,6 +162,17 @@ def rotates_by_length(model: nn.Module) -> bool:
         if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
             return True
     return False
+
+
+def settings_of(config: PreTrainedConfig) -> list[tuple]:
+    """What a model's config says in plain values, those within it too: forward passes may read it."""
+    settings = []
+    for item in vars(config).items():
+        if isinstance(item[1], PLAIN):
+            settings.append(item)
+        elif isinstance(item[1], PreTrainedConfig):
+            settings += settings_of(item[1])
+    return settings
 
 
 class Fingerprint:

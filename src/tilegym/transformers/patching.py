@@ -26,6 +26,7 @@ from tilegym.transformers.forwards import chain_of
 from tilegym.transformers.forwards import describe
 from tilegym.transformers.forwards import is_bound_to
 from tilegym.transformers.forwards import place_of_forward
+from tilegym.transformers.forwards import replica
 
 ALREADY_PATCHED = "already patched"
 
@@ -33,6 +34,7 @@ ALREADY_PATCHED = "already patched"
 # deepcopy or an unpickled model brings its own patch sets along and can be reverted by itself.
 _SETS = "_tilegym_patch_sets"
 _CONFIG = "_tilegym_config"
+_REPLICATE = "_replicate_for_data_parallel"  # what PyTorch calls
 
 
 class _Missing(enum.Enum):
@@ -226,8 +228,9 @@ class PatchSet:
         """Makes ``function(module, ...)`` the forward of one instance; its class and its siblings stay as they are.
 
         Hooks, state_dict, isinstance and printing are not affected; a deepcopy or an unpickled module has the same
-        forward, bound to itself (not so the replicas of ``nn.DataParallel``). Under accelerate's hooks what the hook
-        calls is replaced. A forward that another library has put on the instance is left alone and reported as skipped.
+        forward, bound to itself, and so have the replicas of ``nn.DataParallel``. Under accelerate's hooks what the
+        hook calls is replaced. A forward that another library has put on the instance is left alone and reported as
+        skipped.
         """
         name = place_of_forward(module)
         current = vars(module).get(name)
@@ -330,6 +333,8 @@ class PatchSet:
         step = _Replacement(owner, name, new)
         self._record(step)  # first: an interrupt behind the change has to find it
         step.do()
+        if isinstance(new, BoundForward) and _REPLICATE not in vars(owner):
+            self._put(owner, _REPLICATE, BoundForward(replica, owner))
 
     def on_revert(self, function: Callable[[], None]) -> None:
         """Calls ``function`` when its turn comes to undo; for what is no replacement."""
