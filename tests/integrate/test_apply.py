@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import transformers
 from integrate_models import Unseen
 from integrate_models import UnseenConfig
 from integration import small
@@ -153,6 +154,17 @@ def test_steps_are_not_replayed_where_a_small_model_does_not_bear_it(wrong, why,
     with tilegym.apply(model, use_cutile=False) as report:
         (left,) = (entry for entry in report.skipped if entry.compute == "graph")
         assert why in left.why and "generate" not in vars(model)
+
+
+def test_steps_of_a_model_that_does_not_generate_by_itself(monkeypatch):
+    def generate(*args, **kwargs):
+        raise ValueError("speech comes in several streams")
+
+    model = small("stablelm")
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", generate)
+    with tilegym.apply(model, use_cutile=False) as report:
+        (left,) = (entry for entry in report.skipped if entry.compute == "graph")
+        assert "does not generate: ValueError: speech comes in several streams" in left.why
 
 
 @pytest.mark.parametrize("family, why", [("bigbird_pegasus", "gives something else"), ("deepseek_v4", "model fails")])

@@ -28,6 +28,7 @@ _TWO = dict(
 _IMAGE = dict(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=32, patch_size=8
 )
+_BOTH = dict(text_config=_TEXT, vision_config=_IMAGE)
 _DECODER = _TEXT | dict(num_key_value_heads=2)
 _ENCODER = {"attn", "gelu", "layer_norm", "linear"}
 # The class, what differs in its config, and what is served of it.
@@ -59,6 +60,8 @@ MODELS = {
                  {"gelu", "layer_norm", "linear"}),
     "qwen3": ("Qwen3Model", _DECODER | dict(head_dim=16), {"attn", "linear", "rms_norm", "rope", "swiglu"}),
     "mamba": ("MambaModel", _TEXT | dict(state_size=8), {"causal_conv1d", "linear", "rms_norm"}),
+    "clip": ("CLIPModel", _BOTH, {"attn", "layer_norm", "linear"}),
+    "siglip, whole": ("SiglipModel", _BOTH, _ENCODER),
     "stablelm": ("StableLmForSequenceClassification", _DECODER, {"attn", "layer_norm", "linear", "rope", "swiglu"}),
 }  # fmt: skip
 models = pytest.mark.parametrize("name", MODELS)
@@ -106,7 +109,7 @@ def test_outputs_stay_and_revert(name):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert", "nomic", "bart", "whisper", "vit", "stablelm"])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "nomic", "bart", "whisper", "vit", "clip", "stablelm"])
 def test_on_the_cutile_kernels(name, monkeypatch):
     """In the interpreter without a GPU, the mask of padding, windows on both sides and all of a picture included."""
     monkeypatch.setenv("TILEGYM_DISABLE_AUTOTUNE", "1")
@@ -217,10 +220,13 @@ def test_an_attention_that_loses_the_padding_is_not_put_in(monkeypatch):
         assert_near(outputs(model), expected)
 
 
-@pytest.mark.parametrize("kind, message", [("CLIPModel", "no small model of type 'clip' can be made")])
+# XCLIP reads videos.
+@pytest.mark.parametrize("kind, message", [("XCLIPModel", "no small model of type 'xclip' can be made")])
 def test_what_cannot_be_run_is_refused(kind, message):
     model_class = getattr(transformers, kind)
-    model = model_class(model_class.config_class(text_config=_TEXT, vision_config=_IMAGE, projection_dim=16))
+    model = model_class(
+        model_class.config_class(text_config=_TEXT, vision_config=_IMAGE, projection_dim=16)
+    )  # reads videos
     with pytest.raises(ModelError, match=message):
         tilegym.apply(model, use_cutile=False)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -231,3 +237,12 @@ def test_what_reads_something_else_is_refused():
     model.__class__ = type("Other", (type(model),), {"main_input_name": "spectrum"})
     with pytest.raises(ModelError, match="Other reads 'spectrum': give a model of tokens, images or sound"):
         forward_inputs(model)
+
+
+def test_texts_for_models_that_look_for_their_end():
+    """CLIP looks for the token that ends a text, or, in older configs, for the largest one; padding must not be it."""
+    for end, last in ((2, 60), (49, 49)):
+        model = make("clip", text_config=_TEXT | dict(eos_token_id=end))
+        for padded in (False, True):
+            ids = forward_inputs(model, padded)["input_ids"]
+            assert (ids[:, -1] == last).all()

@@ -36,8 +36,7 @@ def attention_misfit(model: nn.Module) -> str:
         try:
             got = _logits(model)
         except Exception as error:  # whatever a model does with a mask that is none of its own
-            line = (str(error).strip().splitlines() or [""])[0]
-            return f"with another attention the whole model fails: {type(error).__name__}: {line}"
+            return f"with another attention the whole model fails: {_told(error)}"
     for call, logits in expected.items():
         if not (got[call] - logits).square().mean() <= (_ALLOWED**2) * logits.square().mean():
             return f"with another attention the whole model gives something else ({call}): the mask is not left to it"
@@ -50,7 +49,10 @@ def decoding_misfit(model: nn.Module, length: int = 8) -> str:
     Args:
         model: as for :func:`attention_misfit`, which says that its attention can be exchanged.
     """
-    expected = _tokens(model, length)
+    try:
+        expected = _tokens(model, length)
+    except Exception as error:  # it may want other arguments than tokens
+        return f"the model by itself does not generate: {_told(error)}"
     with PatchSet(model, maker=__name__) as patches, use_backend("pytorch"), eager_steps("cpu"):
         patches.use_attention(model, NAMES[None], Entry("", "attn"))
         skipped = put_graph(model, False, patches).skipped
@@ -59,9 +61,13 @@ def decoding_misfit(model: nn.Module, length: int = 8) -> str:
         try:
             same = torch.equal(_tokens(model, length), expected)
         except Exception as error:  # whatever a model does with a cache that is none of its own
-            line = (str(error).strip().splitlines() or [""])[0]
-            return f"with the cache of a graph the model fails: {type(error).__name__}: {line}"
+            return f"with the cache of a graph the model fails: {_told(error)}"
     return "" if same else "with the cache of a graph the model generates other tokens"
+
+
+def _told(error: Exception) -> str:
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line}"
 
 
 @torch.no_grad()

@@ -1,11 +1,13 @@
 """What one forward pass of a model takes: token ids of a decoder that continues text, or what other models read."""
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
 from tilegym.errors import ModelError
+from tilegym.integrate.small_config import VOCAB
 from tilegym.integrate.small_config import WINDOW
 from tilegym.transformers.cache_name import cache_argument
 from tilegym.transformers.cache_name import cache_of
@@ -32,10 +34,40 @@ def _classes(of_config: Any) -> tuple:
 
 def example(model: nn.Module, batch: int = 2, length: int = 2 * WINDOW + 3, seed: int = 1) -> torch.Tensor:
     """[batch, length] random token ids for ``model``, longer than the small windows."""
-    vocab = model.get_output_embeddings() or model.get_input_embeddings()
-    vocab = min(vocab.weight.shape[0], model.get_input_embeddings().num_embeddings)
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, vocab - 3, (batch, length), generator=generator)
+    return torch.randint(3, _vocabulary(model) - 3, (batch, length), generator=generator)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """How many tokens ``model`` knows."""
+    try:
+        inputs = model.get_input_embeddings()
+        outputs = model.get_output_embeddings() or inputs
+        known = getattr(inputs, "num_embeddings", None) or inputs.weight.shape[0]
+        return min(outputs.weight.shape[0], known)
+    except NotImplementedError:  # of models of texts and images together, and of those that hash their tokens
+        return getattr(model.config.get_text_config(), "vocab_size", VOCAB)
+
+
+def _reads_texts_and_images(model: nn.Module) -> bool:
+    """Whether it compares texts with images, as CLIP does: not whether images may stand within texts."""
+    config = model.config
+    within = any(getattr(config, f"image_token_{kind}", None) is not None for kind in ("id", "index"))
+    read = inspect.signature(model.forward).parameters
+    return "vision_config" in vars(config) and {"input_ids", "pixel_values"} <= read.keys() and not within
+
+
+def _ended(ids: torch.Tensor, config: Any) -> torch.Tensor:
+    """Texts whose last token is their end, where CLIP looks for what they say: the largest one in older configs."""
+    end = getattr(config, "eos_token_id", None)
+    ids[:, -1] = config.vocab_size - 1 if end in (None, 2) else end
+    return ids
+
+
+def _image(config: Any, batch: int, generator: torch.Generator) -> torch.Tensor:
+    size = getattr(config, "image_size", None) or 32
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return torch.randn(batch, getattr(config, "num_channels", 3), height, width, generator=generator)
 
 
 def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> dict[str, torch.Tensor]:
@@ -51,13 +83,13 @@ def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> di
     generator = torch.Generator().manual_seed(1)
     if name == "input_ids":
         inputs = {"input_ids": example(model, batch)}
+        if _reads_texts_and_images(model):
+            inputs["input_ids"] = _ended(inputs["input_ids"], config.get_text_config())
+            inputs["pixel_values"] = _image(config.vision_config, batch, generator)
         if padded:
             inputs["attention_mask"] = mask_of(inputs["input_ids"])
     elif name == "pixel_values":
-        size = getattr(config, "image_size", None) or 32
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        channels = getattr(config, "num_channels", 3)
-        inputs = {name: torch.randn(batch, channels, height, width, generator=generator)}
+        inputs = {name: _image(config, batch, generator)}
     elif name == "input_features" and hasattr(config, "max_source_positions"):
         shape = batch, config.num_mel_bins, 2 * config.max_source_positions
         inputs = {name: torch.randn(shape, generator=generator)}

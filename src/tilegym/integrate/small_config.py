@@ -95,6 +95,7 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
 _SIZES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _SIZES)
 _LEFT_OUT = ("architectures", "transformers_version", "quantization_config", "dtype")
 _NOT_OURS = re.compile(r"vision|audio|vq_config|label|quantization")
+_NOT_OURS_WITH_IMAGES = re.compile(r"audio|vq_config|label|quantization")
 
 
 # Recipes: from the dictionary of a config to the dictionary of a small one, and the changes.
@@ -157,7 +158,12 @@ def twice_as_deep(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return _shrink(config, lambda name: True, 2)
 
 
-RECIPES = (small_everywhere, heads_from_width, gaps_filled, twice_as_deep, original_heads, few_layers)
+def images_too(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For models that read texts and images, as CLIP."""
+    return _shrink(config, lambda name: True, left=_NOT_OURS_WITH_IMAGES)
+
+
+RECIPES = (small_everywhere, heads_from_width, gaps_filled, twice_as_deep, original_heads, few_layers, images_too)
 
 
 def _parts(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -168,7 +174,7 @@ def _parts(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _shrink(
-    config: dict[str, Any], wanted: Callable[[str], bool], depths: int = 1
+    config: dict[str, Any], wanted: Callable[[str], bool], depths: int = 1, left: re.Pattern = _NOT_OURS
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     values = {name: value for name, value in config.items() if name not in _LEFT_OUT}
     changes: dict[str, Any] = {}
@@ -178,10 +184,10 @@ def _shrink(
         values, changes["is_decoder"] = filled(values, False), (False, True)
     for name, value in list(values.items()):
         new = value
-        if isinstance(value, bool) or value is None or _NOT_OURS.search(name):
+        if isinstance(value, bool) or value is None or left.search(name):
             continue
         if isinstance(value, dict) and "model_type" in value:
-            new, inner = _shrink(value, wanted, depths)
+            new, inner = _shrink(value, wanted, depths, left)
             changes |= {f"{name}.{key}": change for key, change in inner.items()}
             values[name] = new
             continue

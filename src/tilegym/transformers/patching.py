@@ -6,7 +6,6 @@ patch the same things at the same time.
 """
 
 import contextlib
-import copy
 import enum
 import importlib
 import re
@@ -21,6 +20,8 @@ from typing import Any
 from torch import nn
 
 from tilegym.errors import PatchError
+from tilegym.transformers.configs import configs_that_choose
+from tilegym.transformers.configs import own_config
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import chain_of
 from tilegym.transformers.forwards import describe
@@ -140,14 +141,6 @@ class _Callback:
     def undo(self) -> bool:
         self.function()
         return True
-
-
-def _says_the_same(a: Any, b: Any) -> bool:
-    """Whether two configs do, but for what patches change in them."""
-    if type(a) is not type(b):
-        return False
-    changed = dict.fromkeys(("_attn_implementation_internal", "_experts_implementation_internal"))
-    return vars(a) | changed == vars(b) | changed
 
 
 class PatchSet:
@@ -306,15 +299,10 @@ class PatchSet:
         shared = model.config
         if getattr(shared, setting) == name:
             return self.skip(entry, ALREADY_PATCHED)
-        private = shared
-        if vars(model).get(_CONFIG) is not shared:
-            private = vars(model)[_CONFIG] = copy.copy(shared)
-        # A part that was patched by itself has a copy, too.
-        held = {id(module.config): module.config for module in model.modules() if "config" in vars(module)}
-        same = {key for key, config in held.items() if config is shared or _says_the_same(config, shared)}
-        for module in model.modules():
-            if id(vars(module).get("config")) in same:
-                module.config = private
+        vars(model)[_CONFIG] = own_config(model, private=vars(model).get(_CONFIG) is shared)
+        for part in configs_that_choose(model):
+            if part is not model.config and getattr(part, setting) != name:
+                self._put(part, f"{setting}_internal", name)
         return self._replace(model.config, f"{setting}_internal", name, entry)
 
     def skip(self, entry: Entry, why: str) -> bool:
