@@ -26,14 +26,23 @@ MODELS = {
     "llava": ("LlavaForConditionalGeneration", "llama", "clip_vision_model", 16, dict(image_token_index=IMAGE)),
     "mistral3": ("Mistral3ForConditionalGeneration", "mistral", "pixtral", 4,
                  dict(image_token_index=IMAGE, spatial_merge_size=2)),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", "qwen2_5_vl_vision", 4,
+                   dict(image_token_id=IMAGE, video_token_id=97, vision_start_token_id=96, vision_end_token_id=95)),
 }  # fmt: skip
+_PARTS = {  # of those whose parts have other sizes
+    "qwen2_5_vl_text": dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])),
+    "qwen2_5_vl_vision": dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64),
+}
 models = pytest.mark.parametrize("name", MODELS)
 
 
 def make(name):
     kind, text, vision, _, others = MODELS[name]
     model_class = getattr(transformers, kind)
-    parts = dict(text_config=_TEXT | {"model_type": text}, vision_config=_VISION | {"model_type": vision})
+    parts = dict(
+        text_config=_TEXT | {"model_type": text} | _PARTS.get(text, {}),
+        vision_config=_PARTS.get(vision, _VISION) | {"model_type": vision},
+    )
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**parts, **others)).eval()
     with torch.no_grad():
@@ -43,18 +52,24 @@ def make(name):
 
 
 def inputs_of(name, model):
-    """A text with an image in it, and one with padding before it."""
+    """A text with an image in it, and another one with padding before it."""
     tokens, generator = MODELS[name][3], torch.Generator().manual_seed(1)
     ids = torch.randint(3, 90, (2, tokens + 7), generator=generator)
     ids[:, 4 : 4 + tokens] = IMAGE
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     pixels = torch.randn(2, 3, 32, 32, generator=generator)
+    if name == "qwen2_5_vl":  # 4x4 patches of an image, two pictures of 14x14 pixels each, joined by fours
+        pixels = torch.randn(2 * 16, 3 * 2 * 14 * 14, generator=generator)
     inputs = dict(input_ids=ids, attention_mask=mask, pixel_values=pixels)
     if name == "gemma3":
         inputs["token_type_ids"] = (ids == IMAGE).long()
     if name == "mistral3":
         inputs["image_sizes"] = torch.tensor([[32, 32], [32, 32]])
+    if name == "qwen2_5_vl":
+        ids[:, 3], ids[:, 4 + tokens] = 96, 95
+        inputs["image_grid_thw"] = torch.tensor([[1, 4, 4], [1, 4, 4]])
+        inputs["mm_token_type_ids"] = (ids == IMAGE).long()
     return {n: value.to(model.device) for n, value in inputs.items()}
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig
 from transformers import AutoModelForCausalLM
 from transformers import LlamaConfig
@@ -86,3 +87,26 @@ def test_a_config_that_contradicts_itself_is_refused():
     config = AutoConfig.for_model("llama", hidden_act="no_such_activation")
     with pytest.raises(ModelError, match="no_such_activation"):
         small_model(config)
+
+
+@pytest.mark.parametrize(
+    "kind, sections",
+    [
+        ("CLIPModel", None),
+        ("SiglipModel", None),
+        ("Qwen2VLForConditionalGeneration", [16, 24, 24]),
+        ("Qwen2_5_VLForConditionalGeneration", [16, 24, 24]),
+        ("Glm4vForConditionalGeneration", [8, 12, 12]),
+    ],
+)
+def test_parts_for_images_are_made_small_too(kind, sections):
+    model_class = getattr(transformers, kind)
+    config = model_class.config_class()
+    if sections:
+        config.text_config.rope_parameters["mrope_section"] = sections
+    before = config.to_dict()
+    small = small_model(config, model_class=model_class)
+    assert type(small.model) is model_class and config.to_dict() == before
+    assert sum(p.numel() for p in small.model.parameters()) < 5_000_000
+    with torch.device("meta"):
+        assert _kinds(small.model) == _kinds(model_class._from_config(config, attn_implementation="eager"))

@@ -95,6 +95,8 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
 _SIZES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _SIZES)
 _LEFT_OUT = ("architectures", "transformers_version", "quantization_config", "dtype")
 _NOT_OURS = re.compile(r"vision|audio|vq_config|label|quantization")
+# What else is a size in the parts of models that read texts and images.
+_BESIDE_IMAGES = {"depth": 2, "embed_dim": HIDDEN, "out_hidden_size": HIDDEN, "projection_size": HIDDEN}
 _NOT_OURS_WITH_IMAGES = re.compile(r"audio|vq_config|label|quantization")
 
 
@@ -159,8 +161,14 @@ def twice_as_deep(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def images_too(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For models that read texts and images, as CLIP."""
-    return _shrink(config, lambda name: True, left=_NOT_OURS_WITH_IMAGES)
+    """For models that read texts and images, as CLIP, and for those whose part for texts is no model by itself."""
+    values, changes = _shrink(config, lambda name: True, left=_NOT_OURS_WITH_IMAGES)
+    for key, part in values.items():
+        for name, small in _BESIDE_IMAGES.items() if isinstance(part, dict) and "model_type" in part else ():
+            if isinstance(part.get(name), int) and part[name] > small:
+                changes[f"{key}.{name}"] = config[key][name], small
+                part[name] = small
+    return values, changes
 
 
 RECIPES = (small_everywhere, heads_from_width, gaps_filled, twice_as_deep, original_heads, few_layers, images_too)
