@@ -127,3 +127,17 @@ def test_others_of_the_same_config_stay(name):
         other(**inputs)
         assert not calls
         assert not {other.config._attn_implementation, other.config.text_config._attn_implementation} & {"tilegym"}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava"])
+def test_the_part_for_images_by_itself(name):
+    model = make(name)
+    inputs = inputs_of(name, model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        with tilegym.apply(model.model.vision_tower, use_cutile=False), tilegym.apply(model, use_cutile=False):
+            with calls_of_ops() as calls:
+                got = model(**inputs).logits
+        assert calls.count(("fmha", "pytorch")) == 2 + 2
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+        assert torch.equal(model(**inputs).logits, expected)
