@@ -4,22 +4,27 @@ transformers reads that from the config, and models made from one config object 
 """
 
 import copy
+from typing import TYPE_CHECKING
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
-def configs_that_choose(model: nn.Module) -> list[PreTrainedConfig]:
+def configs_that_choose(model: nn.Module) -> "list[PreTrainedConfig]":
     """The configs by which the parts of a model choose: its own, and, of one that continues text, the text's; of
     others, such as CLIP, those of all parts."""
+    from transformers import PreTrainedConfig
+
     continues = hasattr(model, "can_generate") and model.can_generate()
     text = model.config.get_text_config(decoder=True) if continues else None
     parts = [part for part in vars(model.config).values() if isinstance(part, PreTrainedConfig)]
     return [model.config, *(part for part in parts if not continues or part is text)]
 
 
-def own_config(model: nn.Module, private: bool) -> PreTrainedConfig:
+def own_config(model: nn.Module, private: bool) -> "PreTrainedConfig":
     """The config of ``model``, which its parts have from now on too: a copy unless it is ``private`` already, with
     copies of those parts of it that :func:`configs_that_choose` names."""
     shared, parts = model.config, configs_that_choose(model)[1:]
