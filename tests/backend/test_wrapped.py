@@ -37,6 +37,10 @@ class Negative(torch.Tensor):
         return function(*(-a.held if isinstance(a, cls) else a for a in args), **(kwargs or {}))
 
 
+class Several(list):
+    """A list of a library's own."""
+
+
 def wrapped(seed: int = 0) -> torch.Tensor:
     return TwoTensor(x(seed=seed), x(seed=seed + 100))
 
@@ -44,7 +48,7 @@ def wrapped(seed: int = 0) -> torch.Tensor:
 def test_what_is_wrapped():
     plain = (x(), torch.nn.Parameter(x()), 1, 2.0, None, "a", [x()], torch.float32, (3, x()))
     assert unreadable(plain) is None
-    for value in (wrapped(), torch.nn.Parameter(wrapped()), [x(), wrapped()], Negative(x())):
+    for value in (wrapped(), torch.nn.Parameter(wrapped()), [x(), wrapped()], Several([wrapped()]), Negative(x())):
         assert "stands for others" in str(unreadable((*plain, value)))
 
 

@@ -49,21 +49,19 @@ def unreadable(values: Iterable[Any]) -> UnsupportedError | None:
 
 def _among(values: Iterable[Any], tangents: bool) -> UnsupportedError | None:
     for value in values:
-        kind = type(value)
-        if kind in _NO_TENSORS:
+        if type(value) in _NO_TENSORS:
             continue
-        if kind is list or kind is tuple:
+        if isinstance(value, torch.Tensor):
+            if is_wrapped(value):
+                return _WRAPPED
+            if value.is_neg():
+                return _NEGATIVE
+            if torch._C._functorch.is_legacy_batchedtensor(value):  # of several backward passes at a time
+                return _TRANSFORMED
+            if tangents and forward_ad.unpack_dual(value).tangent is not None:
+                return _TANGENT
+        elif isinstance(value, list | tuple):
             found = _among(value, tangents)
             if found is not None:
                 return found
-        elif not isinstance(value, torch.Tensor):
-            continue
-        elif is_wrapped(value):
-            return _WRAPPED
-        elif value.is_neg():
-            return _NEGATIVE
-        elif torch._C._functorch.is_legacy_batchedtensor(value):  # of several backward passes at a time
-            return _TRANSFORMED
-        elif tangents and forward_ad.unpack_dual(value).tangent is not None:
-            return _TANGENT
     return None
