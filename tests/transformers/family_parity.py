@@ -264,11 +264,11 @@ class Parity:
             state = session.cache.state()
             values = [t.clone() for t in state]
             session.tokens.fill_(3)
-            first = session._run(model, True).clone()
+            first = session.compute(model, True).clone()
             assert all(not torch.equal(t, v) for t, v in zip(state, values, strict=True))
             for tensor, value in zip(state, values, strict=True):
                 tensor.copy_(value)
-            assert torch.equal(session._run(model, True), first)
+            assert torch.equal(session.compute(model, True), first)
 
     @gpu
     @pytest.mark.parametrize("backend", ["pytorch", "cutile"])

@@ -68,7 +68,7 @@ def test_a_captured_step_is_the_step_before_it(family, batch_size, capturing):
             begin()
             for padded in (False, True):
                 with OnDevice() as mode:
-                    assert session._run(model, padded).shape == (batch_size, model.config.vocab_size)
+                    assert session.compute(model, padded).shape == (batch_size, model.config.vocab_size)
                 ran.append(mode.ran)
     assert ran[0] == ran[2] and ran[1] == ran[3]
 
@@ -78,7 +78,7 @@ def test_a_tensor_of_the_cpu_is_noticed():
     model.model.norm.register_forward_hook(lambda module, args, out: out[..., torch.arange(out.shape[-1])])
     with monkey_patch.apply(model, use_cutile=False), torch.no_grad(), OnDevice():
         with pytest.raises(AssertionError, match="a tensor of the CPU"):
-            session_of(model, 1)._run(model, False)
+            session_of(model, 1).compute(model, False)
 
 
 def test_layers_count_by_themselves_where_the_first_is_fused():
@@ -97,5 +97,5 @@ def test_experts_left_to_transformers_do_not_wait_for_the_device():
         model(tokens(1, 5))  # finds out what they compute
         session = session_of(model, 3)
         with OnDevice() as mode:
-            session._run(model, False)
+            session.compute(model, False)
     assert mode.ran and not any("grouped_mm" in name for name, _ in mode.ran)

@@ -204,7 +204,7 @@ def test_a_captured_prompt_stays_on_the_device(family, with_padding, capturing):
         session, ran = session_of(model, 2), []
         session.cache.set_length(0)
         ids = torch.zeros(2, 11, dtype=torch.int64, device="meta")
-        prompt = prompt_graph._Prompt(ids, ids if with_padding else None, 16)
+        prompt = prompt_graph._Prompt(ids, ids if with_padding else None, ids, 16)
         for begin in (capturing,) if with_padding else (lambda: None, capturing):
             begin()
             with OnDevice() as mode:

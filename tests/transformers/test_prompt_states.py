@@ -181,7 +181,7 @@ def test_a_captured_prompt_stays_on_the_device(family, with_padding, capturing):
     with monkey_patch.apply(model, use_cutile=False), torch.no_grad():
         session = decode_graph.Session(model.to("meta"), 2, 256)
         ids = torch.zeros(2, 11, dtype=torch.int64, device="meta")
-        prompt = prompt_graph._Prompt(ids, ids if with_padding else None, 16)
+        prompt = prompt_graph._Prompt(ids, ids if with_padding else None, ids, 16)
         capturing()
         session.prompts._compute(model, prompt)  # the cache gets its memory from a prompt before
         with OnDevice() as mode:

@@ -1,5 +1,8 @@
 """``tilegym.apply``: kernels for a model of any family, in memory, by research instead of by its name."""
 
+from dataclasses import dataclass
+from dataclasses import replace
+
 from torch import nn
 
 from tilegym.backend import assert_backend_available
@@ -13,6 +16,7 @@ from tilegym.integrate.exchange import decoding_misfit
 from tilegym.integrate.inputs import continues_text
 from tilegym.integrate.inputs import example
 from tilegym.integrate.inputs import forward_inputs
+from tilegym.integrate.inputs import main_input
 from tilegym.integrate.inputs import mask_of
 from tilegym.integrate.plan import Item
 from tilegym.integrate.plan import Plan
@@ -21,6 +25,7 @@ from tilegym.integrate.small_model import small_model
 from tilegym.integrate.verify import verify as verify_place
 from tilegym.transformers import generated
 from tilegym.transformers import monkey_patch
+from tilegym.transformers import token_layout
 from tilegym.transformers.family import model_in
 from tilegym.transformers.general import Place
 from tilegym.transformers.general import put
@@ -29,6 +34,8 @@ from tilegym.transformers.general_graph import put_graph
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 from tilegym.transformers.patching import require_switches
+
+LAYOUT = "layout"  # of hidden states: a compute that has no places
 
 
 def apply(
@@ -85,29 +92,102 @@ def apply(
         if aggregate is not None:
             return aggregate(model=model, use_cutile=use_cutile, **flags)
     plan = make_plan(model, trust_remote_code, look_up=False)
-    unknown = sorted(set(flags) - set(plan.computes) - {"attn", GRAPH})  # a model may have no attention
+    parts = _parts(model, trust_remote_code)
+    found = [plan, *(part.plan for part in parts if part.plan is not None)]
+    known = {name for each in found for name in each.computes}
+    unknown = sorted(set(flags) - known - {"attn", GRAPH, LAYOUT})  # a model may have no attention
     if unknown:
-        raise PatchError(f"{model_type} has no compute {unknown[0]!r}; it has {', '.join(plan.computes)}")
+        raise PatchError(f"{model_type} has no compute {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    how = _How(use_cutile, verify, trust_remote_code, flags)
+    patches = PatchSet(model, maker=__name__)
+    with patches.all_or_nothing():
+        for part in parts:
+            done = len(patches.patched), len(patches.skipped)
+            if part.plan is None:
+                patches.skip(Entry(type(part.model).__name__, "attn", how.backend), part.why)
+            else:
+                _put_plan(patches, part.model, part.plan, how)
+            for entries, start in zip((patches.patched, patches.skipped), done, strict=True):
+                entries[start:] = [part.named(entry) for entry in entries[start:]]
+        _put_plan(patches, model, plan, how, [part for part in parts if part.plan is not None])
+        patches.require_match(type(model).__name__)
+    return patches
+
+
+@dataclass(frozen=True)
+class _How:
+    """What the caller of :func:`apply` has asked for."""
+
+    use_cutile: bool
+    verify: bool
+    trust_remote_code: bool
+    flags: dict[str, bool]
+
+    @property
+    def backend(self) -> str:
+        return "cutile" if self.use_cutile else get_current_backend()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a model that is a model itself, and its plan; or why it has none."""
+
+    path: str
+    model: nn.Module
+    plan: Plan | None
+    why: str = ""
+
+    def named(self, entry: Entry) -> Entry:
+        """``entry``, whose module is one of the part, as one of the whole."""
+        whole = entry.module == type(self.model).__name__
+        return replace(entry, module=self.path if whole else f"{self.path}.{entry.module}")
+
+    def holds(self, module: str) -> bool:
+        return module == self.path or module.startswith(f"{self.path}.")
+
+
+def _parts(model: nn.Module, trust_remote_code: bool) -> list[_Part]:
+    """The parts by which a model that continues text reads images or sound: run once, they are served as such."""
+    if not continues_text(type(model), model.config):
+        return []
+    parts: list[_Part] = []
+    for path, module in model.named_modules():
+        config = getattr(module, "config", None)
+        own = any(type(config) is type(part) for part in vars(model.config).values() if hasattr(part, "model_type"))
+        if not own or not hasattr(module, "_from_config") or any(part.holds(path) for part in parts):
+            continue
+        if main_input(module) in ("input_ids", "inputs_embeds"):
+            continue
+        try:
+            parts.append(_Part(path, module, make_plan(module, trust_remote_code, look_up=False)))
+        except ModelError as error:
+            parts.append(_Part(path, module, None, f"transformers' stays: {error}"))
+    return parts
+
+
+def _put_plan(patches: PatchSet, model: nn.Module, plan: Plan, how: _How, parts: list[_Part] | None = None) -> None:
+    """Puts into ``model``, but for its ``parts``, the kernels of its plan."""
     why: dict[str, str] = {}
-    at_once = not continues_text(type(model), model.config)
+    flags, at_once = how.flags, not continues_text(type(model), model.config)
     if at_once and "linear" not in flags:
         # On an H200 in bf16 cuBLAS takes 0.23 ms for the products of a layer of ViT-L, 32 images; the kernels 0.28.
-        flags |= {"linear": False}
+        flags = flags | {"linear": False}
         items = plan.computes.get("linear", ())
         why |= {item.key: "PyTorch is as fast at products of many rows; linear=True puts it in" for item in items}
     wanted = {name: items for name, items in plan.computes.items() if flags.get(name, True)}
-    chosen = _verified(model, wanted, use_cutile, why) if verify else _first(wanted)
-    patches = PatchSet(model, maker=__name__)
-    with patches.all_or_nothing():
-        for compute, places in chosen.items():
-            put(model, compute, places, use_cutile, patches)
-        if flags.get(GRAPH, True) and at_once:
-            put_forward_graph(model, use_cutile, patches)
-        elif flags.get(GRAPH, True) and "attn" in chosen:
-            _put_graph(model, use_cutile, patches, trust_remote_code)
-        _report_rest(patches, plan, why, use_cutile)
-        patches.require_match(type(model).__name__)
-    return patches
+    chosen = _verified(model, wanted, how.use_cutile, why) if how.verify else _first(wanted)
+    for compute, places in chosen.items():
+        put(model, compute, places, how.use_cutile, patches, [part.model for part in parts or ()])
+    if flags.get(LAYOUT, True) and at_once:
+        small = small_model(model.config, 0, how.trust_remote_code, type(model)).model
+        path = token_layout.first_strided(small, forward_inputs(small))
+        if path is not None:
+            token_layout.put(patches, model, path, Entry(path, LAYOUT, how.backend))
+    if flags.get(GRAPH, True) and at_once:
+        put_forward_graph(model, how.use_cutile, patches)
+    elif flags.get(GRAPH, True) and "attn" in chosen:
+        _put_graph(model, how, patches)
+    _report_rest(patches, plan, why, how.backend, parts or [])
 
 
 def revert(model: nn.Module | None = None) -> None:
@@ -151,23 +231,27 @@ def _verified(
     return chosen
 
 
-def _put_graph(model: nn.Module, use_cutile: bool, patches: PatchSet, trust_remote_code: bool) -> None:
+def _put_graph(model: nn.Module, how: _How, patches: PatchSet) -> None:
     """Lets ``model`` replay its decoding steps, if a small one of its kind generates the same tokens so."""
-    why = decoding_misfit(small_model(model.config, 0, trust_remote_code, type(model)).model)
+    why = decoding_misfit(small_model(model.config, 0, how.trust_remote_code, type(model)).model)
     if not why:
-        put_graph(model, use_cutile, patches)
+        put_graph(model, how.use_cutile, patches)
     else:
-        patches.skip(Entry(type(model).__name__, GRAPH, "cutile" if use_cutile else get_current_backend()), why)
+        patches.skip(Entry(type(model).__name__, GRAPH, how.backend), why)
 
 
-def _report_rest(patches: PatchSet, plan: Plan, why: dict[str, str], use_cutile: bool) -> None:
-    """Says of everything that was found and not patched why not."""
-    backend = "cutile" if use_cutile else get_current_backend()
-    for item in plan.items:
-        reason = why.get(item.key) or item.why
-        if reason:
-            for module in item.requirement.modules:
-                patches.skip(Entry(module or plan.research.architecture, item.requirement.kind, backend), reason)
-    for missed in plan.research.unrecognised:
-        for module in missed.modules:
-            patches.skip(Entry(module, missed.resembles or "unrecognised", backend), missed.why)
+def _report_rest(patches: PatchSet, plan: Plan, why: dict[str, str], backend: str, parts: list[_Part]) -> None:
+    """Says of everything that was found outside of the parts and not patched why not."""
+    left = [
+        (module or plan.research.architecture, item.requirement.kind, why.get(item.key) or item.why)
+        for item in plan.items
+        for module in item.requirement.modules
+    ]
+    left += [
+        (module, missed.resembles or "unrecognised", missed.why)
+        for missed in plan.research.unrecognised
+        for module in missed.modules
+    ]
+    for module, kind, reason in left:
+        if reason and not any(part.holds(module) for part in parts):
+            patches.skip(Entry(module, kind, backend), reason)

@@ -15,6 +15,7 @@ from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.inputs import main_output
 from tilegym.integrate.inputs import mask_of
 from tilegym.transformers.attention import NAMES
+from tilegym.transformers.attention import name_for
 from tilegym.transformers.decode_graph import eager_steps
 from tilegym.transformers.general_graph import put_graph
 from tilegym.transformers.patching import Entry
@@ -32,7 +33,7 @@ def attention_misfit(model: nn.Module) -> str:
     """
     expected = _logits(model)
     with PatchSet(model, maker=__name__) as patches, use_backend("pytorch"):
-        patches.use_attention(model, NAMES[None], Entry("", "attn"))
+        patches.use_attention(model, name_for(model, None), Entry("", "attn"))
         try:
             got = _logits(model)
         except Exception as error:  # whatever a model does with a mask that is none of its own

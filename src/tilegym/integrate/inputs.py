@@ -70,6 +70,28 @@ def _image(config: Any, batch: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(batch, getattr(config, "num_channels", 3), height, width, generator=generator)
 
 
+def main_input(model: nn.Module) -> str:
+    """The name of what ``model`` reads first: transformers' name for it, where its forward knows that."""
+    name, known = getattr(model, "main_input_name", "input_ids"), inspect.signature(model.forward).parameters
+    return name if name in known else next(iter(known), name)
+
+
+def reads_packed_images(model: nn.Module) -> bool:
+    """Whether it reads patches of images that lie one behind the other, with a grid for each, as Qwen2-VL's part."""
+    return "grid_thw" in inspect.signature(model.forward).parameters
+
+
+def _packed_images(model: nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """A high image and a wide one: [patches, numbers of a patch], and their grids."""
+    config = model.config
+    merged = getattr(config, "spatial_merge_size", 1)
+    grid = torch.tensor([[1, 6 * merged, 2 * merged], [1, merged, 4 * merged]])
+    channels = next((v for n in ("in_channels", "in_chans", "num_channels") if (v := getattr(config, n, None))), 3)
+    numbers = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+    patches = torch.randn(int(grid.prod(1).sum()), numbers, generator=generator)
+    return {next(iter(inspect.signature(model.forward).parameters)): patches, "grid_thw": grid}
+
+
 def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> dict[str, torch.Tensor]:
     """Random arguments for a forward pass of a model that does not continue text, on the CPU, numbers in fp32.
 
@@ -79,9 +101,11 @@ def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> di
     Raises:
         ModelError: it reads neither tokens nor images nor sound.
     """
-    name, config = getattr(model, "main_input_name", "input_ids"), model.config
+    name, config = main_input(model), model.config
     generator = torch.Generator().manual_seed(1)
-    if name == "input_ids":
+    if reads_packed_images(model):
+        inputs = _packed_images(model, generator)
+    elif name == "input_ids":
         inputs = {"input_ids": example(model, batch)}
         if _reads_texts_and_images(model):
             inputs["input_ids"] = _ended(inputs["input_ids"], config.get_text_config())

@@ -88,6 +88,8 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"hidden_size_per_layer_input|ple_embed_dim", 16),
     (r"^(hidden_size(_global)?|d_model|n_embd|emb_dim|(input_|output_)?embedding_(dim|size)|dim_model)$", HIDDEN),
     (r"word_embed_proj_dim|backbone_hidden_size|lm_width|input_size|dim_model_base", HIDDEN),
+    # That of Qwen2.5-VL's images is of pixels.
+    (r"^window_size$", lambda config, value: value if "spatial_merge_size" in config else WINDOW),
     (r"(sliding_window|window_size|sliding_window_size|local_attention)$|window_len$", WINDOW),
     (r"attention_chunk_size", WINDOW),
     (r"model_max_length", 4096),
@@ -161,12 +163,16 @@ def twice_as_deep(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def images_too(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For models that read texts and images, as CLIP, and for those whose part for texts is no model by itself."""
+    """For models that read texts and images, as CLIP, for those whose part for texts is no model by itself, and for the
+    parts for images themselves."""
     values, changes = _shrink(config, lambda name: True, left=_NOT_OURS_WITH_IMAGES)
-    for key, part in values.items():
-        for name, small in _BESIDE_IMAGES.items() if isinstance(part, dict) and "model_type" in part else ():
+    parts = {f"{n}.": (v, config[n]) for n, v in values.items() if isinstance(v, dict) and "model_type" in v}
+    if "patch_size" in values:
+        parts[""] = values, config
+    for prefix, (part, original) in parts.items():
+        for name, small in _BESIDE_IMAGES.items():
             if isinstance(part.get(name), int) and part[name] > small:
-                changes[f"{key}.{name}"] = config[key][name], small
+                changes[f"{prefix}{name}"] = original[name], small
                 part[name] = small
     return values, changes
 

@@ -1,14 +1,15 @@
 """TileGym's attention as an implementation that transformers can choose, with the masks that it needs.
 
 Importing this module makes the names "tilegym" (the backend of the moment) and "tilegym_cutile" known to transformers'
-attention interface; nothing changes for a model until its config names one of them. They stay known, since a copy of a
-patched model may outlive the patch.
+attention interface, and both with "_flash" behind them for :mod:`.packed_attention`; nothing changes for a model until
+its config names one of them. They stay known, since a copy of a patched model may outlive the patch.
 
 Masks are never written out where a few numbers say the same: see :class:`CausalMask`. What it cannot express (packed
 sequences, overlays, custom 4D masks) comes as a full boolean or additive mask, which says everything by itself.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
 from tilegym.ops.attn_interface import as_autocast_wants
 from tilegym.ops.attn_interface import fmha_interface
+from tilegym.transformers.packed_attention import attends_packed
+from tilegym.transformers.packed_attention import packed_attention
 from tilegym.transformers.paged_attention import BY_ATTENTION
 from tilegym.transformers.paged_attention import paged_attention
 from tilegym.transformers.paged_attention import who_updates_the_cache
@@ -212,7 +215,7 @@ def _padding_mask(attention_mask: Tensor | None, start: int, length: int, tracin
     return nn.functional.pad(keys, (0, length - keys.shape[1]))[:, None, None, :]
 
 
-def _attention_forward(backend: str | None) -> Callable:
+def _attention_forward(backend: str | None, packed: bool = False) -> Callable:
     def attention_forward(
         module: nn.Module,
         query: Tensor,
@@ -235,7 +238,8 @@ def _attention_forward(backend: str | None) -> Callable:
         Returns [B, Sq, Hq, D], and None or, where they are asked for, the attention weights [B, Hq, Sq, Skv]. Those go
         to PyTorch, as do dropout and a position bias. Dropout, soft cap and sinks may come together.
 
-        In continuous batching the arguments are those of :func:`paged_attention`.
+        In continuous batching the arguments are those of :func:`paged_attention`, and of images that lie one behind
+        the other, with ``cu_seq_lens_q``, those of :func:`packed_attention`.
 
         Raises:
             UnsupportedError: for dropout, weights or a position bias in continuous batching.
@@ -245,6 +249,14 @@ def _attention_forward(backend: str | None) -> Callable:
                 raise UnsupportedError("continuous batching has no dropout, attention weights or position bias")
             options = (scaling, sliding_window, softcap, s_aux, cache, backend)
             return paged_attention(module, query, key, value, *options, **kwargs)
+        if packed and kwargs.get("cu_seq_lens_q") is not None:
+            alone = functools.partial(
+                attention_forward, module, attention_mask=None, scaling=scaling, dropout=dropout, softcap=softcap,
+                s_aux=s_aux, is_causal=is_causal, output_attentions=output_attentions,
+            )  # fmt: skip
+            return packed_attention(
+                module, query, key, value, alone, scaling, dropout, softcap, s_aux, is_causal, backend, **kwargs
+            )
         if cache is not None:
             raise UnsupportedError("a paged cache outside of continuous batching")
         capped_or_sinks = softcap is not None or s_aux is not None
@@ -345,10 +357,17 @@ def _attention_with_weights(
 
 
 NAMES = {None: "tilegym", PREFER_CUTILE: "tilegym_cutile"}  # by the backend
+NAMES_OF_PACKED = {backend: f"{name}_flash" for backend, name in NAMES.items()}
 
-for _backend, _name in NAMES.items():
-    AttentionInterface.register(_name, _attention_forward(_backend))
-    AttentionMaskInterface.register(_name, causal_mask)
+for _names in (NAMES, NAMES_OF_PACKED):
+    for _backend, _name in _names.items():
+        AttentionInterface.register(_name, _attention_forward(_backend, packed=_names is NAMES_OF_PACKED))
+        AttentionMaskInterface.register(_name, causal_mask)
+
+
+def name_for(model: nn.Module, backend: str | None) -> str:
+    """The name by which ``model`` shall choose its attention."""
+    return (NAMES_OF_PACKED if attends_packed(model) else NAMES)[backend]
 
 
 def name_in_batching(name: str) -> str | None:

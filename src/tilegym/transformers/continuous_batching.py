@@ -17,6 +17,7 @@ from torch import nn
 
 from tilegym.errors import FallbackWarning
 from tilegym.transformers.attention import NAMES
+from tilegym.transformers.attention import name_for
 from tilegym.transformers.attention import name_in_batching
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.patching import Entry
@@ -29,7 +30,7 @@ _managers: "weakref.WeakKeyDictionary[nn.Module, weakref.ref]" = weakref.WeakKey
 
 def use_attention(patches: PatchSet, backend: str | None, model: nn.Module, where: Entry) -> None:
     """Lets ``model`` use TileGym's attention, in continuous batching too."""
-    if patches.use_attention(model, NAMES[backend], where):
+    if patches.use_attention(model, name_for(model, backend), where):
         support(patches, model, backend)
 
 

@@ -1,5 +1,6 @@
 """The cache of a session of :mod:`.decode_graph`: of fixed size, and it counts on the device, where graphs can."""
 
+import math
 import weakref
 
 import torch
@@ -39,16 +40,24 @@ class DecodeCache(Cache):
     Attributes:
         capacity: how many tokens it has room for.
         length: [1] int64, how many it holds; of all layers alike, and on the device, where graphs can count.
-        positions: [B, 1] int64, of the sequences' next tokens, which :meth:`advance` counts up with it.
+        positions: [B, 1] int64, of the sequences' next tokens, which :meth:`advance` counts up with it; of models that
+            count in several ways, such as time, height and width, [planes, B, 1].
         started: whether it holds any.
     """
 
     def __init__(
-        self, num_layers: int, capacity: int, device: torch.device, kinds: tuple[str, ...] = (), batch_size: int = 1
+        self,
+        num_layers: int,
+        capacity: int,
+        device: torch.device,
+        kinds: tuple[str, ...] = (),
+        batch_size: int = 1,
+        planes: tuple[int, ...] = (),
     ) -> None:
         self.capacity = capacity
-        self._counters = torch.zeros(1 + batch_size, dtype=torch.int64, device=device)  # one launch counts all
-        self.length, self.positions = self._counters[:1], self._counters[1:, None]
+        shape = (*planes, batch_size, 1)
+        self._counters = torch.zeros(1 + math.prod(shape), dtype=torch.int64, device=device)  # one launch counts all
+        self.length, self.positions = self._counters[:1], self._counters[1:].view(shape)
         self.started = False
         self._positions: Tensor | None = None
         recurrent = [i < len(kinds) and kinds[i] == RECURRENT for i in range(num_layers)]

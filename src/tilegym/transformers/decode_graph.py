@@ -35,6 +35,10 @@ from tilegym.transformers.graph_capture import capture
 from tilegym.transformers.graph_capture import settings_of
 from tilegym.transformers.graph_capture import warn
 from tilegym.transformers.prompt_graph import PromptGraphs
+from tilegym.transformers.prompt_media import are_of_prompts
+from tilegym.transformers.prompt_media import beyond_text
+from tilegym.transformers.prompt_media import is_text
+from tilegym.transformers.prompt_media import steps_agree
 from tilegym.transformers.rotary_rows import RotaryRows
 from tilegym.transformers.side_stream import Aside
 from tilegym.transformers.side_stream import LateFlag
@@ -62,42 +66,48 @@ _ARGUMENTS = {"attention_mask", CACHE, "use_cache", "position_ids", "logits_to_k
 
 
 class Session:
-    """One model, batch size and capacity: the cache, and the step captured over it."""
+    """One model, batch size, capacity and kind of positions: the cache, and the step captured over it.
 
-    def __init__(self, model: nn.Module, batch_size: int, capacity: int) -> None:
+    The positions of some models (Qwen2-VL's: text, time, height, width) are ``planes`` of them.
+    """
+
+    def __init__(self, model: nn.Module, batch_size: int, capacity: int, planes: tuple[int, ...] = ()) -> None:
         device, config = model.device, model.config.get_text_config(decoder=True)
         self.key = batch_size, capacity
+        self.planes = planes
         self.backend = next((b for b, name in ATTENTION.items() if name == model.config._attn_implementation), None)
         self.fingerprint, self.settings = Fingerprint(model), settings_of(model.config)
         kinds = tuple(getattr(config, "layer_types", None) or ())
-        self.cache = DecodeCache(config.num_hidden_layers, capacity, device, kinds, batch_size)
+        self.cache = DecodeCache(config.num_hidden_layers, capacity, device, kinds, batch_size, planes)
         self.tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.positions = self.cache.positions
         self.mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=device)
         # generate gives positions to models that ask for them by name; others may hand them on and mean something else.
         self.positioned = "position_ids" in inspect.signature(type(model).forward).parameters
         self.sequences = torch.zeros(batch_size, capacity, dtype=torch.int64, device=device)
-        alone = batch_size == 1 and self.positioned
+        alone = batch_size == 1 and self.positioned and not planes
         rotary = getattr(model.base_model, "rotary_emb", None) if alone else None
         self.rotary = RotaryRows(rotary, self.positions, self.cache.length, capacity, model.dtype)
         self.prompts = PromptGraphs(model, self.cache)
+        self.agreed: dict[frozenset[str], bool] = {}  # by what prompts had besides: whether steps can do without it
         self.graphs: dict[tuple[bool, bool], Any] = {}  # by whether there is padding, and whether tokens are chosen
         self.logits: dict[tuple[bool, bool], Tensor] = {}
 
-    def fits(self, batch_size: int, capacity: int) -> bool:
+    def fits(self, batch_size: int, capacity: int, planes: tuple[int, ...]) -> bool:
         """Whether it serves calls that need so much: a larger cache is not much slower, and new graphs take a while."""
         held = self.key[1]
-        return batch_size == self.key[0] and capacity <= held <= max(SHARED_CAPACITY, 2 * capacity)
+        same = batch_size == self.key[0] and planes == self.planes
+        return same and capacity <= held <= max(SHARED_CAPACITY, 2 * capacity)
 
     def start(self, prompt_mask: Tensor | None, positions: Tensor | None, prompt_length: int) -> None:
-        """Takes over after a prefill of ``prompt_length`` tokens at ``positions`` [B or 1, S]; the mask is of those
-        that are padded."""
+        """Takes over after a prefill of ``prompt_length`` tokens at ``positions`` [B or 1, S], of planes before it if
+        there are; the mask is of those that are padded."""
         self.cache.set_length(prompt_length)
         if prompt_mask is not None:
             self.mask.fill_(1)
             self.mask[:, :prompt_length] = prompt_mask
         if positions is not None:
-            self.positions.copy_(positions[:, -1:] + 1)
+            self.positions.copy_(positions[..., -1:] + 1)
         elif prompt_mask is not None:
             self.positions.copy_(prompt_mask.sum(1, keepdim=True))
         else:
@@ -113,11 +123,12 @@ class Session:
             self._capture(model, how)
         graph = self.graphs.get(how, _NO_GRAPH)
         if graph is _NO_GRAPH:
-            return self._run(model, *how)
+            return self.compute(model, *how)
         graph.replay()
         return self.logits[how]
 
-    def _run(self, model: nn.Module, padded: bool, choose: bool = False) -> Tensor:
+    def compute(self, model: nn.Module, padded: bool, choose: bool = False) -> Tensor:
+        """What :meth:`step` replays, by the model's code."""
         options = {"position_ids": self.positions} if self.positioned else {}
         with self.rotary:
             outputs = model(
@@ -142,7 +153,7 @@ class Session:
     def _capture(self, model: nn.Module, how: tuple[bool, bool]) -> None:
         state = [*self.cache.state(), self.tokens]
         try:
-            graph, self.logits[how] = capture(lambda: self._run(model, *how), state, self.tokens.device)
+            graph, self.logits[how] = capture(lambda: self.compute(model, *how), state, self.tokens.device)
         except Exception as error:  # whatever a model does that a graph cannot hold
             self.graphs[how] = _NO_GRAPH
             warn(model, "decodes", error)
@@ -178,18 +189,18 @@ def forget(model: nn.Module) -> None:
     _sessions.pop(model, None)
 
 
-def session_for(model: nn.Module, batch_size: int, length: int) -> Session | None:
+def session_for(model: nn.Module, batch_size: int, length: int, planes: tuple[int, ...] = ()) -> Session | None:
     """The session that is kept for ``model`` if it fits, else a new one in its place; None if its steps cannot be
     captured."""
     capacity = -(-length // ROUND_CAPACITY) * ROUND_CAPACITY
     kept = _sessions.get(model)
     alike = kept is not None and kept.settings == settings_of(model.config) and kept.fingerprint.holds(model)
-    if not alike or not kept.fits(batch_size, capacity):
+    if not alike or not kept.fits(batch_size, capacity, planes):
         _sessions.pop(model, None)
         kept = None  # drops its memory first
         if suits(model):
             return None
-        _sessions[model] = kept = Session(model, batch_size, capacity)
+        _sessions[model] = kept = Session(model, batch_size, capacity, planes)
     kept.cache.set_length(0)
     return kept
 
@@ -234,7 +245,7 @@ def generate(model: nn.Module, *args, **kwargs) -> Any:
 
 
 def _is_plain(model: nn.Module, generation_config, stopping_criteria, model_kwargs: dict[str, Any]) -> bool:
-    tensors = (model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     return (
         model.device.type in DEVICES
         and generation_config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -243,8 +254,9 @@ def _is_plain(model: nn.Module, generation_config, stopping_criteria, model_kwar
         and not generation_config.return_dict_in_generate
         and not getattr(generation_config, "prefill_chunk_size", None)
         and stopping_criteria.max_length is not None
-        and not model_kwargs.keys() - _ARGUMENTS
-        and all(t is None or t.dim() == 2 for t in tensors)
+        and are_of_prompts(model, beyond_text(model_kwargs, _ARGUMENTS))
+        and (mask is None or mask.dim() == 2)
+        and (positions is None or positions.dim() in (2, 3))
         and not torch.is_autocast_enabled(model.device.type)
         and model.config._attn_implementation in ATTENTION.values()
         and not _prepares_otherwise(model)
@@ -268,9 +280,12 @@ def sample(
                 stack.enter_context(torch.cuda.device(model.device))
             # What is kept for the next call must not be tensors that only inference mode may write to.
             with torch.inference_mode(False), torch.no_grad():
-                session = session_for(model, input_ids.shape[0], stopping_criteria.max_length)
-                if session is not None:
-                    return _sample_by_session(session, *call, **model_kwargs)
+                positions = model_kwargs.get("position_ids")
+                planes = () if positions is None else positions.shape[:-2]
+                session = session_for(model, input_ids.shape[0], stopping_criteria.max_length, planes)
+                tokens = None if session is None else _sample_by_session(session, *call, **model_kwargs)
+                if tokens is not None:
+                    return tokens
         loop = getattr(type(model), GENERATION_MODES_MAPPING[generation_config.get_generation_mode()])
         return loop(*call, **model_kwargs)
 
@@ -278,18 +293,25 @@ def sample(
 def _sample_by_session(
     session: Session, model: nn.Module, input_ids: Tensor, logits_processor, stopping_criteria, generation_config,
     **model_kwargs,
-) -> Tensor:  # fmt: skip
+) -> Tensor | None:  # fmt: skip
+    """The prompts and what follows them; None if its steps cannot do without what the prompts are given besides."""
     max_length = stopping_criteria.max_length
-    model_kwargs[CACHE] = session.cache
+    besides = beyond_text(model_kwargs, _ARGUMENTS)
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     batch_size, length = input_ids.shape
     padded = mask is not None and not bool(mask.all())
     mask = mask if padded else None
+    if not steps_agree(session, besides, model, input_ids, mask, generation_config, model_kwargs):
+        return None
+    model_kwargs[CACHE] = session.cache
 
     def prefill() -> Tensor:
         return model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
 
-    logits = session.prompts.run(model, input_ids, mask, positions, prefill)
+    if is_text(model_kwargs, besides):
+        logits = session.prompts.run(model, input_ids, mask, positions, prefill)
+    else:
+        logits = prefill()
     session.start(mask, positions, length)
     # Where nothing is done to the scores first, the choice is a part of the captured step.
     choose = not generation_config.do_sample and not logits_processor

@@ -45,6 +45,7 @@ from tilegym.transformers.graph_capture import is_hooked
 from tilegym.transformers.graph_capture import rotates_by_length
 from tilegym.transformers.graph_capture import settings_of
 from tilegym.transformers.graph_capture import warn
+from tilegym.transformers.packed_attention import attends_packed
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
@@ -118,6 +119,8 @@ def put(patches: PatchSet, model: nn.Module, where: Entry) -> None:
     masks = any(name.endswith("attention_mask") for name in inspect.signature(forward).parameters)
     if masks and model.config._attn_implementation not in NAMES.values():
         patches.skip(where, "its attention is not TileGym's")  # transformers' writes out masks while it is captured
+    elif attends_packed(model):
+        patches.skip(where, "what it launches depends on the sizes of the images")
     elif rotates_by_length(model):
         patches.skip(where, BY_LENGTH)
     elif patches.replace_forward(model, replaying(forward), where):

@@ -7,6 +7,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
@@ -74,7 +75,12 @@ def resolve(name: str) -> Any:
 
 
 def put(
-    model: nn.Module, compute: str, places: tuple[Place, ...], use_cutile: bool = False, patches: PatchSet | None = None
+    model: nn.Module,
+    compute: str,
+    places: tuple[Place, ...],
+    use_cutile: bool = False,
+    patches: PatchSet | None = None,
+    without: Collection[nn.Module] = (),
 ) -> PatchSet:
     """Puts the kernels of one compute into ``model``, and into nothing else in the process.
 
@@ -83,6 +89,7 @@ def put(
         use_cutile: on the ``cutile`` backend, but for calls that were measured to be faster in PyTorch; else on the
             one that is chosen when it runs.
         patches: the set to add to; None makes one.
+        without: modules in it that are left as they are, and all that is in them.
 
     Returns:
         The report, with everything that was left as it was and why; ``revert()`` undoes it.
@@ -97,7 +104,7 @@ def put(
     mine = PatchSet(model, maker=__name__) if patches is None else patches
     with mine.all_or_nothing():
         for place in places:
-            _PUT[place.put](mine, model, place, backend, Entry("", compute, name_of(backend)))
+            _PUT[place.put](mine, model, place, backend, Entry("", compute, name_of(backend)), without)
         # Of several places of one class each module needs one.
         done = {entry.module for entry in mine.patched if entry.compute == compute}
         mine.skipped = [e for e in mine.skipped if e.compute != compute or e.module not in done]
@@ -126,11 +133,13 @@ def _form(module: nn.Module) -> tuple:
     return type(module), plain, children, tuple((n, p.shape) for n, p in module.named_parameters(recurse=False))
 
 
-def _put_forward(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
+def _put_forward(
+    patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry, without: Collection[nn.Module]
+) -> None:
     cls, forward = resolve(place.of), place.replacement(backend)
     known: dict[tuple, str] = {}
     found = False
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(memo=set(without)):
         if not isinstance(module, cls):
             continue
         found = True
@@ -149,10 +158,12 @@ def _put_forward(patches: PatchSet, model: nn.Module, place: Place, backend: str
         patches.skip(_at(entry, type(model).__name__), f"there is no {cls.__name__} in it")
 
 
-def callers(model: nn.Module, function: Callable) -> dict[str, tuple[nn.Module, str]]:
+def callers(
+    model: nn.Module, function: Callable, without: Collection[nn.Module] = ()
+) -> dict[str, tuple[nn.Module, str]]:
     """The modules whose forward knows ``function`` as a global, by path, and its name there."""
     found = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(memo=set(without)):
         names = getattr(_unwrapped(type(module).forward), "__globals__", {})
         name = next((n for n, value in names.items() if value is function), None)
         if name is not None and name in _names_of(type(module).forward):
@@ -176,13 +187,15 @@ def _names_of(function: Callable) -> set[str]:
     return names
 
 
-def _put_function(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
+def _put_function(
+    patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry, without: Collection[nn.Module]
+) -> None:
     function, new = resolve(place.of), place.replacement(backend)
     why = general_kernels.agrees(place.kernel, place.options, function, None, _like(model))
-    using = callers(model, function)
+    using = callers(model, function, without)
     holding = [
         (path, module, name)
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(memo=set(without))
         for name, value in vars(module).items()
         if value is function or value is held(new)
     ]
@@ -204,7 +217,9 @@ def _put_function(patches: PatchSet, model: nn.Module, place: Place, backend: st
         patches.skip(_at(entry, type(model).__name__), f"no forward in it calls {function.__name__} by its name")
 
 
-def _put_attention(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
+def _put_attention(
+    patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry, without: Collection[nn.Module]
+) -> None:
     from tilegym.transformers import continuous_batching
 
     entry = _at(entry, type(model).__name__)
@@ -214,7 +229,9 @@ def _put_attention(patches: PatchSet, model: nn.Module, place: Place, backend: s
         continuous_batching.use_attention(patches, backend, model, entry)
 
 
-def _put_loss(patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry) -> None:
+def _put_loss(
+    patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry, without: Collection[nn.Module]
+) -> None:
     entry, new = _at(entry, type(model).__name__), held(place.replacement(backend))
     if loss.put_loss_function(patches, model, new, resolve(place.of), entry):
         loss.put_late_logits(patches, model, entry)

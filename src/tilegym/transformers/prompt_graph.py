@@ -46,10 +46,10 @@ def room_for(length: int) -> int:
 class _Prompt:
     """One captured form: its buffers, [B, room] each, and the logits [B, V] that a replay overwrites."""
 
-    def __init__(self, ids: Tensor, mask: Tensor | None, room: int) -> None:
+    def __init__(self, ids: Tensor, mask: Tensor | None, positions: Tensor, room: int) -> None:
         batch, device = ids.shape[0], ids.device
         self.ids = torch.zeros(batch, room, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(batch, room, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(*positions.shape[:-2], batch, room, dtype=torch.int64, device=device)
         self.mask = None if mask is None else torch.ones(batch, room, dtype=mask.dtype, device=device)
         self.last = torch.zeros(1, dtype=torch.int64, device=device)
         self.checked = False  # whether the logits of a prompt that left room were compared
@@ -60,8 +60,8 @@ class _Prompt:
         length, room = ids.shape[1], self.ids.shape[1]
         # The prompt's own tokens once more: experts get them as evenly as those.
         self.ids.copy_(ids.repeat(1, -(-room // length))[:, :room])
-        self.positions[:, :length] = positions
-        self.positions[:, length:] = positions[:, -1:]  # no further, or tables of positions might end before them
+        self.positions[..., :length] = positions
+        self.positions[..., length:] = positions[..., -1:]  # no further, or tables of positions might end before them
         if mask is not None:
             self.mask[:, :length] = mask
             self.mask[:, length:] = 1
@@ -98,7 +98,7 @@ class PromptGraphs:
         Args:
             ids: [B, S].
             mask: [B, S], 0 for padding; None without any.
-            positions: [B or 1, S] of the caller's; None for those that the mask gives.
+            positions: [B or 1, S] of the caller's, or [planes, B or 1, S]; None for those that the mask gives.
             prefill: computes the same by the model's own code; its result is the device's to finish.
         """
         batch, length = ids.shape
@@ -149,7 +149,7 @@ class PromptGraphs:
 
     def _capture(self, model: nn.Module, form: tuple[bool, int], given: tuple, prefill: Callable[[], Tensor]) -> Tensor:
         """The logits of :meth:`run`, and a graph for the next prompts of this form."""
-        ids, mask, _ = given
+        ids, mask, positions = given
         on_gpu = ids.device.type == "cuda"
         start = time.perf_counter()
         logits = prefill()
@@ -161,7 +161,7 @@ class PromptGraphs:
                 return logits
         expected = self._with_states(logits)
         try:
-            prompt = _Prompt(ids, mask, form[1])
+            prompt = _Prompt(ids, mask, positions, form[1])
             if on_gpu:
                 prompt.fill(*given)
                 self.pool = self.pool or torch.cuda.graph_pool_handle()
