@@ -1,6 +1,7 @@
 """``tilegym.apply`` to models that continue text with images in it."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from common import device
 
 import tilegym
 from tilegym.backend import observe_calls
+from tilegym.errors import FallbackWarning
 from tilegym.transformers import decode_graph
 
 IMAGE = 98  # the token that stands for a part of an image
@@ -19,6 +21,8 @@ _TEXT = dict(
 _VISION = dict(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=32, patch_size=8
 )
+_TOKENS = dict(image_token_id=IMAGE, video_token_id=97, vision_start_token_id=96, vision_end_token_id=95)
+_ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
 # The class, the kinds of its parts, how many tokens an image is, and what else its config says.
 MODELS = {
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text", "siglip_vision_model", 4,
@@ -27,22 +31,48 @@ MODELS = {
     "mistral3": ("Mistral3ForConditionalGeneration", "mistral", "pixtral", 4,
                  dict(image_token_index=IMAGE, spatial_merge_size=2)),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", "qwen2_5_vl_vision", 4,
-                   dict(image_token_id=IMAGE, video_token_id=97, vision_start_token_id=96, vision_end_token_id=95)),
+                   _TOKENS),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", "qwen3_vl_vision", 4, _TOKENS),
+    "glm4v": ("Glm4vForConditionalGeneration", "glm4v_text", "glm4v_vision", 4,
+              dict(image_token_id=IMAGE, video_token_id=97, image_start_token_id=96, image_end_token_id=95,
+                   video_start_token_id=94, video_end_token_id=93)),
+    "internvl": ("InternVLForConditionalGeneration", "qwen2", "internvl_vision", 4, dict(image_token_id=IMAGE)),
+    "voxtral": ("VoxtralForConditionalGeneration", "llama", "voxtral_encoder", 8,
+                dict(audio_token_id=IMAGE, hidden_size=64)),
 }  # fmt: skip
+PACKED = ("qwen2_5_vl", "qwen3_vl", "glm4v")  # images of any sizes, patch behind patch
 _PARTS = {  # of those whose parts have other sizes
-    "qwen2_5_vl_text": dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])),
+    "qwen2_5_vl_text": dict(rope_parameters=_ROPE),
+    "qwen3_vl_text": dict(rope_parameters=_ROPE),
+    "glm4v_text": dict(rope_parameters=_ROPE | dict(partial_rotary_factor=1.0)),
     "qwen2_5_vl_vision": dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64),
-}
+    "qwen3_vl_vision": dict(
+        depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64, patch_size=14,
+        num_position_embeddings=16, deepstack_visual_indexes=[0, 1],
+    ),
+    "glm4v_vision": dict(
+        depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64, image_size=56
+    ),
+    "internvl_vision": dict(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=[32, 32],
+        patch_size=[8, 8],
+    ),
+    "voxtral_encoder": dict(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256, num_mel_bins=16,
+        max_source_positions=32,
+    ),
+}  # fmt: skip
 models = pytest.mark.parametrize("name", MODELS)
 
 
 def make(name):
     kind, text, vision, _, others = MODELS[name]
     model_class = getattr(transformers, kind)
-    parts = dict(
-        text_config=_TEXT | {"model_type": text} | _PARTS.get(text, {}),
-        vision_config=_PARTS.get(vision, _VISION) | {"model_type": vision},
-    )
+    media = "audio_config" if vision == "voxtral_encoder" else "vision_config"
+    parts = {
+        "text_config": _TEXT | {"model_type": text} | _PARTS.get(text, {}),
+        media: _PARTS.get(vision, _VISION) | {"model_type": vision},
+    }
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**parts, **others)).eval()
     with torch.no_grad():
@@ -59,14 +89,17 @@ def inputs_of(name, model):
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     pixels = torch.randn(2, 3, 32, 32, generator=generator)
-    if name == "qwen2_5_vl":  # 4x4 patches of an image, two pictures of 14x14 pixels each, joined by fours
+    if name in PACKED:  # 4x4 patches of an image, two pictures of 14x14 pixels each, joined by fours
         pixels = torch.randn(2 * 16, 3 * 2 * 14 * 14, generator=generator)
     inputs = dict(input_ids=ids, attention_mask=mask, pixel_values=pixels)
+    if name == "voxtral":
+        del inputs["pixel_values"]
+        inputs["input_features"] = torch.randn(2, 16, 64, generator=generator)
     if name == "gemma3":
         inputs["token_type_ids"] = (ids == IMAGE).long()
     if name == "mistral3":
         inputs["image_sizes"] = torch.tensor([[32, 32], [32, 32]])
-    if name == "qwen2_5_vl":
+    if name in PACKED:
         ids[:, 3], ids[:, 4 + tokens] = 96, 95
         inputs["image_grid_thw"] = torch.tensor([[1, 4, 4], [1, 4, 4]])
         inputs["mm_token_type_ids"] = (ids == IMAGE).long()
@@ -131,6 +164,36 @@ def test_tokens_stay(name, steps):
             assert torch.equal(model.generate(**given, **options), tokens)
             assert len(steps) == 5, "decoding ran without a session"
             steps.clear()
+
+
+class _Shifted(transformers.LlavaForConditionalGeneration):
+    """Its steps need what the prompt was given, too."""
+
+    def forward(self, *args, pixel_values=None, spatial_shapes=None, **kwargs):
+        output = super().forward(*args, pixel_values=pixel_values, **kwargs)
+        if spatial_shapes is not None:
+            output.logits = output.logits.roll(int(spatial_shapes), -1)
+        return output
+
+
+def test_steps_that_need_what_the_prompt_was_given_are_left_to_transformers(steps, monkeypatch):
+    monkeypatch.setattr(transformers, "LlavaForConditionalGeneration", _Shifted)
+    model = make("llava")
+    inputs = inputs_of("llava", model)
+    given = inputs | {"spatial_shapes": torch.tensor(3)}
+    options = dict(do_sample=False, max_new_tokens=6, min_new_tokens=6, pad_token_id=0)
+    expected = model.generate(**given, **options)
+    assert not torch.equal(model.generate(**inputs, **options), expected)
+    with decode_graph.eager_steps("cpu"), tilegym.apply(model, use_cutile=False):
+        steps.clear()
+        with pytest.warns(FallbackWarning, match="behind prompts with pixel_values, spatial_shapes a step is off by"):
+            assert torch.equal(model.generate(**given, **options), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FallbackWarning)
+            assert torch.equal(model.generate(**given, **options), expected)  # it was tried already
+            assert not steps
+            model.generate(**inputs, **options)
+        assert len(steps) == 5
 
 
 @models

@@ -100,7 +100,7 @@ class Greedy(decode_graph.Session):
 
     def _advance(self) -> None:
         with getattr(self._model, "_optimize_model_for_decode", contextlib.nullcontext)():
-            self._choose(self._run(self._model, self._padded))
+            self._choose(self.compute(self._model, self._padded))
 
     def _choose(self, logits: Tensor) -> None:
         self.tokens.copy_(logits.argmax(-1, keepdim=True))

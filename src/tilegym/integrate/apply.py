@@ -52,11 +52,14 @@ def apply(
     is patched by it. In every other, the model's parts are found out by running a small model of its kind; a kernel is
     put in where it computes the same, and compared with what it stands in for on a few numbers before. Decoding steps
     are replayed as CUDA graphs (``graph``) where a small model generates the same tokens so; of models that are run
-    once, such as encoders, whole calls without gradients are, from the third of one shape on.
+    once, such as encoders, whole calls without gradients are, from the third of one shape on, and hidden states out of
+    a convolution are laid out by tokens (``layout``). The parts by which a model that continues text reads images or
+    sounds are served as such models.
 
     Args:
-        model: of transformers, or of one's own: a language model, a classifier, an encoder of text, images or sound, or
-            one of an encoder and a decoder; or one of peft's around it, which is patched.
+        model: of transformers, or of one's own: a language model, with images or sounds in its texts or without, a
+            classifier, an encoder of text, images or sound, or one of an encoder and a decoder; or one of peft's around
+            it, which is patched.
         use_cutile: run what is patched on the ``cutile`` backend, but for calls that were measured to be faster in
             PyTorch; else on the one that is chosen when it runs.
         verify: also run each kernel on tensors that are captured while the model generates, in prefill and decoding,

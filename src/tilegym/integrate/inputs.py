@@ -71,9 +71,9 @@ def _image(config: Any, batch: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def main_input(model: nn.Module) -> str:
-    """The name of what ``model`` reads first: transformers' name for it, where its forward knows that."""
+    """The name of what ``model`` reads first: transformers' name for it, if that is more than its default."""
     name, known = getattr(model, "main_input_name", "input_ids"), inspect.signature(model.forward).parameters
-    return name if name in known else next(iter(known), name)
+    return next(iter(known), name) if name == "input_ids" and name not in known else name
 
 
 def reads_packed_images(model: nn.Module) -> bool:
