@@ -1,10 +1,14 @@
 """``tilegym.apply``: kernels for a model of any family, in memory, by research instead of by its name."""
 
+import contextlib
+from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
 
 from torch import nn
 
+from tilegym.backend import PREFER_CUTILE
 from tilegym.backend import assert_backend_available
 from tilegym.backend import get_current_backend
 from tilegym.bench.prompts import Batch
@@ -23,9 +27,11 @@ from tilegym.integrate.plan import Plan
 from tilegym.integrate.plan import make_plan
 from tilegym.integrate.small_model import small_model
 from tilegym.integrate.verify import verify as verify_place
+from tilegym.transformers import computes
 from tilegym.transformers import generated
 from tilegym.transformers import monkey_patch
 from tilegym.transformers import token_layout
+from tilegym.transformers.family import Family
 from tilegym.transformers.family import model_in
 from tilegym.transformers.general import Place
 from tilegym.transformers.general import put
@@ -36,6 +42,7 @@ from tilegym.transformers.patching import PatchSet
 from tilegym.transformers.patching import require_switches
 
 LAYOUT = "layout"  # of hidden states: a compute that has no places
+_OF_THE_WHOLE = ("attn", "graph", "loss", "moe")  # what no part for text is patched with
 
 
 def apply(
@@ -96,8 +103,9 @@ def apply(
             return aggregate(model=model, use_cutile=use_cutile, **flags)
     plan = make_plan(model, trust_remote_code, look_up=False)
     parts = _parts(model, trust_remote_code)
-    found = [plan, *(part.plan for part in parts if part.plan is not None)]
-    known = {name for each in found for name in each.computes}
+    if by_hand and not verify:
+        parts += _texts(model)
+    known = {*plan.computes, *(name for part in parts for name in part.computes)}
     unknown = sorted(set(flags) - known - {"attn", GRAPH, LAYOUT})  # a model may have no attention
     if unknown:
         raise PatchError(f"{model_type} has no compute {unknown[0]!r}; it has {', '.join(sorted(known))}")
@@ -105,14 +113,14 @@ def apply(
     patches = PatchSet(model, maker=__name__)
     with patches.all_or_nothing():
         for part in parts:
-            done = len(patches.patched), len(patches.skipped)
-            if part.plan is None:
-                patches.skip(Entry(type(part.model).__name__, "attn", how.backend), part.why)
-            else:
-                _put_plan(patches, part.model, part.plan, how)
-            for entries, start in zip((patches.patched, patches.skipped), done, strict=True):
-                entries[start:] = [part.named(entry) for entry in entries[start:]]
-        _put_plan(patches, model, plan, how, [part for part in parts if part.plan is not None])
+            with part.named(patches):
+                _put_part(patches, part, how)
+        _put_plan(patches, model, plan, how, [part for part in parts if not part.why])
+        if any(entry.compute == GRAPH and entry.module == type(model).__name__ for entry in patches.patched):
+            for part in parts:
+                if part.family is not None and part.family.decode_step:
+                    with part.named(patches):
+                        computes.decode_steps_in_model(patches, part.family, how.preferred, part.model)
         patches.require_match(type(model).__name__)
     return patches
 
@@ -130,18 +138,36 @@ class _How:
     def backend(self) -> str:
         return "cutile" if self.use_cutile else get_current_backend()
 
+    @property
+    def preferred(self) -> str | None:
+        return PREFER_CUTILE if self.use_cutile else None
+
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a model that is a model itself, and its plan; or why it has none."""
+    """A part of a model that is a model itself: one that is run once has a plan, or a reason why not; one for text that
+    is as a language model with a patch by hand has that one's family."""
 
     path: str
     model: nn.Module
-    plan: Plan | None
+    plan: Plan | None = None
+    family: Family | None = None
     why: str = ""
 
-    def named(self, entry: Entry) -> Entry:
-        """``entry``, whose module is one of the part, as one of the whole."""
+    @property
+    def computes(self) -> set[str]:
+        own = () if self.family is None else self.family.computes
+        return {compute.name for compute in own}.union(() if self.plan is None else self.plan.computes)
+
+    @contextlib.contextmanager
+    def named(self, patches: PatchSet) -> Iterator[None]:
+        """What is recorded within it of modules of the part is of modules of the whole behind it."""
+        before = {id(entry): entry for entry in (*patches.patched, *patches.skipped)}
+        yield
+        for entries in patches.patched, patches.skipped:
+            entries[:] = [entry if id(entry) in before else self._named(entry) for entry in entries]
+
+    def _named(self, entry: Entry) -> Entry:
         whole = entry.module == type(self.model).__name__
         return replace(entry, module=self.path if whole else f"{self.path}.{entry.module}")
 
@@ -164,23 +190,58 @@ def _parts(model: nn.Module, trust_remote_code: bool) -> list[_Part]:
         try:
             parts.append(_Part(path, module, make_plan(module, trust_remote_code, look_up=False)))
         except ModelError as error:
-            parts.append(_Part(path, module, None, f"transformers' stays: {error}"))
+            parts.append(_Part(path, module, why=f"transformers' stays: {error}"))
     return parts
 
 
-def _put_plan(patches: PatchSet, model: nn.Module, plan: Plan, how: _How, parts: list[_Part] | None = None) -> None:
+def _texts(model: nn.Module) -> list[_Part]:
+    """The part for text of a model that reads more, where it is as a language model that has a patch by hand."""
+    if not continues_text(type(model), model.config):
+        return []
+    text = model.config.get_text_config(decoder=True)
+    family = monkey_patch.FAMILIES.get(text.model_type)
+    if family is None:
+        return []
+    kind = family.class_of("DecoderLayer")
+    for path, module in model.named_modules():
+        if type(getattr(module, "config", None)) is type(text) and hasattr(module, "_from_config") and path:
+            if any(isinstance(layer, kind) for layer in module.modules()):
+                return [_Part(path, module, family=family)]
+    return []
+
+
+def _put_part(patches: PatchSet, part: _Part, how: _How) -> None:
+    if part.why:
+        patches.skip(Entry(type(part.model).__name__, "attn", how.backend), part.why)
+    elif part.plan is not None:
+        _put_plan(patches, part.model, part.plan, how)
+    else:
+        for compute in part.family.computes:
+            if compute.name not in _OF_THE_WHOLE and how.flags.get(compute.name, True):
+                compute.in_model(patches, part.family, how.preferred, part.model)
+
+
+def _put_plan(patches: PatchSet, model: nn.Module, plan: Plan, how: _How, parts: Sequence[_Part] = ()) -> None:
     """Puts into ``model``, but for its ``parts``, the kernels of its plan."""
     why: dict[str, str] = {}
+
+    def is_outside(item: Item) -> bool:
+        return item.compute in _OF_THE_WHOLE or any(_outside(item, parts))
+
     flags, at_once = how.flags, not continues_text(type(model), model.config)
     if at_once and "linear" not in flags:
         # On an H200 in bf16 cuBLAS takes 0.23 ms for the products of a layer of ViT-L, 32 images; the kernels 0.28.
         flags = flags | {"linear": False}
         items = plan.computes.get("linear", ())
         why |= {item.key: "PyTorch is as fast at products of many rows; linear=True puts it in" for item in items}
-    wanted = {name: items for name, items in plan.computes.items() if flags.get(name, True)}
-    chosen = _verified(model, wanted, how.use_cutile, why) if how.verify else _first(wanted)
+    wanted = {
+        name: outside
+        for name, items in plan.computes.items()
+        if flags.get(name, True) and (outside := [item for item in items if is_outside(item)])
+    }
+    chosen = _verified(model, wanted, how.use_cutile, why, parts) if how.verify else _first(wanted)
     for compute, places in chosen.items():
-        put(model, compute, places, how.use_cutile, patches, [part.model for part in parts or ()])
+        put(model, compute, places, how.use_cutile, patches, [part.model for part in parts])
     if flags.get(LAYOUT, True) and at_once:
         small = small_model(model.config, 0, how.trust_remote_code, type(model)).model
         path = token_layout.first_strided(small, forward_inputs(small))
@@ -190,7 +251,7 @@ def _put_plan(patches: PatchSet, model: nn.Module, plan: Plan, how: _How, parts:
         put_forward_graph(model, how.use_cutile, patches)
     elif flags.get(GRAPH, True) and "attn" in chosen:
         _put_graph(model, how, patches)
-    _report_rest(patches, plan, why, how.backend, parts or [])
+    _report_rest(patches, plan, why, how.backend, parts)
 
 
 def revert(model: nn.Module | None = None) -> None:
@@ -199,6 +260,11 @@ def revert(model: nn.Module | None = None) -> None:
     for patches in reversed(PatchSet.active(None if model is None else model_in(model))):
         if patches.maker.startswith(makers):
             patches.revert()
+
+
+def _outside(item: Item, parts: Sequence[_Part]) -> Iterator[str]:
+    """The modules of an item that are in none of the parts."""
+    return (module for module in item.requirement.modules if not any(part.holds(module) for part in parts))
 
 
 def _first(wanted: dict[str, list[Item]]) -> dict[str, tuple[Place, ...]]:
@@ -210,11 +276,13 @@ def _first(wanted: dict[str, list[Item]]) -> dict[str, tuple[Place, ...]]:
 
 
 def _verified(
-    model: nn.Module, wanted: dict[str, list[Item]], use_cutile: bool, why: dict[str, str]
+    model: nn.Module, wanted: dict[str, list[Item]], use_cutile: bool, why: dict[str, str], parts: Sequence[_Part]
 ) -> dict[str, tuple[Place, ...]]:
     """Of every item the first candidate that gives the same on captured calls."""
     items = [item for found in wanted.values() for item in found]
-    points = {item.key: (item.candidates[0].place, item.requirement.modules[0]) for item in items}
+    points = {
+        item.key: (item.candidates[0].place, next(_outside(item, parts), item.requirement.modules[0])) for item in items
+    }
     if continues_text(type(model), model.config):
         ids = example(model, batch=2, length=12)
         mask = mask_of(ids)
@@ -243,7 +311,7 @@ def _put_graph(model: nn.Module, how: _How, patches: PatchSet) -> None:
         patches.skip(Entry(type(model).__name__, GRAPH, how.backend), why)
 
 
-def _report_rest(patches: PatchSet, plan: Plan, why: dict[str, str], backend: str, parts: list[_Part]) -> None:
+def _report_rest(patches: PatchSet, plan: Plan, why: dict[str, str], backend: str, parts: Sequence[_Part]) -> None:
     """Says of everything that was found outside of the parts and not patched why not."""
     left = [
         (module or plan.research.architecture, item.requirement.kind, why.get(item.key) or item.why)

@@ -284,10 +284,11 @@ def _graph_in_model(patches: PatchSet, family: Family, backend: str | None, mode
     patches.replace_instance_method(model, "generate", decode_graph.generate, where)
     patches.on_revert(functools.partial(decode_graph.forget, model))
     if family.decode_step:
-        _decode_steps_in_model(patches, family, backend, model)
+        decode_steps_in_model(patches, family, backend, model)
 
 
-def _decode_steps_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
+def decode_steps_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
+    """Lets layers of ``model``, whose parts are patched, run their decoding step in few launches (decode_layer.py)."""
     from tilegym.transformers import decode_layer
 
     pairs = "kept" if ROPE in family.computes and _rope_form(family) == "pairs" else ""
