@@ -30,6 +30,7 @@ from tilegym.integrate.verify import verify as verify_place
 from tilegym.transformers import computes
 from tilegym.transformers import generated
 from tilegym.transformers import monkey_patch
+from tilegym.transformers import text_parts
 from tilegym.transformers import token_layout
 from tilegym.transformers.family import Family
 from tilegym.transformers.family import model_in
@@ -199,7 +200,7 @@ def _texts(model: nn.Module) -> list[_Part]:
     if not continues_text(type(model), model.config):
         return []
     text = model.config.get_text_config(decoder=True)
-    family = monkey_patch.FAMILIES.get(text.model_type)
+    family = (monkey_patch.FAMILIES | text_parts.FAMILIES).get(text.model_type)
     if family is None:
         return []
     kind = family.class_of("DecoderLayer")
