@@ -62,7 +62,7 @@ def apply(
     are replayed as CUDA graphs (``graph``) where a small model generates the same tokens so; of models that are run
     once, such as encoders, whole calls without gradients are, from the third of one shape on, and hidden states out of
     a convolution are laid out by tokens (``layout``). The parts by which a model that continues text reads images or
-    sounds are served as such models.
+    sounds are served as such models, and its part for text by the patch of its family, if it has one.
 
     Args:
         model: of transformers, or of one's own: a language model, with images or sounds in its texts or without, a

@@ -1,7 +1,7 @@
 """Families whose language models exist as parts of models that read images alone, such as Qwen2-VL's.
 
-:func:`tilegym.apply` patches such a part, and those that are as a family of :mod:`.monkey_patch`, like Llama's in LLaVA,
-with the family's computes; what is of the whole (attention, graph, loss) it finds out itself.
+:func:`tilegym.apply` patches such a part, and those that are as a family of :mod:`.monkey_patch`, like Llama's in
+LLaVA, with the family's computes; what is of the whole (attention, graph, loss) it finds out itself.
 """
 
 from tilegym.transformers.computes import LINEAR
