@@ -227,3 +227,23 @@ def test_the_part_for_images_by_itself(name):
             got = model(**inputs).logits
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
         assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_experts_of_the_text_are_served():
+    """Which experts a model uses is chosen by its whole config: such a text is no part with a patch of its own."""
+    text = _TEXT | dict(
+        model_type="qwen3_5_moe_text", moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4,
+        num_experts_per_tok=2, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"],
+        rope_parameters=_ROPE | dict(mrope_section=[1, 1, 0], partial_rotary_factor=0.25),
+    )  # fmt: skip
+    vision = _PARTS["qwen3_vl_vision"] | dict(model_type="qwen3_5_moe_vision", deepstack_visual_indexes=[])
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision, **_TOKENS)
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5MoeForConditionalGeneration(config).eval().to(device())
+    ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(1)).to(device())
+    options = dict(do_sample=False, max_new_tokens=5, min_new_tokens=5, pad_token_id=0)
+    expected = model.generate(ids, **options)
+    with decode_graph.eager_steps("cpu"), tilegym.apply(model, use_cutile=False) as report:
+        assert {"moe", "gated_delta_rule", "graph"} <= {entry.compute for entry in report.patched}
+        assert torch.equal(model.generate(ids, **options), expected)

@@ -43,7 +43,7 @@ from tilegym.transformers.patching import PatchSet
 from tilegym.transformers.patching import require_switches
 
 LAYOUT = "layout"  # of hidden states: a compute that has no places
-_OF_THE_WHOLE = ("attn", "graph", "loss", "moe")  # what no part for text is patched with
+_OF_THE_WHOLE = ("attn", "graph", "loss")  # what no part for text is patched with
 
 
 def apply(
@@ -201,7 +201,7 @@ def _texts(model: nn.Module) -> list[_Part]:
         return []
     text = model.config.get_text_config(decoder=True)
     family = (monkey_patch.FAMILIES | text_parts.FAMILIES).get(text.model_type)
-    if family is None:
+    if family is None or any(compute.name == "moe" for compute in family.computes):  # experts are chosen by the whole
         return []
     kind = family.class_of("DecoderLayer")
     for path, module in model.named_modules():
