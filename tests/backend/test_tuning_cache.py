@@ -1,6 +1,7 @@
 """Tuning results on disk: round trips, several processes at once, and files that cannot be used."""
 
 import contextlib
+import importlib
 import multiprocessing
 import sqlite3
 import time
@@ -11,6 +12,7 @@ from tilegym.backend.cutile import tuning_cache
 from tilegym.backend.cutile.tuning_cache import TuningCache
 from tilegym.backend.cutile.tuning_cache import TuningKey
 from tilegym.backend.cutile.tuning_cache import TuningResult
+from tilegym.backend.cutile.tuning_key import kernel_fingerprint
 
 
 def _key(shape: str = "x=float32[8]", gpu: str = "Some GPU") -> TuningKey:
@@ -236,3 +238,11 @@ def test_package_ships_readable_results_under_the_right_names():
     for path in tuning_cache.SHIPPED.glob("*.json"):
         results = tuning_cache.load_results(path)
         assert results and path == tuning_cache.shipped_file(results[0].key.gpu)
+
+
+def test_shipped_results_are_of_the_kernels_as_they_are():
+    """A kernel that has changed would be measured anew at its first call, on every machine."""
+    for path in tuning_cache.SHIPPED.glob("*.json"):
+        for kernel, source in {(r.key.kernel, r.key.source) for r in tuning_cache.load_results(path)}:
+            module, name = kernel.rsplit(".", 1)
+            assert source == kernel_fingerprint(getattr(importlib.import_module(module), name)), (path.name, kernel)

@@ -41,6 +41,7 @@ from tilegym.ops.cutile.attention_tiles import key_tiles
 from tilegym.ops.cutile.attention_tiles import load_mask_tile
 from tilegym.ops.cutile.attention_tiles import partial_tile
 from tilegym.ops.cutile.attention_tiles import query_tiles
+from tilegym.ops.cutile.attention_tiles import seen_keys
 from tilegym.ops.cutile.attention_tiles import valid_keys
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -63,7 +64,7 @@ def softmax_backward(
     slope = 1.0
     if SOFT_CAP:
         s = cap_scores(s * scaling, soft_cap, EXACT)
-        ratio = s / soft_cap
+        ratio = s * (1.0 / soft_cap)
         slope = 1.0 - ratio * ratio
     if MASK == BOOLEAN_MASK:
         s = ct.where(load_mask_tile(mask, batch, head, i, j, MASK_ROWS, TILE_N, KEYS_FIRST), s, -math.inf)
@@ -72,9 +73,10 @@ def softmax_backward(
             s = s * scaling
         s = s + load_mask_tile(mask, batch, head, i, j, MASK_ROWS, TILE_N, KEYS_FIRST).astype(ct.float32)
     if partial:
-        visible = columns < keys
-        if CAUSAL:
-            visible = visible & (columns <= positions)
+        visible = seen_keys(columns, positions, keys, CAUSAL)
+        if KV_LEN and CAUSAL:
+            # Rows behind the last query are zeros, but what they would be multiplied by here may be NaN.
+            visible = visible & (columns < keys)
         if WINDOW:
             visible = visible & (positions - columns < window)
         if MASK == KEY_MASK:

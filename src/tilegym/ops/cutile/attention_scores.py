@@ -12,6 +12,7 @@ from tilegym.ops.cutile.attention_common import cap_scores
 from tilegym.ops.cutile.attention_common import load_rows
 from tilegym.ops.cutile.attention_common import softmax_step
 from tilegym.ops.cutile.attention_tiles import load_mask
+from tilegym.ops.cutile.attention_tiles import seen_keys
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 
@@ -56,9 +57,7 @@ def take_scores(
         s = s + load_mask(mask, batch, head, i, j, MASK_ROWS, TILE_N).astype(ct.float32)
     if partial:
         columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
-        visible = columns < keys
-        if CAUSAL:
-            visible = visible & (columns <= positions)
+        visible = seen_keys(columns, positions, keys, CAUSAL)
         if WINDOW:
             visible = visible & (positions - columns < window)
         if MASK == KEY_MASK:

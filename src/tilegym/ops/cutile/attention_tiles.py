@@ -98,6 +98,14 @@ def key_tiles(
     return first, full_first, full_last, last
 
 
+def seen_keys(columns, positions, keys, CAUSAL: Bool):
+    """Which keys, of ``columns``, queries at ``positions`` see among ``keys`` of them.
+
+    One comparison: no query stands behind the last key. Rows behind the last query do, and see keys that are none.
+    """
+    return columns <= positions if CAUSAL else columns < keys
+
+
 def query_tiles(
     queries, keys, column, window, TILE_M: Int, TILE_N: Int, CAUSAL: Bool, WINDOW: Bool
 ):  # fmt: skip

@@ -139,7 +139,7 @@ def mla_kernel(
     row_max, row_sum, acc = state
     if LSE:
         store_lse(lse, batch, head, i, row_max, row_sum, scaling, TILE_M, EXACT)
-    acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
+    acc = acc * (1.0 / ct.where(row_sum == 0.0, 1.0, row_sum))  # no key seen: zeros
     ct.store(out, (batch, head, i, 0), acc.reshape((1, 1, TILE_M, TILE_DV)).astype(out.dtype))
 
 

@@ -157,7 +157,7 @@ def mla_decoding_kernel(
     row_max, row_sum, acc = state
     if FINAL:
         unit = 1.0 if MASK == ADDITIVE_MASK else scaling
-        acc = acc / ct.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: zeros
+        acc = acc * (1.0 / ct.where(row_sum == 0.0, 1.0, row_sum))  # no key seen: zeros
         ct.store(lse, (batch, head_tile), log_sum_exp(row_max, row_sum, unit).reshape((1, TILE_H)))
     if KEYS_LEFT:
         acc = ct.transpose(acc)

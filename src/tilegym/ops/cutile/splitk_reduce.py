@@ -67,7 +67,7 @@ def merge_splits(partial, top, total, batch, state, unit, TILE_H: Int, TILE_S: I
         all_total = all_total * shrink + ct.sum(weight, axis=1, keepdims=True)
         acc = acc * shrink + ct.sum(weighted, axis=1)
         all_top = new_top
-    return acc / ct.where(all_total == 0.0, 1.0, all_total), (all_top, all_total)
+    return acc * (1.0 / ct.where(all_total == 0.0, 1.0, all_total)), (all_top, all_total)
 
 
 def merge_states(partial, batch, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, DV: Int):
