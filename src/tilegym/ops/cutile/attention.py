@@ -149,8 +149,8 @@ def attention_kernel(
     def step(state, j, partial):
         return attend(queries, k, v, mask, place, j, partial, limits, state, scaling, soft_cap, TILE_N, *options)
 
-    # A single comparison is for wide rows only. Measured on an H100 with both, causal, 4 x 4096 tokens: D 256 gains 1 %,
-    # D 128 takes 959 us instead of 933, D 64 626 instead of 607.
+    # A single comparison is for wide rows only: on an H100, causal, 4 x 4096 tokens, D 256 gains 1 %, but D 128 takes
+    # 959 us instead of 933 and D 64 626 instead of 607.
     partial_head = WINDOW or MASK == KEY_MASK or TILE_D + TILE_R <= 128
     state = for_each_tile(step, state, tiles, BOUNDED, TWO_LOOPS, partial_head)
     row_max, row_sum = state[0], state[1]
@@ -167,11 +167,11 @@ def attention_kernel(
 def _configs(arch: str, tile_d: int) -> list[Config]:
     """Tiles, loops and hints for head dimensions padded to ``tile_d``, the best for most sizes first.
 
-    Those for sm_90 were measured on an H100 at 4 x 4096 tokens of 32 heads, causal and full (cuDNN in the same run): D 64
-    607 and 1153 us (637, 1168), D 128 933 and 1835 (919, 1751); D 256 of 2 x 16 heads causal 418 (452). With 4 warps a
-    128 x 128 tile reaches a third of that: its accumulators spill. Heads in turns gain 3 to 4 % if causal. The scores of
-    the next keys before the softmax of these, which tileiras does overlap, gains nothing: 998 for D 128 causal.
-    In two tiles (parts_of), full: B8 H16 S1024 D80 126 (117), S729 D72 83 (80), B2 H32 S2048 D96 causal 138 (147).
+    Those for sm_90 were measured on an H100 at 4 x 4096 tokens of 32 heads, causal and full (cuDNN in the same run):
+    D 64 607 and 1153 us (637, 1168), D 128 933 and 1835 (919, 1751); D 256 of 2 x 16 heads causal 418 (452). With 4
+    warps a 128 x 128 tile reaches a third of that: its accumulators spill. Heads in turns gain 3 to 4 % if causal. To
+    compute the scores of the next keys before the softmax of these, which tileiras overlaps, gains nothing. In two
+    tiles (parts_of), full: B8 H16 S1024 D80 126 (117), S729 D72 83 (80); B2 H32 S2048 D96 causal 138 (147).
     """
     if arch == "cpu":
         return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=True)]
