@@ -75,6 +75,12 @@ def infer(
     batch_size: int | None = typer.Option(
         None, "--batch_size", min=1, help="Sequences at a time; fewer prompts are repeated. Default: all prompts."
     ),
+    image: list[str] = typer.Option(
+        [],
+        "--image",
+        help="A picture before every prompt, of a model that reads them: a file, or a size such as 896x896 for noise. "
+        "May be repeated.",
+    ),
     precision: str = typer.Option("bfloat16", "--precision", help=", ".join(models.PRECISIONS)),
     num_runs: int = typer.Option(3, "--num_runs", min=1, help="Timed runs."),
     warmup_runs: int = typer.Option(
@@ -117,6 +123,7 @@ def infer(
         input_length=input_length,
         output_length=output_length,
         batch_size=batch_size,
+        image=tuple(image),
         precision=precision,
         num_runs=num_runs,
         warmup_runs=warmup_runs,

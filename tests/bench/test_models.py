@@ -19,18 +19,24 @@ TINY_LLAMA = Path(__file__).parents[2] / "examples/models/tiny-llama"
 SIZES = {
     "deepseek-v2-lite": 15.7,
     "gemma-3-4b": 3.88,  # without the vision tower
+    "gemma-3-4b-vision": 4.30,
     "glm-4-9b": 9.40,
     "gpt-oss-20b": 20.9,
     "granite-3.1-8b": 8.17,
+    "internvl3-8b": 7.94,
     "llama-3.1-8b": 8.03,
     "llama-3.2-1b": 1.24,
+    "llava-1.5-7b": 7.06,
     "mistral-7b": 7.24,
+    "mistral-small-3.1-24b": 24.0,
     "olmo-2-7b": 7.30,
     "phi-4": 14.7,
     "qwen2.5-7b": 7.62,
+    "qwen2.5-vl-3b": 3.75,
     "qwen3-0.6b": 0.596,
     "qwen3-30b-a3b": 30.5,
     "qwen3-8b": 8.19,
+    "qwen3-vl-4b": 4.44,
     "qwen3.5-0.8b": 0.752,  # without the vision tower
 }
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tilegym.bench import generate
+from tilegym.bench import images
 from tilegym.bench.models import is_out_of_memory
 from tilegym.bench.prompts import Batch
 from tilegym.errors import ModelError
@@ -260,10 +261,13 @@ def _oracle(model: Any, batches: list[Batch], tokens: list[torch.Tensor]) -> tup
 
 def _wide_logits(model: Any, batch: Batch, tokens: torch.Tensor, alone: bool) -> torch.Tensor:
     """``forward_logits``, of one sequence after the other if ``alone``."""
+    if batch.media and (tokens == images.token_of(model.config)).any():
+        # Random weights choose that, too. In one pass it would stand for an image that is not there.
+        return torch.stack(generate.replay(model, batch, tokens), dim=1)
     if not alone:
         return generate.forward_logits(model, batch, tokens)
-    rows = (Batch(batch.input_ids[i : i + 1], batch.attention_mask[i : i + 1]) for i in range(batch.size))
-    return torch.cat([generate.forward_logits(model, row, tokens[i : i + 1]) for i, row in enumerate(rows)])
+    rows = range(batch.size)
+    return torch.cat([generate.forward_logits(model, batch.row(i), tokens[i : i + 1]) for i in rows])
 
 
 def release(device: torch.device) -> None:

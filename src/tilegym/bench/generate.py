@@ -81,7 +81,7 @@ def run_once(model: Any, batches: list[Batch], output_length: int, **how: Any) -
     device = model.device
     tokens, first_token_seconds, total = [], [], 0.0
     for batch in batches:
-        on_device = batch.to(device)
+        on_device = batch.to(device, model.dtype)
         clock = _first_token_clock(device, batch.size)
         _synchronize(device)
         start = time.perf_counter()
@@ -135,7 +135,7 @@ def replay(model: Any, batch: Batch, tokens: torch.Tensor) -> list[torch.Tensor]
         T tensors [B, vocab] on the CPU, in the model's dtype, which loses nothing: they are what the model returned.
     """
     follow = _follow_tokens(tokens.to(model.device), batch.prompt_length, model.dtype)
-    _generate(model, batch.to(model.device), tokens.shape[1], logits_processor=[follow])
+    _generate(model, batch.to(model.device, model.dtype), tokens.shape[1], logits_processor=[follow])
     return follow.logits
 
 
@@ -149,12 +149,17 @@ def forward_logits(model: Any, batch: Batch, tokens: torch.Tensor) -> torch.Tens
     ids = torch.cat([batch.input_ids, tokens[:, :-1]], dim=1)  # [B, S + T - 1]
     mask = torch.cat([batch.attention_mask, torch.ones_like(tokens[:, :-1])], dim=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    wanted = {"position_ids": positions.to(model.device), "logits_to_keep": tokens.shape[1]}
+    media = {name: _with_text(name, value, tokens) for name, value in batch.media.items()}
+    inputs = Batch(ids, mask, media).to(model.device, model.dtype)
+    wanted = {"logits_to_keep": tokens.shape[1]}
+    if not (media and hasattr(model.base_model, "get_rope_index")):  # else of several planes, found by the images
+        wanted["position_ids"] = positions.to(model.device)
     known = inspect.signature(type(model).forward).parameters
     output = model(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
+        input_ids=inputs.input_ids,
+        attention_mask=inputs.attention_mask,
         use_cache=False,
+        **inputs.media,
         **{name: value for name, value in wanted.items() if name in known},
     )
     return output.logits[:, -tokens.shape[1] :].cpu()
@@ -167,8 +172,16 @@ def _generate(model: Any, batch: Batch, output_length: int, **kwargs: Any) -> to
         attention_mask=batch.attention_mask,
         max_new_tokens=output_length,
         do_sample=False,
+        **batch.media,
         **kwargs,
     )
+
+
+def _with_text(name: str, value: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The types of a prompt's tokens with those of the text behind it, zeros; what else a prompt has as it is."""
+    if not name.endswith("token_type_ids"):
+        return value
+    return torch.cat([value, value.new_zeros(len(value), tokens.shape[1] - 1)], dim=1)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -20,6 +20,7 @@ from tilegym.backend import selector
 from tilegym.backend import use_backend
 from tilegym.bench import generate
 from tilegym.bench import generate_peer
+from tilegym.bench import images
 from tilegym.bench import models
 from tilegym.bench import prompts
 from tilegym.bench.compare import Comparison
@@ -78,6 +79,7 @@ class Options(ModelOptions):
     input_length: int | None = None
     output_length: int = 64
     batch_size: int | None = None
+    image: tuple[str, ...] = ()
     num_runs: int = 3
     warmup_runs: int = 2
     profile: bool = False
@@ -86,6 +88,7 @@ class Options(ModelOptions):
     def check(self) -> None:
         super().check()
         generate_peer.check(self.peer)
+        images.check(self.image)
 
 
 @dataclass
@@ -128,6 +131,7 @@ class Result:
             "precision": self.options.dtype_name,
             "batch_sizes": [batch.size for batch in self.batches],
             "prompt_lengths": [batch.prompt_length for batch in self.batches],
+            "images": list(self.options.image),
             "output_length": self.options.output_length,
             "num_runs": self.options.num_runs,
             "warmup_runs": self.options.warmup_runs,
@@ -227,15 +231,22 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
     texts = prompts.read_prompts(options.input_text, options.sentence_file)
     device, backend, notice = choose_device(options)
     dtype, trusted = options.dtype, options.trust_remote_code
-    config = models.load_config(options.model_id, options.random_weights, trusted)
+    config = models.load_config(options.model_id, options.random_weights, trusted, bool(options.image))
     tell_of_patch(config, options, tell)
     # Before the prompts are repeated to fill the batch: at least this much.
     fewest = (options.input_length or 1) + options.output_length
     models.check_cache_memory(config, dtype, device, options.batch_size or 1, fewest)
     tell(f"{'building' if options.random_weights else 'loading'} {options.model_id} on {device_name(device)}")
-    loaded = models.load(options.model_id, dtype, device, options.random_weights, config, trust_remote_code=trusted)
-    batches = prompts.make_batches(texts, loaded.tokenizer, config, options.batch_size, options.input_length)
-    prompts.check_length(batches, options.output_length, config)
+    loaded = models.load(
+        options.model_id, dtype, device, options.random_weights, config, trust_remote_code=trusted,
+        images=bool(options.image),
+    )  # fmt: skip
+    sizes, text_config = (options.batch_size, options.input_length), config.get_text_config(decoder=True)
+    if options.image:
+        batches = images.make_batches(texts, options.image, loaded, *sizes)
+    else:
+        batches = prompts.make_batches(texts, loaded.tokenizer, text_config, *sizes)
+    prompts.check_length(batches, options.output_length, text_config)
     for batch in batches:
         models.check_cache_memory(config, dtype, device, batch.size, batch.prompt_length + options.output_length)
     result = Result(options, device, backend, describe(loaded), batches)
@@ -299,7 +310,8 @@ def _measure_sides(
         result.patched = measured("TileGym")
         _observe(model, result, tell)
         if options.compare:
-            steps = compared_steps(batches, options.output_length, model.config.vocab_size, model.dtype)
+            vocabulary = model.config.get_text_config(decoder=True).vocab_size
+            steps = compared_steps(batches, options.output_length, vocabulary, model.dtype)
             tell(f"comparing the logits of {steps} steps")
             logits = collect_logits(model, batches, result.unpatched.tokens, steps)
     if options.compare:
@@ -355,13 +367,14 @@ def fallbacks_noted(notices: list[str]) -> Iterator[None]:
 def describe(loaded: models.LoadedModel) -> dict[str, Any]:
     """The model as plain data, for summaries."""
     config = loaded.model.config
+    text = config.get_text_config(decoder=True)
     return {
         "id": loaded.name,
         "type": config.model_type,
         "parameters": loaded.model.num_parameters(),
         "random_weights": loaded.random_weights,
-        "layers": getattr(config, "num_hidden_layers", None),
-        "hidden_size": getattr(config, "hidden_size", None),
+        "layers": getattr(text, "num_hidden_layers", None),
+        "hidden_size": getattr(text, "hidden_size", None),
     }
 
 

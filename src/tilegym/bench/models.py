@@ -25,12 +25,13 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode on its device, and its tokenizer where there is one."""
+    """A model in evaluation mode on its device, its tokenizer where there is one, and what reads images for it."""
 
     name: str
     model: Any
     tokenizer: Any | None
     random_weights: bool
+    processor: Any | None = None
 
 
 def presets() -> list[str]:
@@ -38,19 +39,21 @@ def presets() -> list[str]:
     return sorted(path.stem for path in PRESET_DIR.glob("*.json"))
 
 
-def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = False) -> Any:
+def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = False, images: bool = False) -> Any:
     """Reads the config of ``model_id``.
 
     Args:
         model_id: a Hub id or a local folder; with ``random_weights`` also a config file or the name of a preset.
         random_weights: whether a config is enough.
         trust_remote_code: whether code that comes with the model may run.
+        images: whether it is to read images, too.
 
     Returns:
-        The ``transformers`` config; of a model that also sees or hears, the language model's, if that stands alone.
+        The ``transformers`` config; of a model that also sees or hears, the language model's, if that stands alone,
+        unless there are ``images``.
 
     Raises:
-        ModelError: there is no such model, or ``transformers`` does not know its architecture.
+        ModelError: there is no such model, ``transformers`` does not know its architecture, or it reads no images.
     """
     import transformers
     from transformers import AutoConfig
@@ -83,7 +86,9 @@ def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = F
     if isinstance(source, Path):
         _check_config_file(source / "config.json" if source.is_dir() else source)
     try:
-        return _of_language_model(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if not images:
+            return _of_language_model(config)
     except Exception as error:  # each architecture checks its config in its own way
         if "trust_remote_code" in str(error):
             raise ModelError(
@@ -93,6 +98,10 @@ def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = F
             f"the config of {model_id} cannot be used ({first_sentence(error)}): "
             f"correct it, or take a model that transformers {transformers.__version__} knows"
         ) from error
+
+    if type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or not hasattr(config, "vision_config"):
+        raise ModelError(f"{model_id} reads no images: leave out --image, or take a model that does, such as Gemma 3")
+    return config
 
 
 def _of_language_model(config: Any) -> Any:
@@ -151,6 +160,7 @@ def load(
     config: Any | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
+    images: bool = False,
 ) -> LoadedModel:
     """Loads a model for greedy generation of a fixed number of tokens.
 
@@ -162,24 +172,24 @@ def load(
         config: what :func:`load_config` returned for the same model; read again if None.
         seed: of the random weights.
         trust_remote_code: whether code that comes with the model may run.
+        images: whether it is to read images, too.
 
     Raises:
         ModelError: the model is missing, broken, no causal language model, or too large for the memory that is free.
     """
-    from transformers import AutoModelForCausalLM
     from transformers import GenerationConfig
 
-    config = config or load_config(model_id, random_weights, trust_remote_code)
-    extra = {"trust_remote_code": True} if trust_remote_code else {}
-    check_memory(config, dtype, device)
+    config = config or load_config(model_id, random_weights, trust_remote_code, images)
+    extra, auto_class = {"trust_remote_code": True} if trust_remote_code else {}, _auto_class(config, images)
+    check_memory(config, dtype, device, images)
     with out_of_memory_is_explained(device):
         try:
             if random_weights:
                 torch.manual_seed(seed)
                 with torch.device(device):
-                    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **extra)
+                    model = auto_class.from_config(config, dtype=dtype, **extra)
             else:
-                model, info = AutoModelForCausalLM.from_pretrained(
+                model, info = auto_class.from_pretrained(
                     model_id,
                     config=config,
                     dtype=dtype,
@@ -197,9 +207,20 @@ def load(
                 "restore its files, or add --random_weights to run its shape"
             ) from error
     # Neutral: greedy, and no end token, so that every run makes the same number of tokens.
-    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=getattr(config, "pad_token_id", None) or 0)
+    pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None) or 0
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=pad)
     tokenizer = _load_tokenizer(model_id, random_weights, extra)
-    return LoadedModel(model_id, model.eval(), tokenizer, random_weights)
+    processor = _load_processor(model_id, random_weights, extra) if images else None
+    return LoadedModel(model_id, model.eval(), tokenizer, random_weights, processor)
+
+
+def _auto_class(config: Any, images: bool) -> Any:
+    import transformers
+
+    # Some read text by itself, too, but have no class for that alone.
+    alone = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    images = images or (type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not alone)
+    return transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
 
 
 def _check_complete(model_id: str, loading_info: dict[str, Any]) -> None:
@@ -243,6 +264,26 @@ def _load_tokenizer(model_id: str, random_weights: bool, extra: dict[str, bool])
     return tokenizer
 
 
+def _load_processor(model_id: str, random_weights: bool, extra: dict[str, bool]) -> Any | None:
+    """What makes inputs of texts and images for the model; None where random weights have none."""
+    from transformers import AutoProcessor
+
+    if random_weights and (Path(model_id).expanduser().is_file() or model_id in presets()):
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(model_id, **extra)
+        if getattr(processor, "image_processor", None) is None:  # a tokenizer is all that was found
+            raise ValueError("it has no preprocessor_config.json")
+        return processor
+    except Exception as error:  # as many reasons as there are kinds of processor, missing packages among them
+        if random_weights:
+            return None
+        raise ModelError(
+            f"transformers finds no processor for the images of {model_id} ({first_sentence(error)}): put its files "
+            "there, install what is missing, or add --random_weights to run the shape without one"
+        ) from error
+
+
 def cut_layers(config: Any, layers: int) -> None:
     """Leaves a model of ``config`` the first ``layers`` of its layers, in place.
 
@@ -261,19 +302,19 @@ def cut_layers(config: Any, layers: int) -> None:
     text.num_hidden_layers = layers
 
 
-def count_parameters(config: Any) -> int:
+def count_parameters(config: Any, images: bool = False) -> int:
     """The number of parameters of the model that ``config`` describes, without allocating it.
+
+    ``images``: of the model that reads images, too.
 
     Raises:
         ModelError: the config describes no causal language model, or contradicts itself.
     """
-    from transformers import AutoModelForCausalLM
-
     # The code of a config that is there has been trusted already.
     extra = {"trust_remote_code": True} if type(config).__module__.startswith("transformers_modules") else {}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **extra).num_parameters()
+            return _auto_class(config, images).from_config(config, **extra).num_parameters()
     except Exception as error:  # a config that contradicts itself fails anywhere in the model's constructor
         raise ModelError(
             f"a config of type {config.model_type!r} makes no causal language model ({first_sentence(error)}): "
@@ -281,13 +322,13 @@ def count_parameters(config: Any) -> int:
         ) from error
 
 
-def check_memory(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+def check_memory(config: Any, dtype: torch.dtype, device: torch.device, images: bool = False) -> None:
     """Raises ModelError if the weights alone exceed the free memory of ``device``.
 
     On a CPU the operating system would otherwise kill the process without a word.
     """
     _require(
-        count_parameters(config) * dtype.itemsize,
+        count_parameters(config, images) * dtype.itemsize,
         device,
         f"the weights take {{}} in {str(dtype).removeprefix('torch.')}",
         "a smaller model, a 16-bit --precision, or a device with more memory",

@@ -1,20 +1,28 @@
 """Prompts: read from the command line or a file, encoded and padded to batches."""
 
 from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from typing import Any
+from typing import TypeVar
 
 import torch
 
 from tilegym.errors import ModelError
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts of one ``generate`` call, padded on the left: ``input_ids`` and ``attention_mask``, int64 [B, S]."""
+    """Prompts of one ``generate`` call, padded on the left: ``input_ids`` and ``attention_mask``, int64 [B, S].
+
+    ``media``: what else ``generate`` takes with them, as images; of each the first B-th is of the first prompt.
+    """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
+    media: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -24,8 +32,15 @@ class Batch:
     def prompt_length(self) -> int:
         return self.input_ids.shape[1]
 
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(self.input_ids.to(device), self.attention_mask.to(device))
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "Batch":
+        """On ``device``; with a ``dtype`` the numbers of ``media`` in it."""
+        media = {n: v.to(device, dtype if v.is_floating_point() else None) for n, v in self.media.items()}
+        return Batch(self.input_ids.to(device), self.attention_mask.to(device), media)
+
+    def row(self, i: int) -> "Batch":
+        """Prompt ``i`` alone."""
+        media = {n: v[i * len(v) // self.size : (i + 1) * len(v) // self.size] for n, v in self.media.items()}
+        return Batch(self.input_ids[i : i + 1], self.attention_mask[i : i + 1], media)
 
 
 def read_prompts(input_text: str, sentence_file: Path | None) -> list[str]:
@@ -62,16 +77,27 @@ def make_batches(
     Raises:
         ModelError: a prompt has no tokens.
     """
-    encoded = [_encode(prompt, tokenizer, config.vocab_size) for prompt in prompts]
+    encoded = encode_all(prompts, tokenizer, config.vocab_size, input_length)
+    pad = tokenizer.pad_token_id if tokenizer is not None else getattr(config, "pad_token_id", None)
+    return [Batch(*pad_left(rows, pad or 0)) for rows in in_batches(encoded, batch_size)]
+
+
+def encode_all(prompts: list[str], tokenizer: Any | None, vocab_size: int, input_length: int | None) -> list[list[int]]:
+    """The tokens of each prompt, as :func:`make_batches` says."""
+    encoded = [_encode(prompt, tokenizer, vocab_size) for prompt in prompts]
     if not all(encoded):
         raise ModelError("a prompt has no tokens: give the model some text to continue")
     if input_length is not None:
         encoded = [(ids * -(-input_length // len(ids)))[:input_length] for ids in encoded]
-    size = batch_size or len(encoded)
-    if len(encoded) < size:
-        encoded = [encoded[i % len(encoded)] for i in range(size)]
-    pad = tokenizer.pad_token_id if tokenizer is not None else getattr(config, "pad_token_id", None)
-    return [_pad(encoded[i : i + size], pad or 0) for i in range(0, len(encoded), size)]
+    return encoded
+
+
+def in_batches(prompts: list[T], batch_size: int | None) -> list[list[T]]:
+    """``prompts``, so many at a time; fewer are repeated, and None takes all at once."""
+    size = batch_size or len(prompts)
+    if len(prompts) < size:
+        prompts = [prompts[i % len(prompts)] for i in range(size)]
+    return [prompts[i : i + size] for i in range(0, len(prompts), size)]
 
 
 def random_batch(rows: int, length: int, vocab_size: int, seed: int = 0) -> Batch:
@@ -98,8 +124,9 @@ def _encode(prompt: str, tokenizer: Any | None, vocab_size: int) -> list[int]:
     return [byte % vocab_size for byte in prompt.encode("utf-8")]
 
 
-def _pad(rows: list[list[int]], pad: int) -> Batch:
+def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask, int64 [B, S], of ``rows`` filled up with ``pad`` on the left."""
     width = max(len(row) for row in rows)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return Batch(ids, mask)
+    return ids, mask

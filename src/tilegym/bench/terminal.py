@@ -46,10 +46,11 @@ def _show_job(result: Result, console: Console) -> None:
     options = result.options
     sizes = ", ".join(f"{batch.size} x {batch.prompt_length}" for batch in result.batches[:4])
     more = f" and {len(result.batches) - 4} more" if len(result.batches) > 4 else ""
+    pictures = f" with {', '.join(options.image)}" if options.image else ""
     show_setup(
         result,
         console,
-        f"prompts {sizes}{more} tokens, {options.output_length} new tokens each, "
+        f"prompts {sizes}{more} tokens{pictures}, {options.output_length} new tokens each, "
         f"{options.num_runs} runs after {options.warmup_runs} warm-up",
     )
 
