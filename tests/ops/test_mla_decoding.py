@@ -178,15 +178,23 @@ class Test_MLA_Decoding(PyTestCase):
             shapes.append([args[4].shape for _, args in launches[:1]] + [len(launches)])
         assert shapes[0] == shapes[1] and shapes[0][1] == 2
 
+    @backends("mla_decoding_split_kv")
     @pytest.mark.parametrize("kv_len_per_split", [None, 1000])
-    def test_what_lies_behind_the_last_key_does_not_matter(self, kv_len_per_split):
+    def test_what_lies_behind_the_last_key_does_not_matter(self, backend, kv_len_per_split):
         kwargs = tensors(*SHAPES[0]) | {"kv_len": lengths(20, 100), "kv_len_per_split": kv_len_per_split}
         expected = split_reference(**kwargs)
         for b, length in enumerate((20, 100)):
             kwargs["kv"][b, length:] = math.nan
             kwargs["kpe"][b, length:] = math.inf
         with sanitized():
-            torch.testing.assert_close(mla_decoding_split_kv(**kwargs, backend="cutile"), expected)
+            torch.testing.assert_close(mla_decoding_split_kv(**kwargs, backend=backend), expected)
+
+    @backends("mla_decoding")
+    @dtypes()
+    def test_mask_in_fp64(self, backend, dtype):
+        kwargs = tensors(2, 4, 20, 32, 16, dtype=dtype) | {"attention_mask": randn(20)}
+        got = mla_decoding(**kwargs | {"attention_mask": kwargs["attention_mask"].double()}, backend=backend)
+        torch.testing.assert_close(got, mla_decoding(**kwargs, backend=backend))
 
     @pytest.mark.parametrize("where", ["q", "qpe", "kv", "kpe"])
     @pytest.mark.parametrize("value", [math.nan, math.inf])

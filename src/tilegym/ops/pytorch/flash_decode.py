@@ -3,7 +3,7 @@
 import torch
 
 from tilegym.backend import register_impl
-from tilegym.ops.pytorch.attention import fmha
+from tilegym.ops.pytorch.attention import attention
 
 
 @register_impl("fmha_decode", "pytorch")
@@ -21,7 +21,8 @@ def fmha_decode(
 ) -> torch.Tensor:
     check_query(q, kv_len_per_split)
     # The query stands at the last key, so that causal or not is the same.
-    return fmha(q, k, v, sm_scale, True, window_size, soft_cap, sinks, attention_mask, kv_len)
+    options = (window_size, soft_cap, sinks, attention_mask, kv_len)
+    return attention(q, k, v, sm_scale, True, *options, op="fmha_decode")
 
 
 def check_query(q: torch.Tensor, kv_len_per_split: int | None) -> None:
