@@ -110,8 +110,10 @@ def _visible_keys(
 
 
 def without_rows_behind(length: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """``tensors`` [B, ..., S, D] with zeros behind the first ``length`` [B] of S: what a cache holds there may be NaN, of
-    which a weight of zero makes NaN, too."""
+    """``tensors`` [B, ..., S, D] with zeros behind the first ``length`` [B] of S.
+
+    What a cache holds there may be NaN, of which a weight of zero makes NaN, too.
+    """
     rows = tensors[0].shape[-2]
     behind = torch.arange(rows, device=length.device) >= length[:, None]
     behind = behind.view(-1, *(1,) * (tensors[0].dim() - 3), rows, 1)
