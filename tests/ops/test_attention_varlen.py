@@ -206,6 +206,8 @@ class Test_FmhaVarlen(PyTestCase):
             call(**kwargs | {"cu_seqlens_k": starts([1, 2, 3])})
         with pytest.raises(TypeError, match="cu_seqlens_q must be int32 or int64, it is torch.float32"):
             call(**kwargs | {"cu_seqlens_q": kwargs["cu_seqlens_q"].float()})
+        with pytest.raises(TypeError, match="fmha_varlen: cu_seqlens_k must be a tensor, it is a list"):
+            call(**kwargs | {"cu_seqlens_k": kwargs["cu_seqlens_k"].tolist()})
         with pytest.raises(ValueError, match="max_seqlen_k must not be negative"):
             call(**kwargs, max_seqlen_k=-1)
         with pytest.raises(ValueError, match="window_size must be at least 1"):

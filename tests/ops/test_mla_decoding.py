@@ -248,6 +248,8 @@ class Test_MLA_Decoding(PyTestCase):
             (dict(kpe=randn(1, 5, 16).half()), TypeError, "one dtype"),
             (dict(kv_len=lengths(1, 2)), ValueError, "kv_len must be \\[1\\]"),
             (dict(kv_len=randn(1)), TypeError, "kv_len must be of integers"),
+            (dict(kv_len=[3]), TypeError, "kv_len must be a tensor or None, it is a list"),
+            (dict(sm_scale=None), TypeError, "sm_scale must be a number, it is None"),
             (dict(attention_mask=boolean(1, 1, 1, 6)), ValueError, "cannot be broadcast"),
         ],
         ids=lambda p: "" if not isinstance(p, dict) else next(iter(p)),

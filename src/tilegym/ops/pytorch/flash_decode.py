@@ -25,9 +25,9 @@ def fmha_decode(
     return attention(q, k, v, sm_scale, True, *options, op="fmha_decode")
 
 
-def check_query(q: torch.Tensor, kv_len_per_split: int | None) -> None:
-    """Raises ValueError unless q holds one query a head and the splits have a length."""
+def check_query(q: torch.Tensor, kv_len_per_split: int | None, op: str = "fmha_decode") -> None:
+    """Raises ValueError, naming ``op``, unless q holds one query a head and the splits have a length."""
     if q.dim() != 4 or q.shape[2] != 1:
-        raise ValueError(f"fmha_decode: q must be [B, Hq, 1, D], it is {tuple(q.shape)}")
+        raise ValueError(f"{op}: q must be [B, Hq, 1, D], it is {tuple(q.shape)}")
     if kv_len_per_split is not None and kv_len_per_split < 1:
-        raise ValueError(f"fmha_decode: kv_len_per_split must be at least 1 (or None), it is {kv_len_per_split}")
+        raise ValueError(f"{op}: kv_len_per_split must be at least 1 (or None), it is {kv_len_per_split}")
