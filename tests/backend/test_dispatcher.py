@@ -179,6 +179,17 @@ def test_other_errors_are_passed_on(shift):
         shift(X, to=3, backend="third")
 
 
+def test_arguments_of_wrong_types_are_named(shift):
+    for wrong, message in (
+        (([0.0],), "x must be a tensor, it is a list"),
+        ((X, None), "by must be a number, it is None"),
+        ((X, "2"), "by must be a number, it is '2'"),
+        ((X, (2, 3)), "by must be a number, it is a tuple"),
+    ):
+        with pytest.raises(TypeError, match=f"^shift_for_test: {message}$"):
+            shift(*wrong)
+
+
 def test_observer_sees_calls_and_backends(shift):
     seen = []
 

@@ -194,14 +194,23 @@ class Test_FMHA(PyTestCase):
         oracle = definition(**{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()})
         torch.testing.assert_close(got.cpu(), oracle.float())
 
-    def test_what_lies_behind_the_last_key_does_not_matter(self):
+    @backends("fmha")
+    def test_what_lies_behind_the_last_key_does_not_matter(self, backend):
         kwargs = tensors(*SHAPES[1]) | {"kv_len": lengths(20, 41)}
         expected = reference(**kwargs)
         for b, length in enumerate((20, 41)):
             kwargs["k"][b, :, length:] = math.nan
             kwargs["v"][b, :, length:] = math.inf
         with sanitized():
-            torch.testing.assert_close(fmha(**kwargs, backend="cutile"), expected)
+            torch.testing.assert_close(fmha(**kwargs, backend=backend), expected)
+
+    @backends("fmha")
+    @dtypes()
+    def test_mask_in_fp64(self, backend, dtype):
+        kwargs = tensors(*SHAPES[1], dtype=dtype)
+        mask = additive(1, 1, 17, 50)
+        got = fmha(**kwargs, attention_mask=mask.double(), backend=backend)
+        torch.testing.assert_close(got, fmha(**kwargs, attention_mask=mask, backend=backend))
 
     @pytest.mark.parametrize("where", ["q", "k", "v"])
     @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -132,7 +132,11 @@ class Test_AttentionSink(PyTestCase):
                 attention_sink(**kwargs, start_q=start, backend=backend)
         with pytest.raises(ValueError, match="attention_sink: start_q must be a number or integers"):
             attention_sink(**kwargs, start_q=positions(1, 2, 3), backend=backend)
-        with pytest.raises(ValueError, match="window_size"):
+        with pytest.raises(TypeError, match="attention_sink: sinks must be a tensor, it is None"):
+            attention_sink(**kwargs | {"sinks": None}, backend=backend)
+        with pytest.raises(TypeError, match="attention_sink: start_q must be .*, it is a list"):
+            attention_sink(**kwargs, start_q=[0], backend=backend)
+        with pytest.raises(ValueError, match="attention_sink: sliding_window"):
             attention_sink(**kwargs, sliding_window=0, backend=backend)
         with pytest.raises(TypeError, match="attention_sink: q, k and v must have one dtype"):
             attention_sink(**kwargs | {"query": kwargs["query"].half()}, backend=backend)
@@ -202,7 +206,7 @@ class Test_AttentionSinkDecode(PyTestCase):
             attention_sink_decode(**kwargs | {"sinks": randn(2)}, backend=backend)
         with pytest.raises(ValueError, match="attention_sink_decode: start_q is 50"):
             attention_sink_decode(**kwargs, start_q=50, backend=backend)
-        with pytest.raises(ValueError, match="kv_len_per_split"):
+        with pytest.raises(ValueError, match="attention_sink_decode: kv_len_per_split"):
             attention_sink_decode(**kwargs, kv_len_per_split=0, backend=backend)
 
     @backends("attention_sink_decode")

@@ -21,6 +21,7 @@ from tilegym.ops.cutile import decode_varlen
 from tilegym.ops.cutile.attention_varlen import choose_tiles
 from tilegym.ops.cutile.attention_varlen import varlen_forward
 from tilegym.ops.cutile.decode_varlen import decode_packed
+from tilegym.ops.pytorch import attention_varlen as pytorch_module
 from tilegym.ops.pytorch.attention_varlen import fmha_varlen as reference
 
 # Queries and keys of each sequence: a prompt, tokens to decode, nothing, chunks, more queries than keys.
@@ -110,8 +111,9 @@ class Test_FmhaVarlen(PyTestCase):
             first_q, first_k = first_q + queries, first_k + keys
         assert out.shape[0] == first_q + 2 and not out[first_q:].any()
 
+    @backends("fmha_varlen")
     @pytest.mark.parametrize("max_seqlen_q", [None, 1])
-    def test_what_lies_elsewhere_does_not_matter(self, max_seqlen_q):
+    def test_what_lies_elsewhere_does_not_matter(self, backend, max_seqlen_q):
         """Keys of other sequences and behind all of them, queries behind all of them."""
         sequences = TOKENS if max_seqlen_q else MIXED
         kwargs = tensors(sequences, 8, 2, 32, 32, behind=(2, 30))
@@ -122,7 +124,7 @@ class Test_FmhaVarlen(PyTestCase):
             kwargs[name][keys[-1] :] = float("nan")
         kwargs["q"][queries[-1] :] = float("nan")
         with sanitized():
-            got = fmha_varlen(**kwargs, max_seqlen_q=max_seqlen_q, backend="cutile")
+            got = fmha_varlen(**kwargs, max_seqlen_q=max_seqlen_q, backend=backend)
         others = [i for i in range(got.shape[0]) if not queries[1] <= i < queries[2]]
         torch.testing.assert_close(got[others], expected[others], rtol=1e-4, atol=1e-4)
         assert got[queries[1] : queries[2]].isnan().all()
@@ -167,6 +169,25 @@ class Test_FmhaVarlen(PyTestCase):
             out = fmha_varlen(**kwargs, max_seqlen_q=max_seqlen_q, backend=backend)
         assert out.shape == (queries, 4, 24) and not out.any()
 
+    def test_by_a_mask(self, monkeypatch):
+        """As while a graph is captured: one attention over all sequences."""
+        kwargs = tensors(MIXED, 8, 2, 32, 32, behind=(2, 30)) | OPTIONS["all"]
+        expected = reference(**kwargs)
+        for name, starts in (("q", "cu_seqlens_q"), ("k", "cu_seqlens_k"), ("v", "cu_seqlens_k")):
+            kwargs[name][kwargs[starts][-1] :] = float("nan")
+            kwargs[name].requires_grad_()
+        monkeypatch.setattr(pytorch_module, "can_decide", lambda t: False)
+        got = reference(**kwargs)
+        torch.testing.assert_close(got, expected)
+        assert all(g.isfinite().all() for g in torch.autograd.grad(got.sum(), [kwargs[name] for name in "qkv"]))
+
+    @pytest.mark.parametrize("lengths", [[0, 2], [0]], ids=str)
+    def test_gradients_without_keys(self, lengths):
+        q, k, v = (randn(tokens, 2, 16).requires_grad_() for tokens in (2, 0, 0))
+        starts_q = torch.tensor(lengths, device=device())
+        out = fmha_varlen(q, k, v, starts_q, torch.zeros_like(starts_q))
+        assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
     def test_gradients_come_from_pytorch(self):
         kwargs = tensors(*SHAPES[1])
         dispatcher._warned.clear()
@@ -185,6 +206,8 @@ class Test_FmhaVarlen(PyTestCase):
             call(**kwargs | {"cu_seqlens_k": starts([1, 2, 3])})
         with pytest.raises(TypeError, match="cu_seqlens_q must be int32 or int64, it is torch.float32"):
             call(**kwargs | {"cu_seqlens_q": kwargs["cu_seqlens_q"].float()})
+        with pytest.raises(TypeError, match="fmha_varlen: cu_seqlens_k must be a tensor, it is a list"):
+            call(**kwargs | {"cu_seqlens_k": kwargs["cu_seqlens_k"].tolist()})
         with pytest.raises(ValueError, match="max_seqlen_k must not be negative"):
             call(**kwargs, max_seqlen_k=-1)
         with pytest.raises(ValueError, match="window_size must be at least 1"):

@@ -15,6 +15,7 @@ from test_attention import OPTIONS
 from test_attention import tensors
 
 from tilegym.backend import use_backend
+from tilegym.errors import BackendError
 from tilegym.ops import fmha
 from tilegym.ops.attn_interface import attention_sink_interface
 from tilegym.ops.attn_interface import fmha_interface
@@ -134,7 +135,7 @@ class Test_GptOss(PyTestCase):
         kwargs = tensors(2, 4, 2, 6, 30, 32, 32) | {"sinks": randn(4, seed=5), "window_size": 3}
         kv_len = torch.as_tensor(start_q, device=device()).expand(2).to(torch.int32) + 6
         keep = padding((30, 21), 30)
-        for mask in (None, keep):
+        for mask in (None, keep, torch.tensor(True, device=device())):
             got = attention_sink_interface(**kwargs, start_q=start_q, attention_mask=mask, backend=backend)
             torch.testing.assert_close(got, reference(**kwargs, kv_len=kv_len, attention_mask=mask))
         with pytest.raises(ValueError, match="kv_len or start_q"):
@@ -203,5 +204,8 @@ class Test_Gemma(PyTestCase):
         with recorded_launches() as launches:
             interface(**kwargs, dropout=0.1, backend="cutile")
         assert not launches
-        with pytest.raises(ValueError, match="dropout"):
-            interface(**kwargs, soft_cap=1.0, dropout=-0.1, backend="cutile")
+        for dropout in (-0.1, 1.5):
+            with pytest.raises(ValueError, match=f"fmha_interface: dropout is {dropout}; it must be between 0 and 1"):
+                interface(**kwargs, dropout=dropout, backend="cutile")
+        with pytest.raises(BackendError, match="no backend is called 'none'"):
+            interface(**kwargs, dropout=0.1, backend="none")

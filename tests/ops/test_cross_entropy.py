@@ -95,7 +95,7 @@ class Test_CrossEntropy(PyTestCase):
     @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
     def test_special_values_of_parts(self, label_smoothing, parts):
         self.test_special_values(9000, label_smoothing)
-        self.test_an_ignored_row_may_hold_anything(9000)
+        self.test_an_ignored_row_may_hold_anything("cutile", 9000, NAN)
 
     @dtypes()
     @pytest.mark.parametrize("n", [1, 40, 9000])
@@ -128,13 +128,15 @@ class Test_CrossEntropy(PyTestCase):
         kwargs["target"].fill_(-100)
         self.assertCorrectness(cross_entropy, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    @backends("cross_entropy")
     @pytest.mark.parametrize("n", [40, 5000])
-    def test_an_ignored_row_may_hold_anything(self, n):
-        kwargs = arguments(3, n)
-        kwargs["logits"][1] = NAN
+    @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+    def test_an_ignored_row_may_hold_anything(self, backend, n, value):
+        kwargs = arguments(3, n, z_loss=0.1)
+        kwargs["logits"][1] = value
         logits = kwargs["logits"].requires_grad_()
         with sanitized():
-            loss = cross_entropy(**kwargs, backend="cutile")
+            loss = cross_entropy(**kwargs, backend=backend)
             loss.backward()
         assert loss.isfinite() and not logits.grad[1].any() and logits.grad[0].any()
 

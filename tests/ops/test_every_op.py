@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import samples
 import torch
@@ -95,6 +96,21 @@ def test_results_are_the_references(op):
     with sanitized():
         results = run(Call(op))
     torch.testing.assert_close(results, run(Call(op, backend="pytorch")), rtol=1e-2, atol=1e-2)
+
+
+@every_op
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("cutile", numpy.asarray), ("pytorch", torch.tensor)], ids=["numpy", "tensors"]
+)
+def test_numbers_of_other_types(op, backend, kind):
+    """Are the numbers that they hold."""
+    call = Call(op, backend, tokens=4)
+    expected = run(call)
+    numbers = [i for i, leaf in enumerate(call.leaves) if type(leaf) in (int, float)]
+    for i in numbers:
+        call.leaves[i] = kind(call.leaves[i])[()]
+        call.where = [where for where in call.where if where != i]
+    assert_same(run(call), expected)
 
 
 @every_op

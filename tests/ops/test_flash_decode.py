@@ -121,15 +121,16 @@ class Test_FlashDecode(PyTestCase):
         kwargs = tensors(*SHAPES[0], dtype=dtype) | options
         self.assertCorrectness(fmha_decode, reference, kwargs, {"backend": "cutile"})
 
+    @backends("fmha_decode")
     @pytest.mark.parametrize("kv_len_per_split", [1000, 40])
-    def test_what_lies_behind_the_last_key_does_not_matter(self, kv_len_per_split):
+    def test_what_lies_behind_the_last_key_does_not_matter(self, backend, kv_len_per_split):
         kwargs = tensors(*SHAPES[0]) | {"kv_len": lengths(20, 100)}
         expected = reference(**kwargs)
         for b, length in enumerate((20, 100)):
             kwargs["k"][b, :, length:] = math.nan
             kwargs["v"][b, :, length:] = math.inf
         with sanitized():
-            got = fmha_decode(**kwargs, kv_len_per_split=kv_len_per_split, backend="cutile")
+            got = fmha_decode(**kwargs, kv_len_per_split=kv_len_per_split, backend=backend)
         torch.testing.assert_close(got, expected)
 
     @pytest.mark.parametrize("where", ["q", "k", "v"])
@@ -241,7 +242,7 @@ class Test_FlashDecode(PyTestCase):
             fmha_decode(**kwargs | {"q": randn(1, 2, 3, 32)}, backend=backend)
         with pytest.raises(ValueError, match="kv_len_per_split"):
             fmha_decode(**kwargs, kv_len_per_split=0, backend=backend)
-        with pytest.raises(ValueError, match="kv_len must be \\[1\\]"):
+        with pytest.raises(ValueError, match="fmha_decode: kv_len must be \\[1\\]"):
             fmha_decode(**kwargs, kv_len=lengths(3, 4), backend=backend)
 
     @backends("fmha_decode")

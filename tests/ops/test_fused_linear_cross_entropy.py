@@ -360,6 +360,8 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
         kwargs = arguments()
         for error, message, wrong in (
             (ValueError, "hidden_states has shape", {"weight": randn(V, H + 1)}),
+            (ValueError, "hidden_states has shape", {"hidden_states": randn(M, 0), "weight": randn(V, 0)}),
+            (ValueError, "hidden_states has shape", {"weight": randn(0, H), "bias": randn(0)}),
             (ValueError, "target has shape", {"target": kwargs["target"][:1]}),
             (TypeError, "target is torch.float32", {"target": randn(M)}),
             (ValueError, "bias has shape", {"bias": randn(V + 1)}),
@@ -369,6 +371,17 @@ class Test_FusedLinearCrossEntropy(PyTestCase):
         ):
             with pytest.raises(error, match=f"fused_linear_cross_entropy: {message}"):
                 fused_linear_cross_entropy(**kwargs | wrong, backend=backend)
+
+    @backends("fused_linear_cross_entropy")
+    def test_transforms(self, backend):
+        hidden, weight, target, bias, _ = arguments(reduction="sum").values()
+
+        def loss(hidden, weight):
+            return fused_linear_cross_entropy(hidden, weight, target, bias, chunk_size=4, backend=backend)
+
+        inputs = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+        expected = torch.autograd.grad(loss(*inputs), inputs)
+        torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1))(hidden, weight), expected)
 
     def test_autocast_changes_nothing(self):
         kwargs = arguments()

@@ -11,6 +11,7 @@ from common import gpu
 from common import randn
 from common import recorded_launches
 from common import sanitized
+from torch.nn.modules.module import register_module_forward_hook
 
 from tilegym.backend import get_available_backends
 from tilegym.backend import use_backend
@@ -145,6 +146,42 @@ class Test_FusedSwiGLU(PyTestCase):
 
         mlp.up_proj.__class__ = Doubled
         torch.testing.assert_close(mlp(x), 2 * expected)
+
+    @every_backend
+    @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+    @pytest.mark.parametrize(
+        "hook",
+        [
+            lambda m, seen: m.register_full_backward_hook(lambda *_: seen.append(1)),
+            lambda m, seen: m.register_full_backward_pre_hook(lambda *_: seen.append(1)),
+            lambda m, seen: register_module_forward_hook(lambda called, *_: seen.append(1) if called is m else None),
+            lambda m, seen: setattr(m, "forward", lambda x: seen.append(1) or torch.nn.Linear.forward(m, x)),
+        ],
+        ids=["backward", "backward, before", "of all modules", "forward"],
+    )
+    def test_every_hook_is_called(self, backend, name, hook):
+        mlp, seen = make(), []
+        handle = hook(getattr(mlp, name), seen)
+        with use_backend(backend):
+            mlp(randn(3, 24).requires_grad_()).sum().backward()
+        if handle is not None:
+            handle.remove()
+        assert seen == [1]
+
+    def test_second_derivatives_are_pytorchs(self):
+        mlp, x = make(), randn(3, 24).requires_grad_()
+        seconds = []
+        for module in (mlp, plain_copy(mlp)):
+            with use_backend("pytorch"):
+                (first,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+                seconds.append(torch.autograd.grad(first.square().sum(), x))
+        torch.testing.assert_close(*seconds)
+
+    def test_weights_are_saved(self, tmp_path):
+        safetensors = pytest.importorskip("safetensors.torch")
+        mlp = make()
+        safetensors.save_file(mlp.state_dict(), tmp_path / "mlp")
+        torch.testing.assert_close(safetensors.load_file(tmp_path / "mlp", device()), dict(mlp.state_dict()))
 
     def test_autocast(self):
         mlp = make()

@@ -189,6 +189,8 @@ class Test_GemmaAttentionDecode(PyTestCase):
             gemma_attention_decode(**kwargs, soft_cap=-1.0, backend=backend)
         with pytest.raises(ValueError, match="gemma_attention_decode: kv_len must be \\[2\\]"):
             gemma_attention_decode(**kwargs, kv_len=lengths(3), backend=backend)
+        with pytest.raises(ValueError, match="gemma_attention_decode: kv_len_per_split must be at least 1"):
+            gemma_attention_decode(**kwargs, kv_len_per_split=0, backend=backend)
 
     @backends("gemma_attention_decode")
     @pytest.mark.parametrize(("batch", "keys"), [(0, 4), (1, 0)])

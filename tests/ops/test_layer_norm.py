@@ -93,6 +93,13 @@ class Test_LayerNorm(PyTestCase):
             kwargs, {"backend": backend}, gradient=True,
         )  # fmt: skip
 
+    def test_fp64_beside_another_dtype(self):
+        kwargs = arguments(4, 40, dtype=torch.float64)
+        for name in ("weight", "bias"):
+            given = kwargs | {name: kwargs[name].float()}
+            exact = reference(**kwargs | {name: given[name].double()})
+            torch.testing.assert_close(reference(**given), exact, rtol=1e-14, atol=1e-14)
+
     @pytest.mark.parametrize("shape", [(4, 1024), (3, 1100), (9, 2048), (600 if HAS_GPU else 9, 2560)], ids=str)
     def test_gradients_of_few_rows(self, shape):
         """In one launch up to four rows."""

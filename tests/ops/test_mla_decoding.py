@@ -178,15 +178,23 @@ class Test_MLA_Decoding(PyTestCase):
             shapes.append([args[4].shape for _, args in launches[:1]] + [len(launches)])
         assert shapes[0] == shapes[1] and shapes[0][1] == 2
 
+    @backends("mla_decoding_split_kv")
     @pytest.mark.parametrize("kv_len_per_split", [None, 1000])
-    def test_what_lies_behind_the_last_key_does_not_matter(self, kv_len_per_split):
+    def test_what_lies_behind_the_last_key_does_not_matter(self, backend, kv_len_per_split):
         kwargs = tensors(*SHAPES[0]) | {"kv_len": lengths(20, 100), "kv_len_per_split": kv_len_per_split}
         expected = split_reference(**kwargs)
         for b, length in enumerate((20, 100)):
             kwargs["kv"][b, length:] = math.nan
             kwargs["kpe"][b, length:] = math.inf
         with sanitized():
-            torch.testing.assert_close(mla_decoding_split_kv(**kwargs, backend="cutile"), expected)
+            torch.testing.assert_close(mla_decoding_split_kv(**kwargs, backend=backend), expected)
+
+    @backends("mla_decoding")
+    @dtypes()
+    def test_mask_in_fp64(self, backend, dtype):
+        kwargs = tensors(2, 4, 20, 32, 16, dtype=dtype) | {"attention_mask": randn(20)}
+        got = mla_decoding(**kwargs | {"attention_mask": kwargs["attention_mask"].double()}, backend=backend)
+        torch.testing.assert_close(got, mla_decoding(**kwargs, backend=backend))
 
     @pytest.mark.parametrize("where", ["q", "qpe", "kv", "kpe"])
     @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -240,6 +248,8 @@ class Test_MLA_Decoding(PyTestCase):
             (dict(kpe=randn(1, 5, 16).half()), TypeError, "one dtype"),
             (dict(kv_len=lengths(1, 2)), ValueError, "kv_len must be \\[1\\]"),
             (dict(kv_len=randn(1)), TypeError, "kv_len must be of integers"),
+            (dict(kv_len=[3]), TypeError, "kv_len must be a tensor or None, it is a list"),
+            (dict(sm_scale=None), TypeError, "sm_scale must be a number, it is None"),
             (dict(attention_mask=boolean(1, 1, 1, 6)), ValueError, "cannot be broadcast"),
         ],
         ids=lambda p: "" if not isinstance(p, dict) else next(iter(p)),

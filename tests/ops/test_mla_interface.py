@@ -12,6 +12,7 @@ from test_mla_decoding import OPTIONS as DECODING_OPTIONS
 from test_mla_decoding import tensors as decoding_tensors
 
 from tilegym.backend import use_backend
+from tilegym.errors import BackendError
 from tilegym.ops.attn_interface import latent_attention
 from tilegym.ops.attn_interface import mla_decoding_interface
 from tilegym.ops.attn_interface import mla_interface
@@ -46,6 +47,11 @@ class Test_MLA_Interface(PyTestCase):
         # Rows of weights sum to one; half of them are dropped, and the others doubled.
         assert not torch.allclose(out, torch.ones_like(out))
         assert abs(out.mean() - 1) < 0.2
+        for call, arguments in ((mla_interface, kwargs), (latent_attention, latent_tensors(1))):
+            with pytest.raises(ValueError, match=f"{call.__name__}: dropout is -0.1"):
+                call(**arguments, dropout=-0.1)
+            with pytest.raises(BackendError, match="no backend is called 'none'"):
+                call(**arguments, dropout=0.1, backend="none")
 
     def test_autocast(self):
         kwargs = tensors(*SHAPES[0])

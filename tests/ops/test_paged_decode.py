@@ -37,12 +37,13 @@ def integers(*numbers):
 
 
 def tensors(size, heads, kv_heads, head_dim, v_dim, dtype=torch.float32, lengths=LENGTHS):
-    """Arguments; pages are dealt out in no order, and those that are not there are -1."""
+    """Arguments; pages are dealt out in no order, and behind the last one stand numbers of none."""
     sequences, each = len(lengths), -(-max(lengths) // size) + 1
     pages = sequences * each + 1
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(3))[:-1].view(sequences, each)
     needed = -(-torch.tensor(lengths) // size)
-    table = torch.where(torch.arange(each) < needed[:, None], order, -1)
+    none = torch.tensor([-1, pages + 7]).repeat(sequences * each)[: sequences * each].view(sequences, each)
+    table = torch.where(torch.arange(each) < needed[:, None], order, none)
     return dict(
         q=randn(heads, sequences, head_dim, dtype=dtype).transpose(0, 1),
         k=randn(sequences, kv_heads, head_dim, dtype=dtype, seed=1),
@@ -139,7 +140,9 @@ class Test_PagedDecode(PyTestCase):
     def test_no_sequences(self, backend):
         kwargs = tensors(*SHAPES[0])
         kwargs |= {name: kwargs[name][:0] for name in ("q", "k", "v", "block_table")}
-        assert fmha_paged_decode(**kwargs | {"cu_seqlens_k": integers(0)}, backend=backend).shape == (0, 8, 80)
+        for table in (kwargs["block_table"], kwargs["block_table"][:, :0]):
+            out = fmha_paged_decode(**kwargs | {"cu_seqlens_k": integers(0), "block_table": table}, backend=backend)
+            assert out.shape == (0, 8, 80)
 
     @dtypes(torch.float32, torch.bfloat16)
     @pytest.mark.parametrize("size, head_dim", [(1, 16), (4, 32), (24, 16), (33, 20)])
@@ -174,8 +177,9 @@ class Test_PagedDecode(PyTestCase):
             call(**kwargs | {"v_pages": kwargs["k_pages"]})
         with pytest.raises(TypeError, match="k is torch.float32, k_pages is torch.bfloat16"):
             call(**kwargs | {"k_pages": kwargs["k_pages"].bfloat16()})
-        with pytest.raises(ValueError, match=r"block_table must be \[6, M\]"):
-            call(**kwargs | {"block_table": kwargs["block_table"][:5]})
+        for table in (kwargs["block_table"][:5], kwargs["block_table"][:, :0]):
+            with pytest.raises(ValueError, match=r"block_table must be \[6, M\] with M of 1 or more"):
+                call(**kwargs | {"block_table": table})
         with pytest.raises(ValueError, match=r"cu_seqlens_k must be \[7\]"):
             call(**kwargs | {"cu_seqlens_k": integers(0, 1)})
         with pytest.raises(TypeError, match="block_table must be int32 or int64"):

@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 from tilegym import env
 from tilegym.backend import selector
 from tilegym.backend import slower
+from tilegym.backend.arguments import plain_arguments
 from tilegym.backend.recording import Recordings
 from tilegym.backend.selector import PREFER_CUTILE
 from tilegym.backend.selector import eager_backend
@@ -91,6 +92,12 @@ class Op:
                 return impl(*args, **kwargs)
         except UnsupportedError as reason:
             return self.call_without(chosen, args, kwargs, reason)
+        except Exception as error:
+            named = str(error).startswith(f"{self.name}: ")
+            plain = None if named or is_compiling() else plain_arguments(self.name, self.signature, args, kwargs)
+            if plain is None:
+                raise
+        return self.serve(backend, *plain.args, **plain.kwargs)
 
     def call_without(self, backend: str, args: tuple, kwargs: dict, reason: UnsupportedError | None = None) -> Any:
         """Serves a call that ``backend`` has no implementation for, or refused with ``reason``."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from tilegym.ops.autocast import as_autocast_wants
+from tilegym.ops.mla_interface import check_dropped
 from tilegym.ops.mla_interface import latent_attention as latent_attention
 from tilegym.ops.mla_interface import mla_decoding_interface as mla_decoding_interface
 from tilegym.ops.mla_interface import mla_interface as mla_interface
@@ -48,9 +49,11 @@ def fmha_interface(
     Raises:
         ValueError: shapes or options do not fit.
         TypeError: dtypes do not fit.
+        BackendError: backend is unknown.
     """
     q, k, v = as_autocast_wants(q, k, v)
     if dropout != 0.0:
+        check_dropped("fmha_interface", dropout, backend)
         return attention(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len, dropout)
     options = (window_size, soft_cap, sinks, attention_mask)
     if q.dim() == 4 and q.shape[2] == 1 and not wants_gradient(q, k, v, sinks, attention_mask):
@@ -102,7 +105,7 @@ def attention_sink_interface(
         check_arguments("attention_sink_interface", q, k, v, window_size, soft_cap, sinks, attention_mask, None)
         keys = k.shape[2]
         k, v, kv_len = up_to_last_query("attention_sink_interface", q, k, v, start_q)
-        if attention_mask is not None and k.shape[2] < keys and attention_mask.shape[-1] == keys:
+        if attention_mask is not None and k.shape[2] < keys and attention_mask.shape[-1:] == (keys,):
             attention_mask = attention_mask[..., : k.shape[2]]
     return fmha_interface(
         q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len, dropout, backend

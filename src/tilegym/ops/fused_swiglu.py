@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.derivatives import once_differentiable
+from tilegym.backend.selector import get_current_backend
 from tilegym.backend.wrapped import unreadable
 from tilegym.backend.wrapped import untraceable
 from tilegym.ops.modules import SwiGLUMLP
+from tilegym.ops.modules import is_hooked
 from tilegym.ops.ops import linear
 from tilegym.ops.ops import matmul
 from tilegym.ops.ops import silu_and_mul
@@ -99,14 +102,18 @@ class _GateUp(torch.autograd.Function):
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether calling ``module`` is nothing but a product with its weight: no adapter, no quantisation, no hooks."""
-    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+    return type(module) is nn.Linear and "forward" not in module.__dict__ and not is_hooked(module)
 
 
 class FusedSwiGLUMLP(SwiGLUMLP):
     """:class:`~tilegym.ops.modules.SwiGLUMLP` with gate and up as one GEMM and the activation right behind it.
 
     Constructor, parameter names, ``state_dict`` and results are those of ``LlamaMLP``. Under autocast, or where a
-    projection was replaced or hooked, its projections are called one by one.
+    projection was replaced or hooked, its projections are called one by one; with the PyTorch backend in training, too,
+    whose gradients can be differentiated again.
+
+    Gate and up share a storage: to save them with safetensors call ``save_file(module.state_dict(), path)``, since
+    ``save_model`` refuses tensors that are not all of their storage.
     """
 
     def __init__(self, config: Any) -> None:
@@ -141,6 +148,8 @@ class FusedSwiGLUMLP(SwiGLUMLP):
         gate, up = self.gate_proj, self.up_proj
         if not (_is_plain(gate) and _is_plain(up)) or torch.is_autocast_enabled(x.device.type):
             return False
+        if _has_any_global_hook():
+            return False
         if torch.compiler.is_compiling():
             # The operator looks where the weights are whenever it runs.
             return untraceable(forward_ad._current_level) is None
@@ -156,6 +165,8 @@ class FusedSwiGLUMLP(SwiGLUMLP):
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         arguments = (x, gate.weight, up.weight, gate.bias, up.bias)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments):
+            if get_current_backend() == "pytorch":
+                return down(swiglu(gate(x), up(x)))
             hidden = silu_and_mul(_GateUp.apply(*arguments))
         else:
             hidden = silu_and_mul(gate_up_forward(*arguments))

@@ -6,6 +6,8 @@ them, and picks between expanding keys and values and absorbing the expansion in
 
 import torch
 
+from tilegym.backend.selector import assert_backend_available
+from tilegym.backend.selector import name_of
 from tilegym.ops.attention_ops import mla
 from tilegym.ops.attention_ops import mla_decoding
 from tilegym.ops.attention_ops import mla_decoding_split_kv
@@ -13,6 +15,15 @@ from tilegym.ops.autocast import as_autocast_wants
 from tilegym.ops.ops import bmm
 from tilegym.ops.ops import linear
 from tilegym.ops.pytorch.mla import mla_attention
+
+
+def check_dropped(op: str, dropout: float, backend: str | None) -> None:
+    """Raises ValueError for a ``dropout`` that is no probability, BackendError for a ``backend`` that cannot run here:
+    calls with dropout, which are PyTorch's, name it for nothing else."""
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"{op}: dropout is {dropout}; it must be between 0 and 1")
+    if backend is not None and not torch.compiler.is_compiling():
+        assert_backend_available(name_of(backend))
 
 
 def mla_interface(
@@ -45,7 +56,8 @@ def mla_interface(
         TypeError: dtypes do not fit.
     """
     q, k, v, qpe, kpe = as_autocast_wants(q, k, v, qpe, kpe)
-    if dropout > 0.0:
+    if dropout != 0.0:
+        check_dropped("mla_interface", dropout, backend)
         return mla_attention(q, k, v, qpe, kpe, is_causal, scaling, attention_mask, kv_len, dropout)
     return mla(q, k, v, qpe, kpe, is_causal, scaling, attention_mask, kv_len, backend=backend)
 
@@ -148,6 +160,8 @@ def latent_attention(
             f"latent_attention: kv_b_weight has {kv_b_weight.shape[0] // heads} rows a head, too few for keys of {dim} "
             "and values"
         )
+    if dropout != 0.0:
+        check_dropped("latent_attention", dropout, backend)
     q, qpe, latents, kpe, kv_b_weight = as_autocast_wants(q, qpe, latents, kpe, kv_b_weight)
     gradient = torch.is_grad_enabled() and (
         q.requires_grad or qpe.requires_grad or latents.requires_grad or kpe.requires_grad or kv_b_weight.requires_grad

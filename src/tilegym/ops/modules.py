@@ -72,6 +72,12 @@ class SwiGLUMLP(nn.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of ``module`` runs hooks of its own, in the forward or in the backward pass."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
 def _rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, rotary: int, backend: str | None
 ) -> tuple[Tensor, Tensor]:

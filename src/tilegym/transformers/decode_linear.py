@@ -6,6 +6,7 @@ from torch import nn
 from tilegym.ops import gated_delta_step
 from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_linear
+from tilegym.ops.modules import is_hooked
 from tilegym.transformers.decode_cache import DecodeCache
 from tilegym.transformers.layers import arguments_of_norm
 from tilegym.transformers.qwen3_5.linear_attention import ACTIVATIONS
@@ -18,7 +19,7 @@ _TAPS = (2, 4)
 def misfit_of_linear(attention: nn.Module) -> str:
     """Why the parts of a linear attention are not those that the step takes over; empty if they are."""
     conv = attention.conv1d
-    if type(conv) is not nn.Conv1d or "forward" in vars(conv) or conv._forward_hooks or conv._forward_pre_hooks:
+    if type(conv) is not nn.Conv1d or "forward" in vars(conv) or is_hooked(conv):
         return "its conv1d is more than a weight"
     if attention.activation not in ACTIVATIONS:
         return f"its activation is {attention.activation}, not silu"

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from tilegym.errors import LateLogitsError
+from tilegym.ops.modules import is_hooked
 from tilegym.transformers.forwards import BoundForward
 
 _aten = torch.ops.aten
@@ -256,8 +257,7 @@ def is_plain(head: nn.Module | None) -> bool:
         return False
     own = vars(head).get("forward")
     ours = isinstance(own, BoundForward) and getattr(own.func, "is_linear", False)
-    hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
-    return (own is None or ours) and not hooks
+    return (own is None or ours) and not is_hooked(head)
 
 
 def twin_of(module: nn.Module, **own: Any) -> nn.Module:

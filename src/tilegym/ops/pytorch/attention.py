@@ -8,8 +8,12 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import can_decide
 from tilegym.ops.pytorch.checks import check_floating
+from tilegym.ops.pytorch.checks import wants_gradient
 
+# What an additive mask may add to all keys of a query before SDPA's fused kernels give wrong gradients, see _is_lost.
+MOST_ADDED = 1000.0
 _BACKENDS_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -41,14 +45,17 @@ def attention(
     attention_mask: torch.Tensor | None,
     kv_len: torch.Tensor | None,
     dropout: float = 0.0,
+    op: str = "fmha",
 ) -> torch.Tensor:
-    """``fmha``, with dropout of the attention weights besides."""
-    check_arguments("fmha", q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
-    check_floating("fmha", q=q)
+    """``fmha``, with dropout of the attention weights besides. Errors name ``op``."""
+    check_arguments(op, q, k, v, window_size, soft_cap, sinks, attention_mask, kv_len)
+    check_floating(op, q=q)
     scaling = q.shape[3] ** -0.5 if scaling is None else scaling
     queries, keys = q.shape[2], k.shape[2]
     if keys == 0:
-        return q.new_zeros((*q.shape[:3], v.shape[3]))
+        return _spelled_out(q, k, v, scaling, soft_cap, sinks, None, dropout)  # zeros, with gradients
+    if kv_len is not None:
+        k, v = without_rows_behind(kv_len, k, v)
     plain = window_size is None and kv_len is None and attention_mask is None
     # A single query at the last key sees every key; SDPA aligns its own causal mask top-left.
     # What torch.compile makes of a comparison of open sizes is no bool, which SDPA asks for; a branch settles it.
@@ -63,7 +70,8 @@ def attention(
     # Given an additive mask of another dtype than q's, some of SDPA's kernels on GPUs return NaN.
     other_dtype = mask is not None and mask.dtype not in (torch.bool, q.dtype)
     # So do they where everything is dropped.
-    if soft_cap is not None or sinks is not None or other_dtype or dropout == 1.0:
+    spelled_out = soft_cap is not None or sinks is not None or other_dtype or dropout == 1.0
+    if spelled_out or mask is not None and wants_gradient(q, k, v, attention_mask) and _is_lost(mask):
         if causal_in_sdpa:
             mask = _visible_keys(queries, keys, True, None, None, q.device)
         return _spelled_out(q, k, v, scaling, soft_cap, sinks, mask, dropout)
@@ -101,6 +109,31 @@ def _visible_keys(
     return visible.expand(queries, keys)[None, None] if visible.dim() < 4 else visible
 
 
+def without_rows_behind(length: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``tensors`` [B, ..., S, D] with zeros behind the first ``length`` [B] of S.
+
+    What a cache holds there may be NaN, of which a weight of zero makes NaN, too.
+    """
+    rows = tensors[0].shape[-2]
+    behind = torch.arange(rows, device=length.device) >= length[:, None]
+    behind = behind.view(-1, *(1,) * (tensors[0].dim() - 3), rows, 1)
+    return tuple(t.masked_fill(behind, 0.0) for t in tensors)
+
+
+def _is_lost(mask: torch.Tensor) -> bool:
+    """Whether SDPA's fused kernels would give wrong gradients for this mask, or may, where it cannot be looked at.
+
+    Of each query they keep the logarithm of the sum of exponentials. Where a finite number masks every key, as
+    transformers' masks do for padding, the sum of them is lost beside it.
+    """
+    if mask.dtype == torch.bool:
+        return False
+    if not can_decide(mask):
+        return True
+    most = mask.detach().amax(-1)
+    return bool(((most.abs() > MOST_ADDED) & most.isfinite()).any())
+
+
 def _see_something(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The mask with those rows opened that see no key (softmax and gradient stay finite), and which rows they are."""
     if mask.dtype == torch.bool:
@@ -135,7 +168,7 @@ def _spelled_out(
         sink = sinks.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sink), dim=-1)
     p = F.dropout(torch.softmax(scores, dim=-1)[..., : v.shape[2]], dropout)
-    out = (p @ v.to(dtype)).to(q.dtype)
+    out = (p.to(dtype) @ v.to(dtype)).to(q.dtype)
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 

@@ -8,6 +8,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.ops.pytorch.attention import check_arguments
 from tilegym.ops.pytorch.attention import fmha
+from tilegym.ops.pytorch.flash_decode import check_query
 from tilegym.ops.pytorch.flash_decode import fmha_decode
 
 
@@ -51,7 +52,7 @@ def with_sinks(
     start_q: int | torch.Tensor | None,
 ) -> torch.Tensor:
     """``attention_sink`` by an implementation of fmha."""
-    check_layout(op, query, key, value)
+    check_layout(op, query, key, value, sinks, sliding_window)
     if query.dim() == 5:
         query = query.flatten(2, 3)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -77,24 +78,36 @@ def with_sinks_decode(
     """``attention_sink_decode`` by implementations of fmha and fmha_decode."""
     if query.dim() < 4 or query.shape[1] != 1:
         return with_sinks(op, fmha, query, key, value, sinks, sm_scale, sliding_window, start_q)
-    check_layout(op, query, key, value)
+    check_layout(op, query, key, value, sinks, sliding_window)
     # A single token's heads are laid out as its queries are: fewer views than for many.
     batch, _, *heads, head_dim = query.shape
     q = query.reshape(batch, math.prod(heads), 1, head_dim)
     k, v, kv_len = up_to_last_query(op, q, key.transpose(1, 2), value.transpose(1, 2), start_q)
     check_arguments(op, q, k, v, sliding_window, None, sinks, None, kv_len)
+    check_query(q, kv_len_per_split, op)
     out = fmha_decode(q, k, v, sm_scale, kv_len_per_split, kv_len, sliding_window, None, sinks)
     return out.view(batch, 1, out.shape[1] * out.shape[3])
 
 
-def check_layout(op: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raises ValueError unless the arguments are laid out as attention_sink's are."""
+def check_layout(
+    op: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    sliding_window: int | None,
+) -> None:
+    """Raises ValueError or TypeError unless the arguments are laid out as attention_sink's are."""
     grouped = query.dim() == 5
     if query.dim() not in (4, 5) or not key.dim() == value.dim() == 4 or (grouped and query.shape[2] != key.shape[2]):
         raise ValueError(
             f"{op}: expected query [B, Sq, Hkv, G, D] or [B, Sq, Hq, D] and key and value [B, Skv, Hkv, D], "
             f"got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
+    if sinks is None:
+        raise TypeError(f"{op}: sinks must be a tensor, it is None")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"{op}: sliding_window must be at least 1 (or None), it is {sliding_window}")
 
 
 def up_to_last_query(

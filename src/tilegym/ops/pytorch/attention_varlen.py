@@ -1,10 +1,12 @@
-"""``fmha_varlen`` in plain PyTorch: one attention over all sequences, with a mask that keeps them apart."""
+"""``fmha_varlen`` in plain PyTorch: one attention after the other, or one with a mask that keeps sequences apart."""
 
 import torch
 
 from tilegym.backend import register_impl
 from tilegym.ops.pytorch.attention import attention
 from tilegym.ops.pytorch.attention import check_arguments
+from tilegym.ops.pytorch.attention import without_rows_behind
+from tilegym.ops.pytorch.checks import can_decide
 
 
 @register_impl("fmha_varlen", "pytorch")
@@ -23,9 +25,26 @@ def fmha_varlen(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_size, soft_cap, sinks)
-    mask = visible_keys(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], is_causal, window_size)
+    total, keys = q.shape[0], k.shape[0]
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return attention(q, k, v, scaling, False, None, soft_cap, sinks, mask, None)[0].transpose(0, 1)
+    if can_decide(cu_seqlens_q) and can_decide(cu_seqlens_k):
+        options = (scaling, is_causal, window_size, soft_cap, sinks, None, None)
+        parts = (split(x, starts) for x, starts in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)))
+        *sequences, behind = zip(*parts, strict=True)
+        out = [attention(*each, *options) for each in sequences if each[0].shape[2] > 0]
+        # The queries behind all sequences see no key.
+        out.append(attention(behind[0], *(x[:, :, :0] for x in behind[1:]), *options))
+        return torch.cat(out, 2)[0].transpose(0, 1)
+    # NaN in the keys of one sequence then makes NaN of all others.
+    mask = visible_keys(cu_seqlens_q, cu_seqlens_k, total, keys, is_causal, window_size)
+    (q,) = without_rows_behind(cu_seqlens_q[-1:], q)
+    return attention(q, k, v, scaling, False, None, soft_cap, sinks, mask, cu_seqlens_k[-1:])[0].transpose(0, 1)
+
+
+def split(x: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """x [1, H, T, D] by sequence, and what lies behind all of them."""
+    starts = starts.tolist()
+    return x.split([b - a for a, b in zip(starts, [*starts[1:], x.shape[2]], strict=True)], 2)
 
 
 def visible_keys(

@@ -2,6 +2,8 @@
 
 import torch
 
+from tilegym.backend.wrapped import unreadable
+
 CASTINGS = ("llama", "gemma")
 
 
@@ -42,3 +44,10 @@ def can_be_read(t: torch.Tensor) -> bool:
     if t.is_meta:
         return False
     return torch.compiler.is_compiling() or not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def can_decide(t: torch.Tensor) -> bool:
+    """Whether the host may branch on the values of ``t``: they can be read, and are those of every later run."""
+    if torch.compiler.is_compiling() or type(t) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return can_be_read(t) and unreadable((t,)) is None

@@ -52,6 +52,7 @@ def cross_entropy(
     check_cross_entropy(logits, target, label_smoothing, softcap, reduction)
     check_floating("cross_entropy", logits=logits)
     x = logits if logits.dtype == torch.float64 else logits.float()
+    x = x.masked_fill((target == ignore_index)[..., None], 0.0)  # may be NaN, which times 0 is NaN
     if softcap is not None:
         x = softcap * torch.tanh(x / softcap)
     losses = torch.nn.functional.cross_entropy(

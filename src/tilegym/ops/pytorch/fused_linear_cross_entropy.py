@@ -1,9 +1,13 @@
 """Cross entropy of a linear layer's outputs in PyTorch, a chunk of rows at a time."""
 
+import functools
+
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from tilegym.backend import register_impl
+from tilegym.backend.wrapped import untraceable
 from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.cross_entropy import check_targets
 from tilegym.ops.pytorch.cross_entropy import cross_entropy
@@ -20,10 +24,11 @@ def check_fused_linear_cross_entropy(
 ) -> None:
     """Raises ValueError or TypeError for arguments that no backend accepts."""
     op = "fused_linear_cross_entropy"
-    if hidden_states.dim() == 0 or weight.dim() != 2 or hidden_states.shape[-1] != weight.shape[1]:
+    fits = hidden_states.dim() > 0 and weight.dim() == 2 and hidden_states.shape[-1] == weight.shape[1]
+    if not fits or 0 in weight.shape:
         raise ValueError(
             f"{op}: hidden_states has shape {tuple(hidden_states.shape)}, weight has {tuple(weight.shape)}; "
-            "they must be [..., H] and [V, H]"
+            "they must be [..., H] and [V, H], with V and H of 1 or more"
         )
     check_targets(op, hidden_states.shape[:-1], target, reduction)
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -55,9 +60,9 @@ def fused_linear_cross_entropy(
     chunks = zip(
         hidden_states.reshape(-1, weight.shape[1]).split(chunk_size), target.reshape(-1).split(chunk_size), strict=True
     )
+    run = functools.partial(checkpoint, _losses, use_reentrant=False, preserve_rng_state=False)
     # The backward pass computes each chunk's logits again: saved, they would be all there at once.
-    losses = [
-        checkpoint(_losses, hidden, weight, bias, rows, ignore_index, use_reentrant=False, preserve_rng_state=False)
-        for hidden, rows in chunks
-    ]
+    if untraceable(forward_ad._current_level) is not None:
+        run = _losses  # torch.func's transforms cannot do that
+    losses = [run(hidden, weight, bias, rows, ignore_index) for hidden, rows in chunks]
     return reduced(torch.cat(losses).view(target.shape), target, ignore_index, reduction)

@@ -5,6 +5,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.ops.pytorch.attention import check_arguments
 from tilegym.ops.pytorch.attention import fmha
+from tilegym.ops.pytorch.flash_decode import check_query
 from tilegym.ops.pytorch.flash_decode import fmha_decode
 
 
@@ -41,4 +42,5 @@ def gemma_attention_decode(
     check_arguments("gemma_attention_decode", q, k, v, window_size, soft_cap, None, attention_mask, kv_len)
     if q.shape[2] != 1:
         return fmha(q, k, v, scaling, True, window_size, soft_cap, None, attention_mask, kv_len)
+    check_query(q, kv_len_per_split, "gemma_attention_decode")
     return fmha_decode(q, k, v, scaling, kv_len_per_split, kv_len, window_size, soft_cap, None, attention_mask)

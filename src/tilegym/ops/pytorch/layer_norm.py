@@ -41,5 +41,6 @@ def layer_norm(
     if all(t is None or t.dtype == input.dtype for t in (weight, bias)):
         return torch.nn.functional.layer_norm(input, shape, weight, bias, eps)
     # A weight of another dtype: torch takes that on some devices only.
-    weight, bias = (None if t is None else t.float() for t in (weight, bias))
-    return torch.nn.functional.layer_norm(input.float(), shape, weight, bias, eps).to(input.dtype)
+    compute = torch.float64 if input.dtype == torch.float64 else torch.float32
+    weight, bias = (None if t is None else t.to(compute) for t in (weight, bias))
+    return torch.nn.functional.layer_norm(input.to(compute), shape, weight, bias, eps).to(input.dtype)

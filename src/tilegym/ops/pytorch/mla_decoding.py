@@ -4,6 +4,7 @@ import torch
 
 from tilegym.backend import register_impl
 from tilegym.ops.pytorch.attention import check_arguments
+from tilegym.ops.pytorch.attention import without_rows_behind
 
 
 @register_impl("mla_decoding", "pytorch")
@@ -41,6 +42,8 @@ def mla_decoding_split_kv(
 def _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> tuple[torch.Tensor, torch.Tensor]:
     """The outputs and the lse. In fp32 at least, which autocast would take for its own dtype."""
     given, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    if kv_len is not None:
+        kv, kpe = without_rows_behind(kv_len, kv, kpe)
     q, qpe, kv, kpe = (t.to(dtype) for t in (q, qpe, kv, kpe))
     scores = (q @ kv.mT + qpe @ kpe.mT) * sm_scale  # [B, H, S]
     if attention_mask is not None:
@@ -51,8 +54,8 @@ def _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> tuple[torch.Te
         scores = scores.masked_fill(behind, float("-inf"))
     # Rows that see nothing are opened, so that softmax and its gradient stay finite, and are zero in the end.
     blind = (scores == float("-inf")).all(-1, keepdim=True)
-    out = scores.masked_fill(blind, 0.0).softmax(-1) @ kv
-    return out.masked_fill(blind, 0.0).to(given), scores.logsumexp(-1)
+    out = scores.masked_fill(blind, 0.0).softmax(-1).to(dtype) @ kv
+    return out.masked_fill(blind, 0.0).to(given), scores.logsumexp(-1).to(dtype)
 
 
 def check_decoding(

@@ -24,20 +24,20 @@ def fmha_paged_decode(
     check_pages(q, k, v, k_pages, v_pages, block_table, cu_seqlens_k, window_size, soft_cap, sinks)
     if q.shape[0] == 0:
         return q.new_empty(0, q.shape[1], v.shape[2])
-    table, lengths, size = block_table.long(), cu_seqlens_k.long().diff(), k_pages.shape[1]
+    lengths, size = cu_seqlens_k.long().diff(), k_pages.shape[1]
     last = lengths - 1
+    # What stands behind a sequence's last page may be anything.
+    there = torch.arange(block_table.shape[1], device=q.device) * size < lengths[:, None]
+    table = block_table.long().masked_fill(~there, 0)
     pages = table.gather(1, (last.clamp(min=0) // size)[:, None])[:, 0]
     # A sequence without keys writes what the first one with keys does. Where there is none, the first page's first key
     # becomes what it is.
     exists = lengths > 0
     source = torch.where(exists, torch.arange(lengths.shape[0], device=q.device), exists.int().argmax())
-    at = (pages.clamp(min=0)[source], last.clamp(min=0)[source] % size)
+    at = (pages[source], last.clamp(min=0)[source] % size)
     for new, cache in ((k, k_pages), (v, v_pages)):
         cache[at] = torch.where(exists.any(), new[source], cache[at])
-    # Of a page that is not there no key is looked at, whatever stands in another one.
-    keys, values = (cache[table.clamp(min=0)].flatten(1, 2).transpose(1, 2) for cache in (k_pages, v_pages))
-    behind = (torch.arange(keys.shape[2], device=q.device) >= lengths[:, None])[:, None, :, None]
-    keys, values = keys.masked_fill(behind, 0.0), values.masked_fill(behind, 0.0)  # may be NaN, which times 0 is NaN
+    keys, values = (cache[table].flatten(1, 2).transpose(1, 2) for cache in (k_pages, v_pages))
     options = (scaling, True, window_size, soft_cap, sinks, None, lengths)
     return fmha(q[:, :, None], keys, values, *options)[:, :, 0]
 
@@ -69,8 +69,9 @@ def check_pages(
         if pages.dtype != new.dtype:
             raise TypeError(f"{op}: {name} is {new.dtype}, {name}_pages is {pages.dtype}; they must be the same")
     sequences = q.shape[0]
-    if block_table.dim() != 2 or block_table.shape[0] != sequences or block_table.shape[1] == 0:
-        raise ValueError(f"{op}: block_table must be [{sequences}, M], it is {tuple(block_table.shape)}")
+    shape = tuple(block_table.shape)
+    if len(shape) != 2 or shape[0] != sequences or (shape[1] == 0 and sequences > 0):
+        raise ValueError(f"{op}: block_table must be [{sequences}, M] with M of 1 or more, it is {shape}")
     if cu_seqlens_k.shape != (sequences + 1,):
         raise ValueError(f"{op}: cu_seqlens_k must be [{sequences + 1}], it is {tuple(cu_seqlens_k.shape)}")
     for name, numbers in (("block_table", block_table), ("cu_seqlens_k", cu_seqlens_k)):

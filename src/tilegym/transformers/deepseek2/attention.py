@@ -11,6 +11,7 @@ from torch import nn
 
 from tilegym.ops import modules
 from tilegym.ops.mla_interface import latent_attention
+from tilegym.ops.modules import is_hooked
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import CausalMask
 from tilegym.transformers.cache_name import CACHE
@@ -37,7 +38,7 @@ def expands_by_its_weight(kv_b_proj: nn.Module) -> bool:
     return (
         type(kv_b_proj) is nn.Linear
         and kv_b_proj.bias is None
-        and not (kv_b_proj._forward_hooks or kv_b_proj._forward_pre_hooks)
+        and not is_hooked(kv_b_proj)
         and "_hf_hook" not in vars(kv_b_proj)
     )
 
