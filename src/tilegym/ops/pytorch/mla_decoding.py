@@ -36,10 +36,8 @@ def mla_decoding_split_kv(
     return _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask)[0]
 
 
-@torch.autocast("cpu", enabled=False)
-@torch.autocast("cuda", enabled=False)
 def _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs and the lse. In fp32 at least, which autocast would take for its own dtype."""
+    """The outputs and the lse. In fp32 at least."""
     given, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, qpe, kv, kpe = (t.to(dtype) for t in (q, qpe, kv, kpe))
     scores = (q @ kv.mT + qpe @ kpe.mT) * sm_scale  # [B, H, S]
