@@ -55,8 +55,8 @@ def moe_interface(
         backend: for this call.
 
     Returns:
-        [..., H] in hidden_states' dtype (autocast's, where it is on). Differentiable in hidden_states, router_logits and
-        all weights.
+        [..., H] in hidden_states' dtype (autocast's, where it is on). Differentiable in hidden_states, router_logits
+        and all weights.
 
     Raises:
         ValueError: shapes or options do not fit, or only one of the shared matrices is given.

@@ -114,6 +114,7 @@ def moe_topk_routing(
 
     Raises:
         ValueError: unknown scoring, or sizes that do not fit.
+        TypeError: router_logits, correction_bias or out_dtype are not floating point.
     """
 
 

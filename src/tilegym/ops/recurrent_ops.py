@@ -102,13 +102,17 @@ def causal_conv1d_fn(
     Args:
         hidden_states: [B, C, T], fp32, fp16 or bf16, any strides; the transpose of a contiguous [B, T, C] is fast.
         weight: [C, K]; the cuTile kernels take K from 2 to 4.
-        bias: [C] or None.
+        bias: [C] in weight's dtype, or None.
         activation: "silu" (or "swish", the same), or None.
         seq_idx: [B, T] integers, which sequence a token of a packed batch belongs to: those of others count as zeros.
             The pytorch backend serves it.
 
     Returns:
         [B, C, T] in the dtype of hidden_states. Differentiable in hidden_states, weight and bias.
+
+    Raises:
+        ValueError: shapes do not fit, or another activation.
+        TypeError: a tensor is not floating point, or weight and bias differ in dtype.
     """
 
 
@@ -162,7 +166,7 @@ def gated_delta_step(
         conv_state: [B, C, L] with L at least K - 1: the inputs of the convolution before this one. Changed in place.
         state: [B, Hv, Dk, Dv], in fp32 as a rule. Changed in place.
         conv_weight: [C, K].
-        conv_bias: [C] or None.
+        conv_bias: [C] in conv_weight's dtype, or None.
         a_log, dt_bias: [Hv], any floating-point dtype.
         norm_weight: [Dv].
         eps: of the norm.
@@ -176,5 +180,5 @@ def gated_delta_step(
 
     Raises:
         ValueError: shapes do not fit together.
-        TypeError: qkv, z, b and a differ in dtype.
+        TypeError: qkv, z, b and a differ in dtype, or conv_weight and conv_bias do.
     """
