@@ -5,6 +5,9 @@ import functools
 import torch
 from common import randn
 
+# No sequence, no token, keys without a dimension: B, T, Hk, Hv, Dk, Dv
+EMPTY = [(0, 3, 2, 4, 16, 16), (2, 0, 2, 4, 16, 16), (2, 3, 1, 2, 0, 16)]
+
 
 def arguments(batch, tokens, key_heads, heads, key_dim, value_dim, dtype=torch.float32, normalize=True, seed=0):
     """Keyword arguments of both ops, with a state from before, and the state behind the last token asked for."""

@@ -7,6 +7,7 @@ from common import HAS_GPU
 from common import PyTestCase
 from common import assert_launches_compile
 from common import backends
+from common import device
 from common import dtypes
 from common import gpu
 from common import randn
@@ -184,6 +185,22 @@ class Test_CausalConv1d(PyTestCase):
     def test_wrong_arguments(self, backend, wrong):
         with pytest.raises(ValueError, match=f"causal_conv1d_fn: {next(iter(wrong))}"):
             causal_conv1d_fn(**arguments(2, 4, 3, 4) | wrong, backend=backend)
+
+    @pytest.mark.filterwarnings("ignore::tilegym.errors.FallbackWarning")
+    @backends("causal_conv1d_fn")
+    @pytest.mark.parametrize("taps", [4, 6])
+    def test_bias_of_another_dtype(self, backend, taps):
+        """Whoever would compute it, and before a state is written."""
+        kwargs = arguments(2, 4, 3, taps)
+        kwargs["bias"] = kwargs["bias"].half()
+        for options in ({}, {"seq_idx": torch.zeros(2, 3, dtype=torch.int32, device=device())}):
+            with pytest.raises(TypeError, match="causal_conv1d_fn: weight is torch.float32, bias is torch.float16"):
+                causal_conv1d_fn(**kwargs, **options, backend=backend)
+        state = randn(2, 4, taps, seed=7)
+        before = state.clone()
+        with pytest.raises(TypeError, match="causal_conv1d_update: weight is torch.float32, bias is torch.float16"):
+            causal_conv1d_update(**kwargs, conv_state=state, backend=backend)
+        assert torch.equal(state, before)
 
     @pytest.mark.filterwarnings("ignore::tilegym.errors.FallbackWarning")
     @backends("causal_conv1d_fn")

@@ -14,6 +14,7 @@ from common import gpu
 from common import randn
 from common import recorded_launches
 from common import sanitized
+from delta_rule import EMPTY
 from delta_rule import arguments
 from delta_rule import final_in_dtype
 from delta_rule import floating
@@ -28,6 +29,7 @@ from tilegym.ops.cutile import gated_delta_rule_chunk as cutile
 from tilegym.ops.cutile.gated_delta_rule_chunk import chunk_backward
 from tilegym.ops.cutile.gated_delta_rule_chunk import chunk_forward
 from tilegym.ops.pytorch.gated_delta_rule import chunk_gated_delta_rule as reference
+from tilegym.ops.pytorch.gated_delta_rule import recurrent_gated_delta_rule as recurrence
 
 # B, T, Hk, Hv, Dk, Dv
 SHAPES = [(2, 130, 1, 2, 32, 32), (1, 7, 2, 2, 20, 36), (1, 64, 1, 3, 64, 16)]
@@ -122,14 +124,21 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
         with tensor_cores():
             self.check(repeated_keys(torch.float32, seed))
 
-    @pytest.mark.parametrize(("g", "rtol"), [(0.0, 1e-4), (-1e-30, 1e-4), (-30.0, 1e-3), (-1e4, 0.1), (-3e38, 1e-4)])
-    def test_extreme_decays(self, g, rtol):
-        """Decays whose quotients would overflow. Sums of large ones leave differences few digits, in PyTorch too."""
+    @backends("chunk_gated_delta_rule")
+    @pytest.mark.parametrize("g", [0.0, -1e-30, -30.0, -1e4, -1e12, -3e38, -math.inf])
+    def test_extreme_decays(self, backend, g):
+        """Decays whose quotients would overflow, and sums that leave those of the other tokens no digits."""
         kwargs = arguments(*SHAPES[0])
-        kwargs["g"][:, ::3] = g
-        got = chunk_gated_delta_rule(**kwargs, backend="cutile")
-        for x, expected in zip(got, reference(**kwargs), strict=True):
-            torch.testing.assert_close(x, expected, atol=1e-2 * rtol, rtol=rtol, equal_nan=True)
+        kwargs["g"][:, 1::3] = g
+
+        def results(op, kwargs, **options):
+            leaves = [t.requires_grad_() for t in floating(kwargs)]
+            results = op(**kwargs, **options)
+            return *results, *torch.autograd.grad([x.sum() for x in results], leaves)
+
+        exact = results(recurrence, {k: v.double() if torch.is_tensor(v) else v for k, v in kwargs.items()})
+        for x, expected in zip(results(chunk_gated_delta_rule, kwargs, backend=backend), exact, strict=True):
+            torch.testing.assert_close(x.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 
     def test_lengths_of_rows(self):
         """Normalised keys and queries, whatever they were before."""
@@ -191,9 +200,12 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
             torch.testing.assert_close(x[x.isfinite()], expected[x.isfinite()], atol=1e-5, rtol=1e-4)
 
     @backends("chunk_gated_delta_rule")
-    @pytest.mark.parametrize("shape", [(0, 3, 2, 4, 16, 16), (2, 0, 2, 4, 16, 16)], ids=str)
+    @pytest.mark.parametrize("shape", EMPTY, ids=str)
     def test_empty(self, backend, shape):
-        self.check(arguments(*shape), backend)
+        kwargs = arguments(*shape)
+        self.check(kwargs, backend)
+        state = chunk_gated_delta_rule(**kwargs, backend=backend)[1]
+        assert state.data_ptr() != kwargs["initial_state"].data_ptr() or not state.numel()
 
     def test_packed_sequences_come_from_pytorch(self):
         """Each sequence as it is alone, with a state of its own."""

@@ -92,6 +92,17 @@ class Test_GroupGEMM(PyTestCase):
         with pytest.raises(TypeError, match="pair 0 has"):
             group_gemm([x], [x.half()], backend=backend)
 
+    @backends("group_gemm")
+    def test_one_tensor(self, backend):
+        a, b = randn(3, 5, 8).requires_grad_(), randn(3, 4, 8).requires_grad_()
+        out = torch.stack(group_gemm(a, b, True, backend=backend))
+        torch.testing.assert_close(out, a @ b.mT)
+        expected = torch.autograd.grad((a @ b.mT).square().sum(), (a, b))
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (a, b)), expected)
+        with torch.no_grad():
+            for _ in range(3):
+                torch.testing.assert_close(torch.stack(group_gemm(a, b, True, backend=backend)), out)
+
     def test_double_falls_back(self):
         x = randn(4, 4, dtype=torch.float64)
         with pytest.warns(match="not fp32, fp16 or bf16"):
@@ -226,6 +237,11 @@ class Test_RaggedGroupGEMM(PyTestCase):
         kwargs = arguments([0, rows], torch.float32, rows=rows, bias=True)
         self.assertCorrectness(ragged_group_gemm, ragged_reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    @backends("ragged_group_gemm")
+    def test_no_groups(self, backend):
+        kwargs = arguments([30], torch.float32, bias=True)
+        self.assertCorrectness(ragged_group_gemm, ragged_reference, kwargs, {"backend": backend}, gradient=True)
+
     def test_rows_of_no_group_are_zero(self):
         kwargs = arguments([7, 20, 20, 40], torch.float32, bias=True)
         c = ragged_group_gemm(**kwargs, backend="cutile")
@@ -283,7 +299,8 @@ class Test_RaggedGroupGEMM(PyTestCase):
             ({"offsets": kwargs["offsets"][1:]}, ValueError, r"offsets must be \[3\]"),
             ({"bias": randn(2, 3)}, ValueError, r"bias must be \[2, 20\]"),
             ({"offsets": kwargs["offsets"].float()}, TypeError, "int32 or int64"),
-            ({"b": kwargs["b"].half()}, TypeError, "one dtype"),
+            ({"b": kwargs["b"].half()}, TypeError, "a is torch.float32, b is torch.float16"),
+            ({"bias": kwargs["bias"].half()}, TypeError, "a is torch.float32, bias is torch.float16"),
         ):
             with pytest.raises(error, match=text):
                 ragged_group_gemm(**kwargs | changed)

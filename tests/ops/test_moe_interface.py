@@ -285,7 +285,50 @@ class Test_Interface(PyTestCase):
         expected = fused_moe(flat, w1, w2, weights, ids, "gelu", shared_output=shared, backend="pytorch")
         torch.testing.assert_close(out, expected.view(x.shape), rtol=1e-4, atol=1e-2)
 
+    @backends("fused_moe")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_autocast(self, backend, dtype):
+        """Weights in fp32, beside hidden states that a linear has given, or a norm in fp32."""
+        x, logits, *weights = randn(5, WIDTH), randn(5, EXPERTS), *self.weights()
+        expected = self.call(x.bfloat16(), logits, *(w.bfloat16().requires_grad_() for w in weights), backend)
+        leaves = [w.requires_grad_() for w in weights]
+        with torch.autocast(x.device.type, torch.bfloat16):
+            out = self.call(x.to(dtype), logits, *leaves, backend)
+        assert torch.equal(out, expected)
+        assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.sum(), leaves))
+
+    @staticmethod
+    def weights():
+        return (
+            randn(EXPERTS, 2 * INNER, WIDTH), randn(EXPERTS, WIDTH, INNER), randn(EXPERTS, WIDTH),
+            randn(32, WIDTH), randn(WIDTH, 16), randn(5, WIDTH),
+        )  # fmt: skip
+
+    @staticmethod
+    def call(x, logits, w1, w2, b2, shared_w1, shared_w2, shared_output, backend):
+        options = {"b2": b2, "shared_output": shared_output}
+        return moe_interface(
+            x, logits, w1, w2, 2, experts=options, shared_w1=shared_w1, shared_w2=shared_w2, backend=backend
+        )
+
+    @backends("fused_moe")
+    def test_what_is_shared_adds_up(self, backend):
+        x, logits, *weights = randn(5, WIDTH), randn(5, EXPERTS), *self.weights()
+        without = moe_interface(
+            x, logits, *weights[:2], 2, experts={"b2": weights[2]}, shared_w1=weights[3], shared_w2=weights[4],
+            backend=backend,
+        )  # fmt: skip
+        torch.testing.assert_close(self.call(x, logits, *weights, backend), without + weights[-1], rtol=1e-5, atol=1e-3)
+        alone = moe_interface(x, logits, *weights[:2], 2, experts={"shared_output": weights[-1]}, backend=backend)
+        torch.testing.assert_close(
+            alone, moe_interface(x, logits, *weights[:2], 2, backend=backend) + weights[-1], rtol=1e-5, atol=1e-3
+        )
+
     def test_wrong_arguments(self):
         x = randn(2, WIDTH)
         with pytest.raises(ValueError, match="both shared_w1 and shared_w2"):
             moe_interface(x, x, x, x, 1, shared_w1=x)
+        w1, w2 = self.weights()[:2]
+        for tokens, experts in ((2, EXPERTS + 1), (2, EXPERTS - 1), (3, EXPERTS)):
+            with pytest.raises(ValueError, match=r"moe_interface: router_logits must be \[2, 6\]"):
+                moe_interface(x, randn(tokens, experts), w1, w2, 2)

@@ -11,6 +11,7 @@ from common import gpu
 from common import randn
 from common import recorded_launches
 from common import sanitized
+from test_fused_moe import BEYOND_INT32
 from test_fused_moe import LAYOUTS
 from test_fused_moe import arguments
 
@@ -48,8 +49,9 @@ def test_one_token(size, layout, dtype):
     for first in (kwargs["w1"], kwargs["w2"]):
         first[[e for e in range(experts) if e not in kwargs["topk_ids"][0]]] = math.nan
     PyTestCase().assertCorrectness(fused_moe, reference, kwargs, {"backend": "cutile"})
-    kwargs["topk_ids"][:] = -1
-    assert torch.equal(fused_moe(**kwargs, backend="cutile"), kwargs["shared_output"])
+    for left_out in (-1, *BEYOND_INT32):
+        kwargs["topk_ids"][:] = left_out
+        assert torch.equal(fused_moe(**kwargs, backend="cutile"), kwargs["shared_output"])
 
 
 def test_which_experts_they_are():

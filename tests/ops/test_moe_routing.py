@@ -111,6 +111,13 @@ class Test_Routing(PyTestCase):
             assert torch.equal(ids[1], expected_ids[1]) and torch.equal(ids[3], expected_ids[3])
             assert ((ids >= 0) & (ids < EXPERTS)).all()
 
+    @backends("moe_topk_routing")
+    def test_gradient_of_what_is_not_chosen(self, backend):
+        """It is zero also where that of the others is NaN."""
+        logits = torch.tensor([[float("inf"), 1.0, 2.0, 0.0]], device=device(), requires_grad=True)
+        moe_topk_routing(logits, 2, "topk_softmax", backend=backend)[0].sum().backward()
+        assert logits.grad.isnan().tolist() == [[True, False, True, False]] and not logits.grad[0, 1::2].any()
+
     @pytest.mark.parametrize(
         "view",
         [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:1].expand(9, 64)],
@@ -140,6 +147,10 @@ class Test_Routing(PyTestCase):
         ):
             with pytest.raises(ValueError, match=text):
                 moe_topk_routing(x, **given, backend=backend)
+        with pytest.raises(TypeError, match="router_logits is torch.int64, it must be floating point"):
+            moe_topk_routing(x.long(), 2, backend=backend)
+        with pytest.raises(TypeError, match="out_dtype is torch.int32"):
+            moe_topk_routing(x, 2, out_dtype=torch.int32, backend=backend)
         with pytest.raises(ValueError, match=r"must be \[T, E\]"):
             moe_topk_routing(x[0], 2, backend=backend)
 

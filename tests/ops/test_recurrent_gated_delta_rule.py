@@ -10,6 +10,7 @@ from common import device
 from common import dtypes
 from common import gpu
 from common import randn
+from delta_rule import EMPTY
 from delta_rule import arguments
 from delta_rule import final_in_dtype
 from delta_rule import floating
@@ -18,6 +19,7 @@ from delta_rule import without_none
 
 from tilegym.backend import dispatcher
 from tilegym.errors import FallbackWarning
+from tilegym.ops import chunk_gated_delta_rule
 from tilegym.ops import recurrent_gated_delta_rule
 from tilegym.ops.cutile import gated_delta_rule as cutile
 from tilegym.ops.cutile.gated_delta_rule import recurrent_forward
@@ -106,9 +108,12 @@ class Test_RecurrentGatedDeltaRule(PyTestCase):
             torch.testing.assert_close(x[finite], expected[finite])
 
     @backends("recurrent_gated_delta_rule")
-    @pytest.mark.parametrize("shape", [(0, 1, 2, 4, 16, 16), (2, 0, 2, 4, 16, 16)], ids=str)
+    @pytest.mark.parametrize("shape", EMPTY, ids=str)
     def test_empty(self, backend, shape):
-        self.check(arguments(*shape), backend)
+        kwargs = arguments(*shape)
+        self.check(kwargs, backend)
+        state = recurrent_gated_delta_rule(**kwargs, backend=backend)[1]
+        assert state.data_ptr() != kwargs["initial_state"].data_ptr() or not state.numel()
 
     def test_packed_sequences_come_from_pytorch(self):
         """Each sequence as it is alone, with a state of its own."""
@@ -124,6 +129,19 @@ class Test_RecurrentGatedDeltaRule(PyTestCase):
             alone["initial_state"] = kwargs["initial_state"][n : n + 1]
             alone_out, alone_final = reference(**kwargs | alone)
             assert torch.equal(out[:, part], alone_out) and torch.equal(final[n], alone_final[0])
+
+    @pytest.mark.parametrize("op", [recurrent_gated_delta_rule, chunk_gated_delta_rule])
+    def test_packed_sequences_that_do_not_fit(self, op):
+        kwargs = arguments(1, 9, 1, 2, 8, 8) | {"initial_state": None}
+        for ends in ([2, 9], [0, 5, 3, 9], [0, 12], [-1, 9]):
+            with pytest.raises(ValueError, match=f"{op.__name__}: cu_seqlens must start at 0, never fall"):
+                op(**kwargs, cu_seqlens=torch.tensor(ends, device=device()), backend="pytorch")
+        for dtype in (torch.bool, torch.float32, torch.uint8):
+            with pytest.raises(TypeError, match=f"{op.__name__}: cu_seqlens must be int32 or int64"):
+                op(**kwargs, cu_seqlens=torch.tensor([0, 1], dtype=dtype, device=device()))
+        out, _ = op(**kwargs, cu_seqlens=torch.tensor([0, 3, 7], device=device()), backend="pytorch")
+        whole, _ = op(**kwargs, cu_seqlens=torch.tensor([0, 3, 7, 9], device=device()), backend="pytorch")
+        assert torch.equal(out[:, :7], whole[:, :7]) and out.shape == whole.shape and not out[:, 7:].any()
 
     def test_unsupported_falls_back(self):
         dispatcher._warned.clear()
@@ -142,7 +160,7 @@ class Test_RecurrentGatedDeltaRule(PyTestCase):
             ({"beta": randn(2, 1, 2)}, "g and beta must be"),
             ({"initial_state": randn(2, 4, 64, 32)}, "initial_state must be"),
             ({"cu_seqlens": torch.tensor([0, 1])}, "with cu_seqlens the batch must be 1"),
-            ({"cu_seqlens": torch.tensor([0.0, 1.0])}, "cu_seqlens must be"),
+            ({"cu_seqlens": torch.tensor([0])}, r"cu_seqlens must be \[N"),
         ],
         ids=lambda x: "" if isinstance(x, dict) else x,
     )

@@ -108,8 +108,10 @@ class Test_RMSNormGated(PyTestCase):
         self.assertCorrectness(rms_norm_gated, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)], ids=str)
-    def test_empty(self, shape):
-        self.assertCorrectness(rms_norm_gated, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)
+    @pytest.mark.parametrize("group_size", [None, 2])
+    def test_empty(self, shape, group_size):
+        kwargs = arguments(*shape) | {"group_size": group_size}
+        self.assertCorrectness(rms_norm_gated, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.0], ids=str)
     @pytest.mark.parametrize("norm_before_gate", [True, False])

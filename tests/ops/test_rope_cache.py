@@ -94,11 +94,24 @@ class Test_RopeAndCache(PyTestCase):
         torch.testing.assert_close((out, keys[:, :, :1]), expected)
 
     @backends("rope_and_cache")
+    def test_position_of_32_bits(self, backend):
+        q, k, angle = randn(1, 4, 1, 8), randn(1, 2, 1, 8), randn(1, 1, 8)
+        caches = [randn(1, 2, 5, 8) for _ in range(2)]
+        for cache, dtype in zip(caches, (torch.int32, torch.int64), strict=True):
+            position = torch.tensor([3], dtype=dtype, device=device())
+            rope_and_cache(q, k, k, angle, angle, cache, cache.clone(), position, backend=backend)
+        assert torch.equal(*caches)
+
+    @backends("rope_and_cache")
     def test_wrong_arguments(self, backend):
         q, k, cache, angle = randn(1, 4, 1, 8), randn(1, 2, 1, 8), randn(1, 2, 5, 8), randn(1, 1, 8)
         position = torch.tensor([0], device=device())
         for change, match in (
             (dict(q=randn(1, 4, 2, 8)), "q must be"),
+            (dict(q=randn(1, 4, 1, 16)), "differ in batch or head dimension"),
+            (dict(q=randn(2, 4, 1, 8)), "differ in batch or head dimension"),
+            (dict(cos=randn(3, 1, 8), sin=randn(3, 1, 8)), "cos and sin must be"),
+            (dict(cos=randn(0, 1, 8), sin=randn(0, 1, 8)), "cos and sin must be"),
             (dict(v=randn(1, 2, 1)), "v .*; they are"),
             (dict(keys=randn(1, 3, 5, 8)), "keys and values must be"),
             (dict(position=torch.tensor([0, 1], device=device())), "position must hold one number"),
@@ -116,6 +129,8 @@ class Test_RopeAndCache(PyTestCase):
                 rope_and_cache(**arguments, backend=backend)
         with pytest.raises(TypeError, match="rope_and_cache: q is"):
             rope_and_cache(q.half(), k, k, angle, angle, cache, cache, position, backend=backend)
+        with pytest.raises(TypeError, match="rope_and_cache: position must be int32 or int64"):
+            rope_and_cache(q, k, k, angle, angle, cache, cache, position.float(), backend=backend)
         with pytest.raises(TypeError, match="rope_and_cache: k_norm is torch.float16, k is"):
             norms = {"q_norm": randn(8), "k_norm": randn(8).half()}
             rope_and_cache(q, k, k, angle, angle, cache, cache, position, **norms, backend=backend)

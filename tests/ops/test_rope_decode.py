@@ -193,6 +193,7 @@ class Test_RopeFMHADecode(PyTestCase):
             (dict(q=randn(1, 4, 2, 8)), "rope_fmha_decode: q must be"),
             (dict(q=randn(1, 3, 1, 8)), "heads of q"),
             (dict(q=randn(2, 4, 1, 8)), "batch"),
+            (dict(cos=randn(3, 1, 8), sin=randn(3, 1, 8)), "rope_fmha_decode: cos and sin must be"),
             (dict(q=randn(1, 4, 1, 16)), "head dimension"),
             (dict(keys=randn(1, 2, 0, 8), values=randn(1, 2, 0, 8)), "must have room"),
             (dict(keys=randn(1, 3, 5, 8)), "rope_fmha_decode: keys and values must be"),

@@ -64,7 +64,8 @@ def test_gradients_of_all_parameters(family, backend, checkpointing):
 )
 def test_mixed_precision(family, backend, compute):
     """fp32 weights under autocast: the linears give bf16, while norms and the rotation may give fp32."""
-    model = make_model(family).train()
+    # With the weights of seed 0 a token of gpt_oss is so near between two experts that any rounding decides.
+    model = make_model(family, seed=4 if family == "gpt_oss" else 0).train()
 
     def step():
         with torch.autocast(model.device.type, torch.bfloat16):

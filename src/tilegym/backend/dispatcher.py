@@ -15,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -59,7 +60,7 @@ class Op:
                 f"its signature is {inspect.signature(impl)}, the declaration's is {self.signature}; "
                 "names, order, kinds and defaults must be the same"
             )
-        self.impls[backend] = impl
+        self.impls[backend] = _without_autocast(impl) if backend == FALLBACK_BACKEND else impl
         if backend == RECORDED_BACKEND:
             for kept, how in (
                 (self.chosen_recordings, None),
@@ -109,6 +110,19 @@ class Op:
 _ops: dict[str, Op] = {}
 _warned: set[tuple[str, str, str]] = set()
 _observer: Observer | None = None
+
+
+def _without_autocast(impl: Callable) -> Callable:
+    """``impl`` in the dtypes that it is given, as kernels are: ``torch.autocast`` casts for PyTorch's functions."""
+
+    @functools.wraps(impl)
+    def call(*args, **kwargs):
+        if not torch._C._is_any_autocast_enabled():
+            return impl(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return impl(*args, **kwargs)
+
+    return call
 
 
 def _shape_of(signature: inspect.Signature) -> list[tuple]:

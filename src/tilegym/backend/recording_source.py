@@ -138,6 +138,8 @@ def alike(tensors: Sequence[torch.Tensor | None]) -> tuple[Callable[..., bool] |
 
 def _several_tensors(tensors: list[torch.Tensor | None]) -> tuple:
     """Of a list of tensors, its part of the kind."""
+    if tensors.__class__ is not list and isinstance(tensors, torch.Tensor):
+        raise TypeError  # one tensor, whose parts are others in every call: none of a kind
     return tuple(
         [
             None

@@ -141,7 +141,7 @@ def rope_and_cache(
         k, v: [B, Hkv, 1, D] and [B, Hkv, 1, Dv], q's dtype, any strides.
         cos, sin: [1 or B, 1, R], the two halves of R alike; the first R of D dimensions are rotated.
         keys, values: [B, Hkv, capacity, D] and [B, Hkv, capacity, Dv], the cache, q's dtype.
-        position: [1] int64, on q's device: where in the cache; below capacity.
+        position: [1] int32 or int64, on q's device: where in the cache; below capacity.
         one_half: cos and sin are one of the two halves, [1 or B, 1, R / 2], as gpt-oss's.
         pairs: what is rotated by an angle: "" an element of the first half of R and one of the second, as Llama; "kept"
             neighbours, as DeepSeek-V2's complex numbers; "to halves" neighbours too, but the first ones of them are the
@@ -189,7 +189,7 @@ def rope_fmha_decode(
     Args:
         q: [B, Hq, 1, D], not rotated yet; fp32, fp16 or bf16, any strides.
         k, v, cos, sin, keys, values: as in :func:`rope_and_cache`; Hq is a multiple of Hkv.
-        position: [1] int64, on q's device: where in the cache; below capacity. All keys up to it are seen.
+        position: [1] int32 or int64, on q's device: where in the cache; below capacity. All keys up to it are seen.
         sm_scale: what scores are multiplied by; None for ``D**-0.5``.
         settled: whether what the cache holds before ``position``, and ``position``, were written before the launches in
             front of this one began, as in a model's step, which visits a layer once: on a GPU they are read then before

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tilegym.errors import UnsupportedError
+from tilegym.ops.autocast import as_autocast_wants
 from tilegym.ops.moe_ops import fused_moe
 from tilegym.ops.moe_ops import moe_topk_routing
 from tilegym.ops.ops import linear
@@ -41,18 +42,21 @@ def moe_interface(
 ) -> torch.Tensor:
     """A whole layer of experts: routing, experts, the weighted sum, and shared experts with silu, if there are any.
 
+    Under ``torch.autocast`` it computes in autocast's dtype, but for the routing.
+
     Args:
         hidden_states: [..., H].
         router_logits: [T, E] for the T tokens of hidden_states.
         w1, w2: as in :func:`tilegym.ops.fused_moe`.
         top_k: experts a token.
         routing: options of :func:`tilegym.ops.moe_topk_routing`.
-        experts: options of :func:`tilegym.ops.fused_moe`.
+        experts: options of :func:`tilegym.ops.fused_moe`. A ``shared_output`` is added to that of the shared experts.
         shared_w1: [2S, H], gate above up, of the experts that every token goes through; shared_w2: [H, S].
         backend: for this call.
 
     Returns:
-        [..., H]. Differentiable in hidden_states, router_logits and all weights.
+        [..., H] in hidden_states' dtype (autocast's, where it is on). Differentiable in hidden_states, router_logits
+        and all weights.
 
     Raises:
         ValueError: shapes or options do not fit, or only one of the shared matrices is given.
@@ -61,14 +65,30 @@ def moe_interface(
     if (shared_w1 is None) != (shared_w2 is None):
         raise ValueError("moe_interface: give both shared_w1 and shared_w2, or neither")
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    weights, ids = moe_topk_routing(router_logits, top_k, **(routing or {}), backend=backend)
-    shared = None
-    if shared_w1 is not None:
-        shared = linear(
-            silu_and_mul(linear(x, shared_w1, backend=backend), backend=backend), shared_w2, backend=backend
+    if router_logits.shape != (x.shape[0], w1.shape[0]):
+        raise ValueError(
+            f"moe_interface: router_logits must be {[x.shape[0], w1.shape[0]]} for hidden_states "
+            f"{list(hidden_states.shape)} and {w1.shape[0]} experts, they are {list(router_logits.shape)}"
         )
-    out = fused_moe(x, w1, w2, weights, ids, **(experts or {}), shared_output=shared, backend=backend)
+    options = dict(experts or {})
+    x, w1, w2, shared_w1, shared_w2 = _operands(options, x, w1, w2, shared_w1, shared_w2)
+    weights, ids = moe_topk_routing(router_logits, top_k, **(routing or {}), backend=backend)
+    if shared_w1 is not None:
+        hidden = silu_and_mul(linear(x, shared_w1, backend=backend), backend=backend)
+        shared, others = linear(hidden, shared_w2, backend=backend), options.get("shared_output")
+        options["shared_output"] = shared if others is None else shared + others
+    out = fused_moe(x, w1, w2, weights, ids, **options, backend=backend)
     return out.view(hidden_states.shape)
+
+
+def _operands(options: dict[str, Any], *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """``tensors``, and in place those among the options of the experts, in the dtype that autocast wants."""
+    names = [name for name, value in options.items() if isinstance(value, torch.Tensor)]
+    given = [t for t in tensors if t is not None]
+    cast = iter(as_autocast_wants(*given, *(options[name] for name in names)))
+    results = [None if t is None else next(cast) for t in tensors]
+    options.update(zip(names, cast, strict=True))
+    return results
 
 
 class ExpertsFormula(NamedTuple):

@@ -16,8 +16,8 @@ def group_gemm(group_A: list[Tensor], group_B: list[Tensor], transpose_b: bool =
     """A list of independent matrix products, ``C[i] = A[i] @ B[i]``, or ``A[i] @ B[i].T``, small ones in one launch.
 
     Args:
-        group_A: [M_i, K_i] each, one dtype: fp32, fp16 or bf16. M_i may be 0.
-        group_B: [K_i, N_i] each, or [N_i, K_i] with ``transpose_b``, in the same dtype.
+        group_A: [M_i, K_i] each, one dtype: fp32, fp16 or bf16. M_i may be 0. Or all of them as one tensor [G, M, K].
+        group_B: [K_i, N_i] each, or [N_i, K_i] with ``transpose_b``, in the same dtype; or one tensor.
         transpose_b: whether the second operands are transposed.
 
     Returns:
@@ -40,7 +40,8 @@ def ragged_group_gemm(
     Args:
         a: [T, K], fp32, fp16 or bf16.
         b: [E, N, K], or [E, K, N] without ``transpose_b``, in a's dtype.
-        offsets: [E + 1], int32 or int64, not descending, from 0 or more to at most T. It is not read on the host.
+        offsets: [E + 1], int32 or int64, not descending, from 0 or more to at most T. The cuTile kernels
+            read it on the device, the pytorch backend on the host.
         transpose_b: whether ``b`` holds the matrices transposed, as linear layers do.
         bias: [E, N] or None.
 
@@ -49,7 +50,7 @@ def ragged_group_gemm(
 
     Raises:
         ValueError: shapes do not fit.
-        TypeError: a, b and bias differ in dtype, or offsets are not integers.
+        TypeError: a, b and bias differ in dtype, or offsets are neither int32 nor int64.
     """
 
 
@@ -113,6 +114,7 @@ def moe_topk_routing(
 
     Raises:
         ValueError: unknown scoring, or sizes that do not fit.
+        TypeError: router_logits, correction_bias or out_dtype are not floating point.
     """
 
 
@@ -137,7 +139,8 @@ def fused_moe(
 
     ``out[t] = sum_j topk_weights[t, j] * (act(x W_gate + b_gate, x W_up + b_up) W2 + b2)`` with x = hidden_states[t]
     and the matrices of expert ``topk_ids[t, j]``. The sum is in fp32 and in the order of j: results are the same bit
-    for bit in every run. Nothing is read on the host.
+    for bit in every run. Nothing is read on the host, but by the pytorch backend, which asks once how many tokens each
+    expert has, unless a CUDA graph is captured: then it copies the matrices of each token's experts.
 
     Activations of ``gate, up``: "silu", "gelu", "gelu_tanh", "relu", "relu2" are ``act(gate) * up``; with ``limit``
     gate is clamped from above and up from both sides first. "gpt_oss" is ``(up + 1) * gate * sigmoid(alpha * gate)``,

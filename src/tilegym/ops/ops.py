@@ -2,6 +2,8 @@
 
 Shapes: B batch, S (Sq, Skv) tokens, H (Hq, Hkv) heads, D head dimension, M rows, N and K columns. Statistics, softmax
 and accumulation are in fp32 whatever the inputs' dtype (fp64 inputs: in fp64). Each op takes ``backend=`` for one call.
+An op computes in the dtypes that it is given, also within ``torch.autocast``. (Gradients by the pytorch backend
+do, unless the backward pass runs within it, which PyTorch advises against.)
 Errors: ValueError where shapes or options do not fit, TypeError where dtypes do not; a case that a backend
 does not support falls back to ``pytorch`` (see :mod:`tilegym.backend`).
 """

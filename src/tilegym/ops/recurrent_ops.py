@@ -32,18 +32,24 @@ def recurrent_gated_delta_rule(
     Args:
         query, key: [B, T, Hk, Dk], fp32, fp16 or bf16, any strides.
         value: [B, T, Hv, Dv].
-        g: [B, T, Hv], the logarithm of the decay, at most 0.
+        g: [B, T, Hv], the logarithm of the decay, at most 0; -inf sets the state to zero.
         beta: [B, T, Hv], how much of the state's error is corrected, in [0, 1] as a rule.
         initial_state: [B, Hv, Dk, Dv], zeros if None; it is not changed.
         output_final_state: whether to return the state behind the last token.
         use_qk_l2norm_in_kernel: multiply query and key by ``rsqrt(sum(x^2) + 1e-6)`` first, in fp32.
-        cu_seqlens: [N + 1] integers, for N sequences packed one behind the other in a batch of one: sequence n is the
-            tokens from cu_seqlens[n] to cu_seqlens[n + 1], and has the state n of N. The pytorch backend serves it.
+        cu_seqlens: [N + 1] int32 or int64, from 0 on, never falling, at most T, for N sequences packed one behind the
+            other in a batch of one: sequence n is the tokens from cu_seqlens[n] to cu_seqlens[n + 1], and has the state
+            n of N. The pytorch backend serves it, and reads it on the host: torch.compile has to break its graph there,
+            and no CUDA graph captures it.
 
     Returns:
-        (out [B, T, Hv, Dv] in the dtype of query, the final state [B, Hv, Dk, Dv] in fp32 or None). Differentiable in
-        query, key, value, g, beta and initial_state: the cuTile kernels of a call that wants gradients, and how exact
-        they are, are those of :func:`chunk_gated_delta_rule`.
+        (out [B, T, Hv, Dv] in the dtype of query, zeros behind the last sequence; the final state [B, Hv, Dk, Dv] in
+        fp32 or None). Differentiable in query, key, value, g, beta and initial_state: the cuTile kernels of a call that
+        wants gradients, and how exact they are, are those of :func:`chunk_gated_delta_rule`.
+
+    Raises:
+        ValueError: shapes do not fit, or cu_seqlens starts elsewhere, falls, or goes beyond T.
+        TypeError: query, key or value is not floating point, or cu_seqlens is neither int32 nor int64.
     """
 
 
@@ -64,6 +70,7 @@ def chunk_gated_delta_rule(
 
     The updates of a chunk are condensed into one by the inverse of a triangular matrix (the WY representation; Yang
     et al. 2024, arXiv:2406.06484). Decays enter as exp(g_i + ... + g_j), never as a quotient that could overflow.
+    NaN and infinities, but for g of -inf, reach all tokens of their chunk, also earlier ones.
 
     Args:
         chunk_size: tokens a chunk. It changes speed, not the result; the cuTile kernels use 64 always.
@@ -74,6 +81,9 @@ def chunk_gated_delta_rule(
         As :func:`recurrent_gated_delta_rule`. For inputs in fp16 or bf16 the cuTile kernels multiply in tf32 what is
         not in that dtype, so that the final state, in fp32, is good to about a thousandth of its norm.
         Differentiable in query, key, value, g, beta and initial_state; the gradients are the same in every run.
+
+    Raises:
+        ValueError, TypeError: as :func:`recurrent_gated_delta_rule`; chunk_size is less than 1.
     """
 
 
@@ -92,13 +102,17 @@ def causal_conv1d_fn(
     Args:
         hidden_states: [B, C, T], fp32, fp16 or bf16, any strides; the transpose of a contiguous [B, T, C] is fast.
         weight: [C, K]; the cuTile kernels take K from 2 to 4.
-        bias: [C] or None.
+        bias: [C] in weight's dtype, or None.
         activation: "silu" (or "swish", the same), or None.
         seq_idx: [B, T] integers, which sequence a token of a packed batch belongs to: those of others count as zeros.
             The pytorch backend serves it.
 
     Returns:
         [B, C, T] in the dtype of hidden_states. Differentiable in hidden_states, weight and bias.
+
+    Raises:
+        ValueError: shapes do not fit, or another activation.
+        TypeError: a tensor is not floating point, or weight and bias differ in dtype.
     """
 
 
@@ -152,7 +166,7 @@ def gated_delta_step(
         conv_state: [B, C, L] with L at least K - 1: the inputs of the convolution before this one. Changed in place.
         state: [B, Hv, Dk, Dv], in fp32 as a rule. Changed in place.
         conv_weight: [C, K].
-        conv_bias: [C] or None.
+        conv_bias: [C] in conv_weight's dtype, or None.
         a_log, dt_bias: [Hv], any floating-point dtype.
         norm_weight: [Dv].
         eps: of the norm.
@@ -166,5 +180,5 @@ def gated_delta_step(
 
     Raises:
         ValueError: shapes do not fit together.
-        TypeError: qkv, z, b and a differ in dtype.
+        TypeError: qkv, z, b and a differ in dtype, or conv_weight and conv_bias do.
     """

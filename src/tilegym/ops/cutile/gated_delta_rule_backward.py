@@ -103,7 +103,7 @@ def backward_chunk_kernel(
     row, chunk = ct.bid(0) // chunks, ct.bid(0) % chunks
     batch, head = row // heads, row % heads
     rate = numbers_of(beta, batch, chunk, head)[:, None]
-    high, low = decay_sums(numbers_of(g, batch, chunk, head))
+    high, low = decay_sums(g, batch, chunk, head)
     decay, rest = ct.exp(high)[:, None], decays_to_end(high, low)[:, None]
     last = ct.arange(CHUNK, dtype=ct.int32)[:, None] == CHUNK - 1
     qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
@@ -143,14 +143,15 @@ def backward_chunk_kernel(
     q_hat, k_hat = qt.astype(ct.float32) * of_q, kt.astype(ct.float32) * of_k
     of_scores = of_scores * between
     of_system = strictly_lower(-of_system * between) * rate
-    products = of_scores * scores + of_system * system  # with dP * P + dA * A the decays' gradients
+    # With dP * P + dA * A the decays' gradients. In fp64, since what is between later tokens has to cancel.
+    products = (of_scores * scores + of_system * system).astype(ct.float64)
     wrote, held = rest * wrote, -rate * decay * held
     # Where keys repeat, what is read of the chunk cancels what is read of the state: neither may be cut off.
     dq_hat = scale * product(of_scores, k_hat, decay * read, PRECISION)
     zeros = ct.zeros((CHUNK, TILE_K), ct.float32)
     dk_hat = product_onto(ct.transpose(of_scores), scale * q_hat, zeros, PRECISION)
     dk_hat = product_onto(of_system + ct.transpose(of_system), k_hat, dk_hat, PRECISION) + (wrote + held)
-    into = _by_rows(wrote, k_hat)
+    into = _by_rows(wrote, k_hat).astype(ct.float64)
     dtotal = ct.sum(products, axis=1, keepdims=True) - ct.sum(products, axis=0, keepdims=True).reshape((CHUNK, 1))
     dtotal = dtotal + scale * _by_rows(decay * read, q_hat) + _by_rows(held, k_hat) - into
     dtotal = dtotal + ct.where(last, ct.sum(into, axis=0, keepdims=True) + kept * decay, 0.0)

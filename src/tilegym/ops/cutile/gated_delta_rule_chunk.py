@@ -83,7 +83,7 @@ def chunk_matrices_kernel(
     batch, head = row // heads, row % heads
     same_k, same_q, across = grams(q, k, batch, chunk, head // GROUP, TILE_K, PRECISION)
     rate = numbers_of(beta, batch, chunk, head)[:, None]
-    high, low = decay_sums(numbers_of(g, batch, chunk, head))
+    high, low = decay_sums(g, batch, chunk, head)
     of_k = inverse_norms(same_k, 1, NORM_EPS, NORM)
     of_q = inverse_norms(same_q, 1, NORM_EPS, NORM) * scale
     between = decays(high, low) * inverse_norms(same_k, 0, NORM_EPS, NORM)

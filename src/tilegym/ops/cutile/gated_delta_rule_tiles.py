@@ -28,6 +28,7 @@ PART = 16
 OF_READ, OF_HELD, OF_WRITE, RATE, DECAY = range(5)
 FACTORS = 5
 ZERO = ct.PaddingMode.ZERO
+LEAST_LOG = -1000.0  # far below where exp is 0; its sums leave differences enough digits, and -inf none
 MAX_HEAD_DIM = 256
 MAX_KEY_DIM_OF_GRADIENTS = 128  # tileiras 13.4 fails on wider tiles in bf16, and takes minutes in fp32
 
@@ -189,11 +190,12 @@ def numbers_of(x, batch, chunk, head):
     return ct.gather(x, (batch, span(chunk, CHUNK), head)).astype(ct.float32)
 
 
-def decay_sums(logs):
-    """The sums of ``logs``, [CHUNK], up to each token, as two numbers in fp32, the second what the first lacks.
+def decay_sums(g, batch, chunk, head):
+    """The sums of a chunk's ``g`` up to each token, as two numbers in fp32, [CHUNK], the second what the first lacks.
 
     The decays between tokens come from differences of sums, which may be large where the difference is small.
     """
+    logs = ct.maximum(numbers_of(g, batch, chunk, head), LEAST_LOG, propagate_nan=True)
     total = ct.cumsum(logs.astype(ct.float64), axis=0)
     high = total.astype(ct.float32)
     return high, (total - high.astype(ct.float64)).astype(ct.float32)
@@ -273,6 +275,8 @@ def check_supported(
         raise UnsupportedError("g or beta is not fp32, fp16 or bf16")
     if initial_state is not None and initial_state.dtype not in FLOATS:
         raise UnsupportedError("initial_state is not fp32, fp16 or bf16")
+    if k.shape[3] == 0 or v.shape[3] == 0:
+        raise UnsupportedError("keys or values have no dimension")
     if k.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
         raise UnsupportedError(f"it takes head dimensions up to {MAX_HEAD_DIM}")
     if cu_seqlens is not None:

@@ -266,6 +266,7 @@ class GroupGEMM(torch.autograd.Function):
 def group_gemm(
     group_A: list[torch.Tensor], group_B: list[torch.Tensor], transpose_b: bool = False
 ) -> list[torch.Tensor]:
+    group_A, group_B = list(group_A), list(group_B)  # of one tensor the matrices in it
     check_group(group_A, group_B, transpose_b)
     if not group_A:
         return []
@@ -273,4 +274,4 @@ def group_gemm(
         raise UnsupportedError("the matrices are not fp32, fp16 or bf16")
     if torch.is_grad_enabled() and any(t.requires_grad for group in (group_A, group_B) for t in group):
         return list(GroupGEMM.apply(transpose_b, len(group_A), *group_A, *group_B))
-    return products(list(group_A), list(group_B), False, transpose_b)
+    return products(group_A, group_B, False, transpose_b)

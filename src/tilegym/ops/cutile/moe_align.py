@@ -28,8 +28,9 @@ COMPARED = 8192  # elements of a tile of comparisons: 64 registers a thread
 
 
 def ids_at(ids, indices):
-    """In a kernel: the ids of these pairs as int32, -1 behind the last."""
-    return ct.gather(ids, indices, padding_value=-1).astype(ct.int32)
+    """In a kernel: the ids of these pairs as int32, -1 behind the last and for those that no expert can have."""
+    some = ct.gather(ids, indices, padding_value=-1)
+    return ct.where(some >> 31 == 0, some, -1).astype(ct.int32)  # else the low half of an int64 may be an expert's
 
 
 def count_chunk(ids, chunk, CHUNK: Int, EXPERTS: Int, STEP: Int):

@@ -172,7 +172,7 @@ def moe_backward(
         if b2 is not None:
             with torch.autocast(dout.device.type, enabled=False):
                 products = (dout.float() @ b2.float().t()).gather(1, ids.long().clamp(0, experts - 1))
-            dots = dots + products * (rows >= 0).view(ids.shape)
+            dots = dots + products.masked_fill((rows < 0).view(ids.shape), 0)
         dweights.copy_(dots)
     step = min(plan.rows, 64)
     if wanted[2]:

@@ -54,8 +54,9 @@ def moe_gemv_up_kernel(
     begin(OVERLAP)
     tiles = ct.cdiv(h.shape[1], TILE_N)
     pair, n = ct.bid(0) // tiles, ct.bid(0) % tiles
-    expert = scalar_at(ids, pair).astype(ct.int32)
-    if (expert >= 0) & (expert < w_gate.shape[0]):
+    named = scalar_at(ids, pair)
+    if (named >= 0) & (named < w_gate.shape[0]):
+        expert = named.astype(ct.int32)
         steps = ct.cdiv(x.shape[1], TILE_K)
         WIDE = 2 * TILE_N if GATE == INTERLEAVED else TILE_N
         acc = ct.zeros((WIDE, TILE_K), dtype=ct.float32)
@@ -104,8 +105,9 @@ def moe_gemv_down_kernel(
     total = ct.zeros((1, TILE_N), dtype=ct.float32)
     for j in range(pairs):
         pair = row_out * pairs + j
-        expert = scalar_at(ids, pair).astype(ct.int32)
-        if (expert >= 0) & (expert < w.shape[0]):
+        named = scalar_at(ids, pair)
+        if (named >= 0) & (named < w.shape[0]):
+            expert = named.astype(ct.int32)
             weight = scalar_at(weights, pair).astype(ct.float32)
             for k in range(ct.cdiv(h.shape[1], TILE_K)):
                 row = load_row(h, pair, k, TILE_K) * weight

@@ -255,7 +255,8 @@ def moe_combine_kernel(
             row = scalar_at(rows, row)
         tile = ct.gather(y, (row, columns)).astype(ct.float32)
         if WEIGHTED:
-            tile = tile * scalar_at(weights, token * TOP_K + j).astype(ct.float32)
+            weight = scalar_at(weights, token * TOP_K + j).astype(ct.float32)
+            tile = tile * (ct.where(row >= 0, weight, 0.0) if SORTED else weight)
         total = total + tile
     if SHARED:
         total = total + ct.gather(shared, (token, columns)).astype(ct.float32)

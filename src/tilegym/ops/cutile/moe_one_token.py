@@ -36,9 +36,9 @@ class Plan(NamedTuple):
 
 def chosen(ids, pair, experts):
     """In a kernel: the expert of a pair, or the first one, and whether there is such an expert."""
-    expert = ct.gather(ids, pair).astype(ct.int32)
+    expert = ct.gather(ids, pair)
     there = (expert >= 0) & (expert < experts)
-    return ct.where(there, expert, 0), there
+    return ct.where(there, expert, 0).astype(ct.int32), there
 
 
 def rows_of(w, expert, n, K: Int, TILE_N: Int, TILE_K: Int):

@@ -158,6 +158,8 @@ def moe_topk_backward_kernel(
         gradient = upstream * scores * (1.0 - scores)
     else:
         gradient = scores * (upstream - ct.sum(upstream * scores, axis=1, keepdims=True))
+    if SCORING == TOPK_SOFTMAX:
+        gradient = ct.where(among, gradient, 0.0)  # a sum that is NaN is none of the others'
     ct.scatter(dlogits, (tokens, columns), gradient.astype(dlogits.dtype))
 
 
@@ -235,7 +237,7 @@ def moe_topk_routing(
     scaling_factor: float = 1.0,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_routing(router_logits, top_k, scoring, correction_bias, num_groups, topk_groups)
+    check_routing(router_logits, top_k, scoring, correction_bias, num_groups, topk_groups, out_dtype)
     if router_logits.dtype not in FLOATS or (out_dtype is not None and out_dtype not in FLOATS):
         raise UnsupportedError("the logits or the weights are not fp32, fp16 or bf16")
     if router_logits.shape[1] > MAX_EXPERTS:

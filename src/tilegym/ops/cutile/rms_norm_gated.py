@@ -252,7 +252,7 @@ def rms_norm_gated(
     if x.dtype not in FLOATS or gate.dtype not in FLOATS:
         check_floating("rms_norm_gated", x=x, gate=gate)
         raise UnsupportedError("x or gate is not fp32, fp16 or bf16")
-    n = group_size or x.shape[-1]
+    n = group_size if group_size and x.shape[-1] else x.shape[-1]
     if n > MAX_CACHED:
         raise UnsupportedError(f"a group is longer than {MAX_CACHED}")
     options = (eps, norm_before_gate, n, activation == "silu", casting == "llama")

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_floating
+from tilegym.ops.pytorch.checks import check_same_dtype
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -14,13 +16,14 @@ def check_conv(
     """Raises ValueError or TypeError for arguments that no backend accepts."""
     if x.dim() != 3:
         raise ValueError(f"{op}: hidden_states must be [B, C, T], it has shape {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise TypeError(f"{op}: hidden_states is {x.dtype}, it must be floating point")
+    check_floating(op, hidden_states=x)
     channels = x.shape[1]
     if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] < 1:
         raise ValueError(f"{op}: weight must be [{channels}, K], it has shape {tuple(weight.shape)}")
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != channels):
         raise ValueError(f"{op}: bias must be [{channels}], it has shape {tuple(bias.shape)}")
+    check_floating(op, weight=weight)
+    check_same_dtype(op, weight=weight, bias=bias)
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation is {activation!r}, it must be one of {ACTIVATIONS}")
 

@@ -37,8 +37,10 @@ def check_delta_rule(
             f"{op}: g and beta must be {tuple(of_value[:3])}, they are {tuple(g.shape)} and {tuple(beta.shape)}"
         )
     if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
-            raise ValueError(f"{op}: cu_seqlens must be [N + 1] integers, it is {cu_seqlens.dtype} {cu_seqlens.shape}")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+            raise ValueError(f"{op}: cu_seqlens must be [N + 1], it is {tuple(cu_seqlens.shape)}")
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{op}: cu_seqlens must be int32 or int64, it is {cu_seqlens.dtype}")
         if batch != 1:
             raise ValueError(f"{op}: with cu_seqlens the batch must be 1, it is {batch}")
         batch = cu_seqlens.shape[0] - 1
@@ -82,6 +84,7 @@ def _recurrent(query, key, value, g, beta, initial_state, normalize):
         out = torch.stack(out, dim=1)  # [B, T, Hv, Dv]
     else:  # nothing, in which all take part for the sake of their gradients
         out = (value * ((query * key).sum(-1) * g * beta).unsqueeze(-1)).transpose(1, 2)
+        state = state.clone()  # which may be initial_state itself
     return out.to(dtype), state
 
 
@@ -90,7 +93,7 @@ def _chunked(query, key, value, g, beta, initial_state, normalize, chunk):
     if tokens == 0:
         return _recurrent(query, key, value, g, beta, initial_state, normalize)
     query, key, value, g, beta, state = _prepared(query, key, value, g, beta, initial_state, normalize)
-    query = query * query.shape[-1] ** -0.5
+    query = query * max(1, query.shape[-1]) ** -0.5
     padding = -tokens % chunk
     query, key, value = (F.pad(x, (0, 0, 0, padding)) for x in (query, key, value))
     beta, g = (F.pad(x, (0, padding)) for x in (beta, g))
@@ -98,17 +101,19 @@ def _chunked(query, key, value, g, beta, initial_state, normalize, chunk):
     query, key, k_beta, v_beta = (
         x.unflatten(2, (-1, chunk)) for x in (query, key, key * beta, value * beta)
     )  # [B, Hv, chunks, chunk, D]
-    decay = g.unflatten(2, (-1, chunk)).cumsum(-1)
+    g = g.unflatten(2, (-1, chunk))
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).triu(1)
-    # Masked before exp: a sum of decays that runs backwards in time is positive, and may be large.
-    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
+    # The sum from each token on by itself: in differences of sums a large decay costs small ones their digits, and an
+    # infinite one all of them. Masked before exp.
+    between = g.unsqueeze(-1).expand(*g.shape, chunk).tril(-1).cumsum(-2).masked_fill(later, float("-inf")).exp()
+    decay = g.cumsum(-1).exp().unsqueeze(-1)  # since the start of the chunk
     system = (k_beta @ key.mT) * between
     scores = (query @ key.mT) * between
     corrections = torch.linalg.solve_triangular(system, v_beta, upper=False, unitriangular=True)
-    reads = torch.linalg.solve_triangular(system, k_beta * decay.exp().unsqueeze(-1), upper=False, unitriangular=True)
-    query = query * decay.exp().unsqueeze(-1)
-    key = key * (decay[..., -1:] - decay).exp().unsqueeze(-1)
-    whole = decay[..., -1].exp()[..., None, None]
+    reads = torch.linalg.solve_triangular(system, k_beta * decay, upper=False, unitriangular=True)
+    query = query * decay
+    key = key * between[..., -1, :].unsqueeze(-1)
+    whole = decay[..., -1:, :]
     out = []
     for i in range(corrections.shape[2]):
         new = corrections[:, :, i] - reads[:, :, i] @ state
@@ -118,16 +123,24 @@ def _chunked(query, key, value, g, beta, initial_state, normalize, chunk):
     return out.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format), state
 
 
-def _packed(function, tensors, initial_state, cu_seqlens, *options):
-    """``function`` for each of the sequences that are packed in a batch of one."""
-    ends = cu_seqlens.tolist()
+def _packed(op, function, tensors, initial_state, cu_seqlens, *options):
+    """``function`` for each of the sequences that are packed in a batch of one; zeros behind the last."""
+    ends, tokens = cu_seqlens.tolist(), tensors[0].shape[1]
+    if ends[0] != 0 or ends[-1] > tokens or any(start > end for start, end in zip(ends, ends[1:], strict=False)):
+        raise ValueError(
+            f"{op}: cu_seqlens must start at 0, never fall, and end at {tokens} at most, the number of tokens; "
+            f"it goes from {ends[0]} to {ends[-1]}"
+        )
     outs, states = [], []
     for n, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
         state = None if initial_state is None else initial_state[n : n + 1]
         out, state = function(*(x[:, start:end] for x in tensors), state, *options)
         outs.append(out)
         states.append(state)
-    return torch.cat(outs, dim=1), torch.cat(states)
+    out = torch.cat(outs, dim=1)
+    if ends[-1] < tokens:
+        out = F.pad(out, (0, 0, 0, 0, 0, tokens - ends[-1]))
+    return out, torch.cat(states)
 
 
 @register_impl("recurrent_gated_delta_rule", "pytorch")
@@ -142,12 +155,12 @@ def recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    tensors = query, key, value, g, beta
-    check_delta_rule("recurrent_gated_delta_rule", *tensors, initial_state, cu_seqlens)
+    op, tensors = "recurrent_gated_delta_rule", (query, key, value, g, beta)
+    check_delta_rule(op, *tensors, initial_state, cu_seqlens)
     if cu_seqlens is None:
         out, state = _recurrent(*tensors, initial_state, use_qk_l2norm_in_kernel)
     else:
-        out, state = _packed(_recurrent, tensors, initial_state, cu_seqlens, use_qk_l2norm_in_kernel)
+        out, state = _packed(op, _recurrent, tensors, initial_state, cu_seqlens, use_qk_l2norm_in_kernel)
     return out, (state if output_final_state else None)
 
 
@@ -164,13 +177,13 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    tensors = query, key, value, g, beta
-    check_delta_rule("chunk_gated_delta_rule", *tensors, initial_state, cu_seqlens)
+    op, tensors = "chunk_gated_delta_rule", (query, key, value, g, beta)
+    check_delta_rule(op, *tensors, initial_state, cu_seqlens)
     check_chunk(chunk_size)
     if cu_seqlens is None:
         out, state = _chunked(*tensors, initial_state, use_qk_l2norm_in_kernel, chunk_size)
     else:
-        out, state = _packed(_chunked, tensors, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, chunk_size)
+        out, state = _packed(op, _chunked, tensors, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, chunk_size)
     return out, (state if output_final_state else None)
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_same_dtype
 
 
 def check_group(group_A: list[torch.Tensor], group_B: list[torch.Tensor], transpose_b: bool) -> None:
@@ -39,8 +40,7 @@ def check_ragged(
         raise ValueError(f"ragged_group_gemm: offsets must be [{b.shape[0] + 1}], they are {tuple(offsets.shape)}")
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ragged_group_gemm: offsets must be int32 or int64, they are {offsets.dtype}")
-    if b.dtype != a.dtype or (bias is not None and bias.dtype != a.dtype):
-        raise TypeError(f"ragged_group_gemm: a, b and bias must have one dtype, a is {a.dtype} and b {b.dtype}")
+    check_same_dtype("ragged_group_gemm", a=a, b=b, bias=bias)
     size = (b.shape[0], b.shape[1 if transpose_b else 2])
     if bias is not None and bias.shape != size:
         raise ValueError(f"ragged_group_gemm: bias must be {list(size)}, it is {tuple(bias.shape)}")
@@ -61,5 +61,8 @@ def ragged_group_gemm(
     for expert, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
         product = a[begin:end] @ weight[expert]
         pieces.append(product if bias is None else product + bias[expert])
+    if not b.shape[0]:  # nothing, in which all take part for the sake of their gradients
+        product = a[:0] @ weight.sum(0)
+        pieces.append(product if bias is None else product + bias.sum(0))
     pieces.append(a.new_zeros(a.shape[0] - bounds[-1], weight.shape[2]))
     return torch.cat(pieces)

@@ -37,10 +37,8 @@ def mla_decoding_split_kv(
     return _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask)[0]
 
 
-@torch.autocast("cpu", enabled=False)
-@torch.autocast("cuda", enabled=False)
 def _attend(q, qpe, kv, kpe, sm_scale, kv_len, attention_mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs and the lse. In fp32 at least, which autocast would take for its own dtype."""
+    """The outputs and the lse. In fp32 at least."""
     given, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
     if kv_len is not None:
         kv, kpe = without_rows_behind(kv_len, kv, kpe)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tilegym.backend import register_impl
 from tilegym.ops.pytorch.checks import can_be_read
+from tilegym.ops.pytorch.checks import check_floating
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
 
@@ -32,10 +33,13 @@ def check_fused_moe(
             "fused_moe: expected hidden_states [T, H], w1 and w2 with three dimensions and topk_ids [T, k], got "
             f"{tuple(hidden.shape)}, {tuple(w1.shape)}, {tuple(w2.shape)}, {tuple(topk_ids.shape)}"
         )
+    check_floating("fused_moe", hidden_states=hidden)
     (tokens, width), experts, inner = hidden.shape, w2.shape[0], w2.shape[1 if transposed else 2]
     wide = w1.shape[2 if transposed else 1]
     if experts == 0:
         raise ValueError(f"fused_moe: w2 {tuple(w2.shape)} has no experts")
+    if w1.shape[0] != experts:
+        raise ValueError(f"fused_moe: w1 has {w1.shape[0]} experts, w2 has {experts}")
     gated = w1_up is not None or wide == 2 * inner
     if wide not in (inner, 2 * inner) or (w1_up is not None and (wide != inner or w1_up.shape != w1.shape)):
         raise ValueError(
@@ -127,17 +131,28 @@ def fused_moe(
             return F.linear(x, w, b)
         return x @ w if b is None else x @ w + b
 
-    out = torch.zeros_like(hidden_states)
-    valid = (topk_ids >= 0) & (topk_ids < len(w2))
-    # One expert at least, so that the result depends on the weights for autograd also where there is no token.
-    for expert in topk_ids[valid].unique().tolist() or [0]:
-        token, slot = torch.where(topk_ids == expert)
+    out, weights = torch.zeros_like(hidden_states), topk_weights.reshape(-1, 1)
+    order, bounds = _by_expert(topk_ids, len(w2))
+    experts = range(len(w2))
+    if not torch.compiler.is_compiling():  # what is compiled has the same loop for all choices
+        # One expert at least, so that the result depends on the weights for autograd also where there is no token.
+        experts = [e for e in experts if bounds[e] < bounds[e + 1]] or [0]
+    for expert in experts:
+        pairs = order[bounds[expert] : bounds[expert + 1]]
+        token = pairs // topk_ids.shape[1]
         x = hidden_states[token]
         gate = projected(x, w1, b1, expert)
         gate, up = _halves(gate, None if w1_up is None else projected(x, w1_up, None, expert), interleaved, gated)
         y = projected(activate(gate, up, activation, alpha, limit), w2, b2, expert)
-        out = out.index_add(0, token, (y * topk_weights[token, slot, None]).to(out.dtype))
+        out = out.index_add(0, token, (y * weights[pairs]).to(out.dtype))
     return out if shared_output is None else out + shared_output
+
+
+def _by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, list[int]]:
+    """The (token, expert) pairs sorted by expert, and where each expert's begin and end among them."""
+    ids = torch.where((ids < 0) | (ids >= experts), experts, ids).reshape(-1)
+    ranked, order = torch.sort(ids, stable=True)
+    return order, torch.searchsorted(ranked, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)).tolist()
 
 
 def _halves(
@@ -157,8 +172,8 @@ def _of_gathered(hidden, w1, w2, weights, ids, activation, w1_up, b1, b2, interl
     """
     (tokens, top_k), experts = ids.shape, len(w2)
     ids, order = ids.sort(dim=1)
-    weights = weights.gather(1, order)[..., None]
     valid = ((ids >= 0) & (ids < experts))[..., None]
+    weights = weights.gather(1, order)[..., None].masked_fill(~valid, 0)
     pairs = ids.clamp(0, experts - 1).reshape(-1)
 
     def projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -171,7 +186,7 @@ def _of_gathered(hidden, w1, w2, weights, ids, activation, w1_up, b1, b2, interl
     x = hidden[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, 1, hidden.shape[1])
     gate, up = _halves(projected(x, w1, b1), None if w1_up is None else projected(x, w1_up, None), interleaved, gated)
     y = projected(activate(gate, up, activation, alpha, limit), w2, b2).view(tokens, top_k, hidden.shape[1])
-    y = (y * weights).masked_fill(~valid, 0).to(hidden.dtype)
+    y = (y.masked_fill(~valid, 0) * weights).to(hidden.dtype)
     out = torch.zeros_like(hidden)
     for slot in range(top_k):
         out = out + y[:, slot]

@@ -3,6 +3,7 @@
 import torch
 
 from tilegym.backend import register_impl
+from tilegym.ops.pytorch.checks import check_floating
 
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")
 
@@ -14,8 +15,12 @@ def check_routing(
     correction_bias: torch.Tensor | None,
     num_groups: int,
     topk_groups: int,
+    out_dtype: torch.dtype | None,
 ) -> None:
-    """Raises ValueError for arguments that no backend accepts."""
+    """Raises ValueError or TypeError for arguments that no backend accepts."""
+    check_floating("moe_topk_routing", router_logits=router_logits, correction_bias=correction_bias)
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise TypeError(f"moe_topk_routing: out_dtype is {out_dtype}, it must be floating point")
     if router_logits.dim() != 2:
         raise ValueError(f"moe_topk_routing: router_logits must be [T, E], they are {tuple(router_logits.shape)}")
     if scoring not in SCORINGS:
@@ -55,7 +60,7 @@ def moe_topk_routing(
     scaling_factor: float = 1.0,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_routing(router_logits, top_k, scoring, correction_bias, num_groups, topk_groups)
+    check_routing(router_logits, top_k, scoring, correction_bias, num_groups, topk_groups, out_dtype)
     wide = torch.float64 if router_logits.dtype == torch.float64 else torch.float32
     if scoring == "topk_softmax":
         ids = _largest(router_logits, top_k)

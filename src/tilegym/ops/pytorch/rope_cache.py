@@ -21,6 +21,8 @@ def check_cache(
             f"{tuple(k.shape)}, {tuple(v.shape)}"
         )
     batch, heads, _, dim = k.shape
+    if q.shape[0] != batch or q.shape[3] != dim:
+        raise ValueError(f"{op}: q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch or head dimension")
     widths = [dim, v.shape[3]]
     for cache, width in zip((keys, values), widths, strict=True):
         if cache.dim() != 4 or cache.shape != (batch, heads, keys.shape[2], width):
@@ -30,11 +32,14 @@ def check_cache(
             )
     if position.numel() != 1:
         raise ValueError(f"{op}: position must hold one number, it is {tuple(position.shape)}")
+    if position.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: position must be int32 or int64, it is {position.dtype}")
     parts = 2 if one_half else 1
-    if cos.dim() != 3 or cos.shape != sin.shape or cos.shape[1] != 1 or parts * cos.shape[2] > dim:
+    fit = cos.dim() == 3 and cos.shape == sin.shape and cos.shape[0] in (1, batch) and cos.shape[1] == 1
+    if not fit or parts * cos.shape[2] > dim:
         most = dim // parts
         raise ValueError(
-            f"{op}: cos and sin must be [1 or B, 1, R <= {most}]; they are {tuple(cos.shape)}, {tuple(sin.shape)}"
+            f"{op}: cos and sin must be [1 or {batch}, 1, R <= {most}]; they are {tuple(cos.shape)}, {tuple(sin.shape)}"
         )
     if cos.shape[2] * parts % 2:
         raise ValueError(f"{op}: cos and sin must be two halves, they are {tuple(cos.shape)}")
@@ -88,8 +93,9 @@ def rope_and_cache(
     q, k = apply_rope_base(q, k, cos, sin, None, 1, width / q.shape[-1])
     if pairs == "kept":
         q, k = (_pairs(t, width) for t in (q, k))
-    keys.index_copy_(2, position.view(1), k)
-    values.index_copy_(2, position.view(1), v)
+    at = position.view(1).long()
+    keys.index_copy_(2, at, k)
+    values.index_copy_(2, at, v)
     return q
 
 
