@@ -177,6 +177,18 @@ def test_attention_is_left_where_the_model_does_more_with_the_mask(family, why):
         torch.testing.assert_close(answers(model)[0], logits, rtol=1e-4, atol=1e-5 * logits.abs().max().item())
 
 
+@pytest.mark.parametrize("family", ["gpt2", "stablelm"])
+def test_a_static_cache_whose_masks_generate_makes(family):
+    """GPT-2's own forward looks at the mask, too."""
+    model = small(family)
+    ids = ids_of(model)
+    options = dict(max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True)
+    expected = model.generate(ids, attention_mask=PADDED, **options)
+    with tilegym.apply(model, use_cutile=False, by_hand=False) as report:
+        assert "attn" in {entry.compute for entry in report.patched}
+        assert torch.equal(model.generate(ids, attention_mask=PADDED, **options), expected)
+
+
 def test_gradients_are_those_of_the_model():
     model = small("stablelm")
     ids = ids_of(model)
