@@ -134,6 +134,23 @@ def test_verified_on_the_models_own_tensors(name):
         assert patched >= MODELS[name][2] - ({"attn"} if name == "t5" else set())
 
 
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("name, positions", [("bert", 10), ("roberta", 16), ("siglip, whole", 10), ("gpt2", 10)])
+def test_models_of_few_positions(name, positions, verify):
+    if name == "gpt2":
+        kind, changes = "GPT2LMHeadModel", dict(vocab_size=61, n_embd=64, n_layer=2, n_head=4, n_positions=positions)
+    else:
+        kind, changes, _ = MODELS[name]
+        text = _TEXT | dict(max_position_embeddings=positions)
+        changes = changes | (dict(text_config=text) if "text_config" in changes else text)
+    model_class = getattr(transformers, kind)
+    model = model_class(model_class.config_class(**changes)).eval().to(device())
+    expected = outputs(model)
+    with tilegym.apply(model, use_cutile=False, verify=verify) as report:
+        assert {"attn", "layer_norm"} <= {entry.compute for entry in report.patched}
+        assert_near(outputs(model), expected)
+
+
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_models_of_two_parts_generate_the_same(name):
     model = make(name)
