@@ -245,9 +245,7 @@ def _proposers(asked: str, agent: Path | None, repo) -> list:
     from tilegym.autokernel.proposers.agent import worktrees
 
     if agent is not None and "agent" not in [n.strip() for n in asked.split(",")]:
-        raise AutokernelError(
-            "--agent does nothing without agent in --proposers: add it there, or leave out --agent"
-        )
+        raise AutokernelError("--agent does nothing without agent in --proposers: add it there, or leave out --agent")
     chosen = []
     for name in [n.strip() for n in asked.split(",") if n.strip()]:
         if name not in PROPOSERS:
