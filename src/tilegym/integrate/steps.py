@@ -56,8 +56,8 @@ def refuse_encoder(config: Any, model_id: str, trust_remote_code: bool = False) 
     """Raises ModelError if ``config`` is an encoder's, of which transformers makes a causal language model, too."""
     if getattr(config, "is_decoder", None) is False and _sees_ahead(config, trust_remote_code):
         raise ModelError(
-            f"{model_id} is an encoder ({config.model_type}), which sees the tokens to come and continues no text: take "
-            'a decoder, or write "is_decoder": true into its config if it was trained as one; tilegym.apply takes both'
+            f"{model_id} is an encoder ({config.model_type}), which sees the tokens to come and continues no text: "
+            'take a decoder, or write "is_decoder": true into its config if it was trained as one'
         )
 
 
