@@ -12,6 +12,7 @@ from tilegym import interrupts
 from tilegym.errors import AutokernelError
 
 PROPOSERS = ("reuse", "generate", "tune", "agent")
+ARCHITECTURES = tuple(f"sm_{n}" for n in (80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121))  # what tileiras 13.4 knows
 _SANDBOX = (
     "Every proposed kernel runs in a process of its own, with limits on time, memory and environment, and without a "
     "network where the system allows that. This stops mistakes and the usual ways to cheat. It is no boundary against "
@@ -181,7 +182,8 @@ def _check_compiler(architectures: list[str]) -> None:
             interpreter.compile_kernel(probe, (torch.zeros(16),), name)
     except Exception as error:  # without tileiras, with one that is too old, or for what there is not
         why = str(error).partition("\n")[0]
-        raise AutokernelError(f"cuTile's compiler does not work for {name} ({why}): see `tilegym doctor`") from error
+        remedy = "see `tilegym doctor`" if name in ARCHITECTURES else f"--arch takes {', '.join(ARCHITECTURES)}"
+        raise AutokernelError(f"cuTile's compiler does not work for {name} ({why}): {remedy}") from error
 
 
 def _devices(asked: list[str]) -> tuple[str, ...]:
@@ -242,6 +244,8 @@ def _proposers(asked: str, agent: Path | None, repo) -> list:
     from tilegym.autokernel import proposers as known
     from tilegym.autokernel.proposers.agent import worktrees
 
+    if agent is not None and "agent" not in [n.strip() for n in asked.split(",")]:
+        raise AutokernelError("--agent does nothing without agent in --proposers: add it there, or leave out --agent")
     chosen = []
     for name in [n.strip() for n in asked.split(",") if n.strip()]:
         if name not in PROPOSERS:

@@ -147,9 +147,11 @@ def _check_writable(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise spec.BenchmarkError(f"--output {output} cannot be written: {error.strerror}") from error
+        raise spec.BenchmarkError(
+            f"--output {output} cannot be written: {error.strerror}; name another folder"
+        ) from error
     if not os.access(output, os.W_OK):
-        raise spec.BenchmarkError(f"--output {output} cannot be written: no permission")
+        raise spec.BenchmarkError(f"--output {output} cannot be written: no permission; name another folder")
 
 
 def _chosen(names: list[str] | None, folder: Path, providers: list[Path]) -> list:

@@ -48,6 +48,7 @@ def build_app(asked: str | None = None) -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # options with either
     )
 
     @app.callback()

@@ -24,8 +24,8 @@ from tilegym.backend import same_chip
 from tilegym.backend import selector
 from tilegym.errors import BackendError
 
-OK, INFO, FAIL = "ok", "info", "fail"
-_MARKS = {OK: "[ok]  ", INFO: "[info]", FAIL: "[FAIL]"}
+OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
+_MARKS = {OK: "[ok]  ", INFO: "[info]", WARN: "[warn]", FAIL: "[FAIL]"}
 # CUDA 13, which cuTile's binaries need, starts at this driver.
 _MIN_DRIVER = 580
 _INSTALL_CUTILE = "pip install 'cuda-tile>=1.7,<1.8'"
@@ -39,7 +39,7 @@ class Check(NamedTuple):
     """One line: what was looked at, whether it is as it should be, what was found, and the remedy if it is not."""
 
     name: str
-    status: str  # OK, INFO (not there, and not needed on this machine) or FAIL
+    status: str  # OK, INFO (not there, and not needed on this machine), WARN (slower than it could be) or FAIL
     found: str
     remedy: str | None = None
 
@@ -275,7 +275,8 @@ def _writable(name: str, folder: Path, remedy: str) -> Check:
         with tempfile.TemporaryFile(dir=folder):
             return Check(name, OK, str(folder))
     except OSError as error:
-        return Check(name, FAIL, f"{folder} cannot be written to: {error.strerror}", remedy)
+        found = f"{folder} cannot be written to ({error.strerror}): each process begins anew"
+        return Check(name, WARN, found, remedy)
 
 
 def _settings() -> Iterator[Check]:

@@ -29,6 +29,10 @@ class PatchError(TileGymError, RuntimeError):
     """A patch could not be applied; what had been applied of it was undone."""
 
 
+class FlagError(PatchError, TypeError):
+    """A flag names nothing that TileGym computes in any model."""
+
+
 class ModelError(TileGymError, ValueError):
     """A model, config or input cannot be used the way it was asked for."""
 

@@ -1,5 +1,6 @@
 """The command line: what it refuses, and that a run of it works and goes on."""
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -56,6 +57,23 @@ def test_options_have_hyphens_or_underscores(repository, tmp_path, monkeypatch, 
     )
 
 
+def test_what_is_other_than_in_the_run_that_goes_on(repository, tmp_path, monkeypatch):
+    monkeypatch.setattr(Loop, "coverage", lambda self: 0.0)
+    command = [MODEL, "--repository", repository, "--out", tmp_path / "out", "--device", "cpu"]
+
+    def run(self):
+        self._check_same_settings()
+        self.ledger.note("settings", dataclasses.asdict(self.settings))
+        return "done"
+
+    monkeypatch.setattr(Loop, "run", run)
+    assert call(*command).exit_code == 0
+    assert call(*command, "--minutes", "500").exit_code == 0  # the budget may grow
+    result = call(*command, "--precision", "float32", "--num-layers", "2")
+    message = "was started with precision 'bfloat16', not 'float32'; num_layers None, not 2: give the run another name"
+    assert message in str(result.exception)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -64,7 +82,8 @@ def test_options_have_hyphens_or_underscores(repository, tmp_path, monkeypatch, 
         (["--device", "cpu", "--proposers", "nobody"], "nobody"),
         (["--device", "cpu", "--proposers", "agent"], "--agent"),
         (["--device", "cpu", "--minutes", "0"], "more than 0"),
-        (["--device", "cpu", "--arch", "sm_90", "--arch", "sm_1"], "for sm_1"),
+        (["--device", "cpu", "--arch", "sm_90", "--arch", "sm_1"], "--arch takes sm_80, "),
+        (["--device", "cpu", "--agent", "nowhere.json"], "--agent does nothing without agent in --proposers"),
         *(
             (["--device", "cpu", "--arch", "sm_90", "--run", name], "a name has letters")
             for name in ("../../evil", "a/b", "-x", "a..b", ".hidden", "x.lock", "a b", "end.")

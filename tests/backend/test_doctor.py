@@ -128,8 +128,10 @@ def test_every_failure_has_a_remedy(monkeypatch):
     monkeypatch.setenv("TILEGYM_CACHE_DIR", "/proc/nowhere")
     monkeypatch.setenv("CUDA_TILE_CACHE_DIR", "/proc/nowhere")
     checks = by_name(doctor.run_checks())
-    for name in ("Python", "driver", "GPU 0", "cuTile", "tileiras", "tuning results", "compiled kernels"):
+    for name in ("Python", "driver", "GPU 0", "cuTile", "tileiras"):
         assert checks[name].status == doctor.FAIL and checks[name].remedy, name
+    for name in ("tuning results", "compiled kernels"):  # it runs all the same
+        assert checks[name].status == doctor.WARN and checks[name].remedy, name
     assert checks["tuned for"].found.startswith("T4: nothing was measured")
     assert "7.5" in checks["GPU 0"].found and "8.0" in checks["GPU 0"].remedy
     assert "580" in checks["driver"].remedy and "1.3.0" in checks["cuTile"].found

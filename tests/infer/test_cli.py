@@ -320,6 +320,17 @@ class Test_Bad_Input:
         result = infer("--model_id", str(path), "--random_weights", "--use_tilegym", *SHORT)
         assert result.exit_code == 0 and "its parts are found out" in result.stderr
 
+    @pytest.mark.parametrize("command", ["infer", "coverage", "train"])
+    def test_an_encoder(self, tmp_path, command):
+        sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+        config = write_config(tmp_path / "config.json", model_type="bert", **sizes)
+        model = [config] if command == "coverage" else ["--model_id", config]
+        app = build_app(command)
+        # Any command takes options with hyphens or underscores.
+        for option in ("--random_weights", "--random-weights"):
+            result = CliRunner().invoke(app, [command, *model, option])
+            self.check(result, "is an encoder (bert), which sees the tokens to come")
+
     def test_what_fails_in_transformers_itself(self, tmp_path):
         config = write_config(tmp_path / "config.json", model_type="jamba", num_hidden_layers=2)  # none of attention
         command = ["--model_id", config, "--random_weights", "--compare", *SHORT]

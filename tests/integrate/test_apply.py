@@ -177,6 +177,18 @@ def test_attention_is_left_where_the_model_does_more_with_the_mask(family, why):
         torch.testing.assert_close(answers(model)[0], logits, rtol=1e-4, atol=1e-5 * logits.abs().max().item())
 
 
+@pytest.mark.parametrize("family", ["gpt2", "stablelm"])
+def test_a_static_cache_whose_masks_generate_makes(family):
+    """GPT-2's own forward looks at the mask, too."""
+    model = small(family)
+    ids = ids_of(model)
+    options = dict(max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True)
+    expected = model.generate(ids, attention_mask=PADDED, **options)
+    with tilegym.apply(model, use_cutile=False, by_hand=False) as report:
+        assert "attn" in {entry.compute for entry in report.patched}
+        assert torch.equal(model.generate(ids, attention_mask=PADDED, **options), expected)
+
+
 def test_gradients_are_those_of_the_model():
     model = small("stablelm")
     ids = ids_of(model)
@@ -252,6 +264,31 @@ def test_a_model_of_ones_own():
             got = model(ids).logits
     assert {"rms_norm", "rope", "attn", "linear"} <= {entry.compute for entry in report.patched}
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "stablelm"])
+def test_models_without_memory_are_patched_all_the_same(family):
+    model = small(family)
+    with tilegym.apply(model, use_cutile=False, graph=False) as report:
+        expected = {(entry.module, entry.compute) for entry in report.patched}
+    with torch.device("meta"):
+        laid_out = type(model)(model.config)
+        with tilegym.apply(laid_out, use_cutile=False, graph=False) as report:
+            assert {(entry.module, entry.compute) for entry in report.patched} == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "stablelm", "gpt2"])
+def test_one_call_for_all_models(family):
+    """What a model has not need not be left out."""
+    left = dict.fromkeys(("use_attn", "rope", "layer_norm", "moe", "layout", "graph", "geglu"), False)
+    with tilegym.apply(small(family), use_cutile=False, **left) as report:
+        assert "linear" in {entry.compute for entry in report.patched}
+        assert not {*left, "attn"} & {entry.compute for entry in report.patched}
+    with tilegym.apply(small(family), use_cutile=False, attn=False) as report:
+        assert "attn" not in {entry.compute for entry in report.patched}
+    for kind in (PatchError, TypeError):  # by either
+        with pytest.raises(kind, match="no family has roppe; flags are attn, .*graph, .*layer_norm, .*use_attn"):
+            tilegym.apply(small(family), use_cutile=False, roppe=False)
 
 
 def test_flags_leave_computes_out():

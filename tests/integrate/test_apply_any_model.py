@@ -134,14 +134,33 @@ def test_verified_on_the_models_own_tensors(name):
         assert patched >= MODELS[name][2] - ({"attn"} if name == "t5" else set())
 
 
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("name, positions", [("bert", 10), ("roberta", 16), ("siglip, whole", 10), ("gpt2", 10)])
+def test_models_of_few_positions(name, positions, verify):
+    if name == "gpt2":
+        kind, changes = "GPT2LMHeadModel", dict(vocab_size=61, n_embd=64, n_layer=2, n_head=4, n_positions=positions)
+    else:
+        kind, changes, _ = MODELS[name]
+        text = _TEXT | dict(max_position_embeddings=positions)
+        changes = changes | (dict(text_config=text) if "text_config" in changes else text)
+    model_class = getattr(transformers, kind)
+    model = model_class(model_class.config_class(**changes)).eval().to(device())
+    expected = outputs(model)
+    with tilegym.apply(model, use_cutile=False, verify=verify) as report:
+        assert {"attn", "layer_norm"} <= {entry.compute for entry in report.patched}
+        assert_near(outputs(model), expected)
+
+
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_models_of_two_parts_generate_the_same(name):
     model = make(name)
     inputs = {n: t.to(model.device) for n, t in forward_inputs(model).items() if n != "decoder_input_ids"}
     options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False)
-    expected = model.generate(**inputs, **options)
+    static = options | dict(cache_implementation="static", disable_compile=True)  # generate makes the masks itself
+    expected = [model.generate(**inputs, **kind) for kind in (options, static)]
     with tilegym.apply(model, use_cutile=False) as report:
-        assert torch.equal(model.generate(**inputs, **options), expected)
+        for kind, tokens in zip((options, static), expected, strict=True):
+            assert torch.equal(model.generate(**inputs, **kind), tokens)
     # Of T5, whose attention has a bias that is learned, transformers writes out the masks.
     places = {entry.module for entry in report.patched if entry.compute == "graph"}
     assert places == (set() if name == "t5" else {"model.encoder"})

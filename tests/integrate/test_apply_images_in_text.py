@@ -61,6 +61,13 @@ def calls_of_ops():
         yield calls
 
 
+def state_of(model):
+    """The very configs that the modules hold, the parts in the model's, and what of TileGym's the modules hold."""
+    held = {path: id(module.config) for path, module in model.named_modules() if hasattr(module, "config")}
+    parts = {name: id(value) for name, value in vars(model.config).items() if name.endswith("_config")}
+    return held, parts, {name for module in model.modules() for name in vars(module) if name.startswith("_tilegym")}
+
+
 @models
 @pytest.mark.parametrize("images", [True, False])
 def test_logits_stay_and_attention_is_served(name, images):
@@ -68,7 +75,7 @@ def test_logits_stay_and_attention_is_served(name, images):
     inputs = inputs_of(name, model)
     if not images:
         inputs = dict(input_ids=inputs["input_ids"].clamp(max=90), attention_mask=inputs["attention_mask"])
-    kept = inputs["attention_mask"].bool()
+    kept, before = inputs["attention_mask"].bool(), state_of(model)
     with torch.no_grad():
         expected = model(**inputs).logits
         report = tilegym.apply(model, use_cutile=False)
@@ -83,6 +90,7 @@ def test_logits_stay_and_attention_is_served(name, images):
         assert served == 2 if not images or name == "mistral3" else served >= 4
         torch.testing.assert_close(got[kept], expected[kept], rtol=1e-4, atol=1e-5 * expected.abs().max().item())
         report.revert()
+        assert state_of(model) == before
         assert torch.equal(model(**inputs).logits, expected)
 
 

@@ -84,6 +84,7 @@ def test_other_models_are_bit_identical_and_revert_restores(family):
 
 def test_models_made_from_one_config_object_do_not_share_the_patch():
     model = make_model("mistral")
+    config = model.config
     other = type(model)(model.config).eval().to(model.device)
     other.load_state_dict(model.state_dict())
     expected = logits(other)
@@ -92,6 +93,7 @@ def test_models_made_from_one_config_object_do_not_share_the_patch():
         assert other.config._attn_implementation == "sdpa" and not ops_called(other)
         assert torch.equal(logits(other), expected)
     assert model.config.pad_token_id == 7 and model.config._attn_implementation == "sdpa"
+    assert {id(module.config) for module in model.modules() if hasattr(module, "config")} == {id(config)}
 
 
 @families

@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import itertools
 import pickle
 import sys
 import types
@@ -198,6 +199,19 @@ def test_two_patches_on_one_target_revert_in_any_order(order):
     assert torch.equal(net.first(x), x + (10 if order[0] == 0 else 1))
     sets[order[1]].revert()
     assert torch.equal(net.first(x), 2 * x)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_same_patch_below_and_above_another_one(order):
+    net, x = Net(), torch.ones(3)
+    sets = PatchSet(net), PatchSet(net), PatchSet(net)
+    for patches, n in zip(sets, (1, 10, 1), strict=True):
+        patches.replace_forward(net.first, plus(n), ENTRY)
+    for count, i in enumerate(order, 1):
+        sets[i].revert()
+        left = [n for j, n in enumerate((1, 10, 1)) if j not in order[:count]]
+        assert torch.equal(net.first(x), x + left[-1] if left else 2 * x)
+    assert "forward" not in vars(net.first)
 
 
 def test_what_others_have_replaced_since_is_left_alone_and_said():

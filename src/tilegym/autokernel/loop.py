@@ -143,11 +143,15 @@ class Loop:
 
     def _check_same_settings(self) -> None:
         asked, known = json.loads(json.dumps(asdict(self.settings))), self.ledger.fact("settings")
-        budget = ("experiments", "minutes")  # may grow
-        if known is not None and {**known, **dict.fromkeys(budget)} != {**asked, **dict.fromkeys(budget)}:
-            different = sorted(name for name in asked if asked[name] != known.get(name) and name not in budget)
+        now, before = dict(_leaves(asked)), dict(_leaves(known or {}))
+        different = [
+            f"{name} {before[name]!r}, not {value!r}"
+            for name, value in now.items()
+            if before.get(name, value) != value and name not in ("experiments", "minutes")  # the budget may grow
+        ]
+        if different:
             raise AutokernelError(
-                f"the run in {self.folder} was started with another {', '.join(different)}: give the run another name"
+                f"the run in {self.folder} was started with {'; '.join(different)}: give the run another name"
             )
         if known is not None:
             self.ledger.note("settings", asked)
@@ -420,3 +424,12 @@ class Loop:
             with contextlib.suppress(AutokernelError):
                 self.repository.remove(path.name)
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The names and values in nested dictionaries."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield name, value

@@ -225,6 +225,8 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
     Raises:
         ModelError: the input cannot be used; the message is one sentence with the remedy.
     """
+    from tilegym.integrate.steps import refuse_encoder
+
     options.check()
     if options.profile:
         _check_profile_dir()
@@ -232,6 +234,7 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
     device, backend, notice = choose_device(options)
     dtype, trusted = options.dtype, options.trust_remote_code
     config = models.load_config(options.model_id, options.random_weights, trusted, bool(options.image))
+    refuse_encoder(config, options.model_id, trusted)
     tell_of_patch(config, options, tell)
     # Before the prompts are repeated to fill the batch: at least this much.
     fewest = (options.input_length or 1) + options.output_length

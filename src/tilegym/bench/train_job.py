@@ -189,7 +189,10 @@ def load_config(options: Options, device: torch.device) -> Any:
     Raises:
         ModelError: there is no such model; a sequence is too long for it; or the device is too small for it.
     """
+    from tilegym.integrate.steps import refuse_encoder
+
     config = models.load_config(options.model_id, options.random_weights, options.trust_remote_code)
+    refuse_encoder(config, options.model_id, options.trust_remote_code)
     if options.num_layers is not None:
         models.cut_layers(config, options.num_layers)
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)

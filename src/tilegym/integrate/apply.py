@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from tilegym.backend import PREFER_CUTILE
@@ -75,15 +76,17 @@ def apply(
             family's own patch, in which kernels are fused with each other, is left aside then.
         by_hand: False: find out everything, also in families that have a patch.
         trust_remote_code: whether code that came with the model's config may run to make the small model.
-        flags: computes to leave out, such as ``rope=False``; of a family with a patch, all arguments of its function.
-            Products of models that are run once are left to PyTorch unless ``linear=True``.
+        flags: computes to leave out, such as ``rope=False``: any of any model; one that has none has nothing to leave
+            out. ``use_attn`` is ``attn``. Products of models that are run once are left to PyTorch unless
+            ``linear=True``.
 
     Returns:
         The report; ``revert()`` on it, or using it as a context manager, restores the model.
 
     Raises:
         ModelError: a model of its class cannot be made small and run.
-        PatchError: nothing in the model could be patched, or a flag is of no compute in it.
+        PatchError: nothing in the model could be patched, or a flag asks for what is not in it.
+        FlagError: no model has a compute of a flag's name; a PatchError and a TypeError, too.
         BackendError: cuTile is asked for and not installed.
         TypeError: a flag is neither True nor False.
     """
@@ -96,21 +99,24 @@ def apply(
     if model_type is None:
         raise ModelError(f"{type(model).__name__} has no config.model_type: give a model of transformers")
     if by_hand and not verify:
-        if model_type in monkey_patch.FAMILIES:
-            named = {"use_attn" if name == "attn" else name: value for name, value in flags.items()}
-            return monkey_patch.apply(model, use_cutile=use_cutile, **named)
-        aggregate = generated.find(model_type)
-        if aggregate is not None:
-            return aggregate(model=model, use_cutile=use_cutile, **flags)
+        if model_type in monkey_patch.FAMILIES or generated.find(model_type) is not None:
+            return monkey_patch.apply(model, use_cutile=use_cutile, **flags)
+    with torch.device("cpu"):  # whatever the default is, small models are there
+        return _apply_what_is_found(model, _How(use_cutile, verify, trust_remote_code, flags), by_hand and not verify)
+
+
+def _apply_what_is_found(model: nn.Module, how: "_How", texts_by_hand: bool) -> PatchSet:
+    trust_remote_code, flags = how.trust_remote_code, how.flags
     plan = make_plan(model, trust_remote_code, look_up=False)
     parts = _parts(model, trust_remote_code)
-    if by_hand and not verify:
+    if texts_by_hand:
         parts += _texts(model)
     known = {*plan.computes, *(name for part in parts for name in part.computes)}
-    unknown = sorted(set(flags) - known - {"attn", GRAPH, LAYOUT})  # a model may have no attention
-    if unknown:
-        raise PatchError(f"{model_type} has no compute {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    how = _How(use_cutile, verify, trust_remote_code, flags)
+    monkey_patch.require_known("apply", flags, known)
+    flags["attn"] = flags.get("attn", True) and flags.pop("use_attn", True)
+    absent = sorted(name for name in set(flags) - known - {"attn", GRAPH, LAYOUT} if flags[name])
+    if absent:
+        raise PatchError(f"{model.config.model_type} has no compute {absent[0]!r}; it has {', '.join(sorted(known))}")
     patches = PatchSet(model, maker=__name__)
     with patches.all_or_nothing():
         for part in parts:

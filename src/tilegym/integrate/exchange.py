@@ -8,12 +8,14 @@ from torch import nn
 from transformers import GenerationConfig
 
 from tilegym.backend import use_backend
+from tilegym.bench.models import quiet_transformers
 from tilegym.integrate.inputs import continues_text
 from tilegym.integrate.inputs import decoding_step
 from tilegym.integrate.inputs import example
 from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.inputs import main_output
 from tilegym.integrate.inputs import mask_of
+from tilegym.integrate.probe import attempt
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import name_for
 from tilegym.transformers.decode_graph import eager_steps
@@ -32,10 +34,15 @@ def attention_misfit(model: nn.Module) -> str:
         model: with eager attention, in fp32 on the CPU; it is as it was afterwards.
     """
     expected = _logits(model)
+    static = attempt(lambda: _logits_over_a_static_cache(model))  # None: of itself it does not generate so
+    if static is not None:
+        expected["static cache"] = static
     with PatchSet(model, maker=__name__) as patches, use_backend("pytorch"):
         patches.use_attention(model, name_for(model, None), Entry("", "attn"))
         try:
             got = _logits(model)
+            if static is not None:
+                got["static cache"] = _logits_over_a_static_cache(model)
         except Exception as error:  # whatever a model does with a mask that is none of its own
             return f"with another attention the whole model fails: {_told(error)}"
     for call, logits in expected.items():
@@ -77,7 +84,8 @@ def _tokens(model: nn.Module, length: int) -> torch.Tensor:
     ids = example(model)
     mask = mask_of(ids)
     greedy = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=length, min_new_tokens=length)
-    return model.generate(ids, attention_mask=mask, generation_config=greedy)
+    with quiet_transformers():
+        return model.generate(ids, attention_mask=mask, generation_config=greedy)
 
 
 @torch.no_grad()
@@ -99,3 +107,22 @@ def _logits(model: nn.Module) -> dict[str, torch.Tensor]:
         found["decode"] = step.logits
     found["padded batch"] = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
     return found
+
+
+@torch.no_grad()
+def _logits_over_a_static_cache(model: nn.Module) -> torch.Tensor | None:
+    """[2, B, vocabulary], of the prefill and a step of ``generate``, which makes the masks itself then; None if the
+    model has none."""
+    if not getattr(model, "can_generate", lambda: False)():
+        return None
+    if continues_text(type(model), model.config):
+        ids = example(model)
+        inputs = {"input_ids": ids, "attention_mask": mask_of(ids)}
+    else:
+        inputs = forward_inputs(model, padded=True)
+    greedy = GenerationConfig(
+        do_sample=False, pad_token_id=0, decoder_start_token_id=0, max_new_tokens=2, min_new_tokens=2,
+        return_dict_in_generate=True, output_logits=True, cache_implementation="static", disable_compile=True,
+    )  # fmt: skip
+    with quiet_transformers():
+        return torch.stack(model.generate(**inputs, generation_config=greedy).logits)

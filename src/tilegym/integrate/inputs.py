@@ -12,7 +12,7 @@ from tilegym.integrate.small_config import WINDOW
 from tilegym.transformers.cache_name import cache_argument
 from tilegym.transformers.cache_name import cache_of
 
-_PADDED = 5  # tokens of the second row of a padded batch
+_PADDED = 5  # tokens of the second row of a padded batch, or half of it
 
 
 def continues_text(model_class: type, config: Any) -> bool:
@@ -33,9 +33,16 @@ def _classes(of_config: Any) -> tuple:
 
 
 def example(model: nn.Module, batch: int = 2, length: int = 2 * WINDOW + 3, seed: int = 1) -> torch.Tensor:
-    """[batch, length] random token ids for ``model``, longer than the small windows."""
-    generator = torch.Generator().manual_seed(seed)
+    """[batch, length] random token ids for ``model``, longer than small windows, but for few positions."""
+    generator, length = torch.Generator().manual_seed(seed), min(length, _positions(model))
     return torch.randint(3, _vocabulary(model) - 3, (batch, length), generator=generator)
+
+
+def _positions(model: nn.Module) -> int:
+    """How many tokens ``model`` takes at least, before two that it generates."""
+    config = model.config.get_text_config(decoder=True)
+    named = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_target_positions"))
+    return max(2, min((n for n in named if isinstance(n, int) and n > 0), default=1 << 20) - 2)
 
 
 def _vocabulary(model: nn.Module) -> int:
@@ -137,7 +144,7 @@ def decoding_step(model: nn.Module, ids: torch.Tensor, prefill: Any) -> Any | No
 def mask_of(ids: torch.Tensor) -> torch.Tensor:
     """An attention mask like ``ids``, whose second row is padded on the left."""
     mask = torch.ones_like(ids)
-    mask[1, :_PADDED] = 0
+    mask[1, : min(_PADDED, ids.shape[1] // 2)] = 0
     return mask
 
 

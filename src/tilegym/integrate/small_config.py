@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 HIDDEN, HEADS, HEAD_DIM, VOCAB, WINDOW = 64, 4, 16, 128, 8
+POSITIONS = 64  # at least, of texts: what a small model is run on, and generates, has to fit
 
 _LAYERS = re.compile(r"(num_(hidden_|decoder_|encoder_)?layers|(decoder|encoder)_layers|n_layers?|num_blocks)$")
 _PERIOD = re.compile(r"period|interval|pattern$|every_n|(sparse|moe_layer)_step$|moe_layer_freq|layer_group_size")
@@ -37,6 +38,10 @@ def _head_dim(config: dict[str, Any], value: int) -> int:
 
 def _attention_width(config: dict[str, Any]) -> int:
     return HIDDEN * max(1, round(config.get("attention_hidden_size", 0) / config["hidden_size"]))
+
+
+def _at_least(limit: int) -> Callable[[dict[str, Any], int], int]:
+    return lambda config, value: max(value, limit)
 
 
 def _at_most(limit: int) -> Callable[[dict[str, Any], int], int]:
@@ -93,6 +98,7 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"(sliding_window|window_size|sliding_window_size|local_attention)$|window_len$", WINDOW),
     (r"attention_chunk_size", WINDOW),
     (r"model_max_length", 4096),
+    (r"^(max_position_embeddings|n_positions|n_ctx|max_target_positions)$", _at_least(POSITIONS)),
 )
 _SIZES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _SIZES)
 _LEFT_OUT = ("architectures", "transformers_version", "quantization_config", "dtype")

@@ -49,10 +49,15 @@ def check_kind(config: Any, model_id: str, trust_remote_code: bool = False) -> N
             f"{model_id} is {kind} ({config.model_type}): integrate takes decoder-only language models; "
             "give the language model that is part of it, if there is one"
         )
+    refuse_encoder(config, model_id, trust_remote_code)
+
+
+def refuse_encoder(config: Any, model_id: str, trust_remote_code: bool = False) -> None:
+    """Raises ModelError if ``config`` is an encoder's, of which transformers makes a causal language model, too."""
     if getattr(config, "is_decoder", None) is False and _sees_ahead(config, trust_remote_code):
         raise ModelError(
-            f"{model_id} is an encoder ({config.model_type}), which sees the tokens to come: integrate takes decoders; "
-            'write "is_decoder": true into its config if it was trained as one'
+            f"{model_id} is an encoder ({config.model_type}), which sees the tokens to come and continues no text: "
+            'take a decoder, or write "is_decoder": true into its config if it was trained as one'
         )
 
 

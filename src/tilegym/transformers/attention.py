@@ -60,6 +60,11 @@ class CausalMask(BlockMask):
     def shape(self) -> tuple[int, ...]:
         return self._shape
 
+    @property
+    def ndim(self) -> int:
+        """As of the tensor that it stands for: some models take those of four dimensions as they are."""
+        return len(self._shape)
+
     def to(self, device: Any, *args, **kwargs) -> "CausalMask":
         keys, kv_len = (None if t is None else t.to(device, *args, **kwargs) for t in (self.keys, self.kv_len))
         return CausalMask(self._shape, keys, kv_len, self.window)

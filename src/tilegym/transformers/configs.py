@@ -9,8 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from tilegym.transformers.replacements import Replacement
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+_OWN = "_tilegym_config"  # in a patched model's __dict__, so that a copy of it can be reverted by itself
 
 
 def configs_that_choose(model: nn.Module) -> "list[PreTrainedConfig]":
@@ -24,24 +28,83 @@ def configs_that_choose(model: nn.Module) -> "list[PreTrainedConfig]":
     return [model.config, *(part for part in parts if not continues or part is text)]
 
 
-def own_config(model: nn.Module, private: bool) -> "PreTrainedConfig":
-    """The config of ``model``, which its parts have from now on too: a copy unless it is ``private`` already, with
-    copies of those parts of it that :func:`configs_that_choose` names."""
-    shared, parts = model.config, configs_that_choose(model)[1:]
-    own = shared if private else copy.copy(shared)
-    pairs = [(shared, own)]
-    for name, part in vars(shared).items():
-        if any(part is chosen for chosen in parts):
-            pairs.append((part, part if private else copy.copy(part)))
-            setattr(own, name, pairs[-1][1])
-    # A part that was patched by itself has a copy, too.
-    held = {id(module.config): module.config for module in model.modules() if "config" in vars(module)}
-    for config, new in pairs:
-        same = {key for key, other in held.items() if other is config or _says_the_same(other, config)}
-        for module in model.modules():
-            if id(vars(module).get("config")) in same:
-                module.config = new
-    return own
+class UseOfOwnConfigs:
+    """That a patch set needs ``model`` to have configs of its own.
+
+    With the last of them that is undone it has those back that it shares, in which then stands what was changed in its
+    own meanwhile, but for what patches have changed and undone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def do(self) -> None:
+        own = vars(self.model).setdefault(_OWN, _OwnConfigs())
+        if self not in own.uses:
+            own.uses.append(self)
+        own.take(self.model)
+
+    def undo(self) -> bool:
+        own = vars(self.model).get(_OWN)
+        if own is not None:
+            own.uses = [use for use in own.uses if use is not self]
+            if not own.uses:
+                own.give_back()
+                vars(self.model).pop(_OWN)
+        return True
+
+
+class _OwnConfigs:
+    """The configs that a model has got for itself: a copy of its own, with copies of those parts of it that
+    :func:`configs_that_choose` names."""
+
+    def __init__(self) -> None:
+        self.uses: list[UseOfOwnConfigs] = []
+        self._steps: list[_Exchange] = []
+
+    def take(self, model: nn.Module) -> None:
+        """Gives them to all modules of ``model`` that hold what they are copies of; also to those that do by now."""
+        shared, parts = model.config, configs_that_choose(model)[1:]
+        private = any(step.new is shared for step in self._steps)
+        own = shared if private else copy.copy(shared)
+        pairs = []
+        for name, part in vars(shared).items():
+            if any(part is chosen for chosen in parts):
+                pairs.append((part, part if private else copy.copy(part)))
+                self._exchange(own, name, pairs[-1][1])
+        pairs.insert(0, (shared, own))
+        # A part that was patched by itself has a copy, too.
+        held = {id(module.config): module.config for module in model.modules() if "config" in vars(module)}
+        for config, new in pairs:
+            same = {key for key, other in held.items() if other is config or _says_the_same(other, config)}
+            for module in model.modules():
+                if id(vars(module).get("config")) in same:
+                    self._exchange(module, "config", new)
+
+    def _exchange(self, owner: Any, name: str, new: Any) -> None:
+        if vars(owner)[name] is not new:
+            known = (step.before for step in self._steps if step.new is new)
+            self._steps.append(_Exchange(owner, name, new, next(known, None)))
+            self._steps[-1].do()
+
+    def give_back(self) -> None:
+        for step in reversed(self._steps):
+            step.undo()
+
+
+class _Exchange(Replacement):
+    """A config in another's place, of which it was a copy with ``before`` in it."""
+
+    def __init__(self, owner: Any, name: str, new: Any, before: dict[str, Any] | None) -> None:
+        super().__init__(owner, name, new)
+        self.before = dict(vars(new)) if before is None else before
+
+    def undo(self) -> bool:
+        now, former = vars(self.new), vars(self.former)
+        former.update({n: v for n, v in now.items() if n not in self.before or self.before[n] is not v})
+        for name in self.before.keys() - now.keys():
+            former.pop(name, None)
+        return super().undo()
 
 
 def _says_the_same(a: Any, b: Any) -> bool:

@@ -3,6 +3,7 @@
 What ``tilegym integrate`` writes, and what :func:`tilegym.apply` does in memory, is a list of :class:`Place`.
 """
 
+import copy
 import functools
 import importlib
 import sys
@@ -122,6 +123,18 @@ def _like(model: nn.Module, module: nn.Module | None = None) -> torch.Tensor:
     return torch.empty(0, dtype=getattr(model, "dtype", first.dtype), device=device)
 
 
+@torch.no_grad()
+def _with_numbers(module: nn.Module) -> nn.Module:
+    """``module``, or, if its weights have no memory (the meta device), a copy on the CPU whose weights are random."""
+    if "_hf_hook" in vars(module) or not any(p.is_meta for p in module.parameters()):
+        return module
+    twin, generator = copy.deepcopy(module).to_empty(device="cpu"), torch.Generator().manual_seed(0)
+    for tensor in (*twin.parameters(), *twin.buffers()):
+        if tensor.is_floating_point():
+            tensor.uniform_(0.5, 1.5, generator=generator)
+    return twin
+
+
 def _at(entry: Entry, path: str) -> Entry:
     return Entry(path, entry.compute, entry.backend)
 
@@ -149,7 +162,8 @@ def _put_forward(
         form = _form(module)
         if form not in known:
             like = _like(model, module)
-            known[form] = general_kernels.agrees(place.kernel, place.options, cls.forward, module, like)
+            twin = _with_numbers(module)
+            known[form] = general_kernels.agrees(place.kernel, place.options, cls.forward, twin, like)
         if known[form]:
             patches.skip(_at(entry, path), known[form])
             continue

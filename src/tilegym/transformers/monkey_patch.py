@@ -7,11 +7,13 @@ report of what runs on which backend and what was left alone and why, which can 
 
 import inspect
 from collections.abc import Callable
+from collections.abc import Iterable
 
 from torch import nn
 
 from tilegym.backend import PREFER_CUTILE
 from tilegym.backend import assert_backend_available
+from tilegym.errors import FlagError
 from tilegym.errors import ModelError
 from tilegym.transformers import generated
 from tilegym.transformers.deepseek2 import DEEPSEEK_V2
@@ -64,6 +66,22 @@ FAMILIES = {
 }
 
 
+# What other families have, which are found out (tilegym.integrate), beside what those by hand do.
+_OF_ANY_FAMILY = {
+    "attn", "causal_conv1d", "gated_delta_rule", "geglu", "gelu", "graph", "layer_norm", "layout", "linear", "loss",
+    "moe", "relu", "rms_norm", "rms_norm_gated", "rope", "swiglu",
+}  # fmt: skip
+
+
+def require_known(function: str, flags: Iterable[str], computes: Iterable[str] = ()) -> None:
+    """Raises FlagError unless each of ``flags`` is a compute of some model's, or of ``computes``."""
+    known = {compute.name for family in FAMILIES.values() for compute in family.computes}
+    known |= {*_OF_ANY_FAMILY, *computes, "use_attn"}
+    unknown = sorted(set(flags) - known)
+    if unknown:
+        raise FlagError(f"{function}: no family has {', '.join(unknown)}; flags are {', '.join(sorted(known))}")
+
+
 def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **flags: bool) -> PatchSet:
     """Puts TileGym's kernels into ``model``, whatever its family, and into nothing else in the process.
 
@@ -72,7 +90,7 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
             ``tilegym integrate`` has written a patch for; or one of peft's around such a model, which is patched then.
         use_cutile: run what is patched on the ``cutile`` backend, but for calls that were measured to be faster in
             PyTorch; else on the one that is chosen when it runs.
-        use_attn: whether to patch attention.
+        use_attn: whether to patch attention; ``attn`` says the same.
         flags: whether to patch the other computes, by name; True for those that are not given. ``rope``, ``rms_norm``,
             ``swiglu`` or ``geglu``, ``moe`` (routers and experts) and ``linear`` say themselves what they are; flags
             for what a family does not have are ignored. ``graph`` lets ``generate`` replay its decoding steps as a CUDA
@@ -87,7 +105,8 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
         ModelError: the model is of no supported family.
         PatchError: nothing in the model could be patched.
         BackendError: cuTile is asked for and not installed.
-        TypeError: no family has a compute of a flag's name, or a flag is neither True nor False.
+        FlagError: no family has a compute of a flag's name; a TypeError, too.
+        TypeError: a flag is neither True nor False.
     """
     require_switches("apply", use_cutile=use_cutile, use_attn=use_attn, **flags)
     model = model_in(model)
@@ -95,10 +114,8 @@ def apply(model: nn.Module, use_cutile: bool = True, use_attn: bool = True, **fl
     written = None if model_type in FAMILIES else generated.find(model_type)
     family = FAMILIES[_model_type(model, tuple(FAMILIES))] if written is None else None
     computes = set() if written is None else inspect.signature(written).parameters.keys() - {"model", "use_cutile"}
-    known = computes.union(compute.name for family in FAMILIES.values() for compute in family.computes) - {"attn"}
-    unknown = flags.keys() - known
-    if unknown:
-        raise TypeError(f"apply: no family has {', '.join(sorted(unknown))}; flags are {', '.join(sorted(known))}")
+    require_known("apply", flags, computes)
+    use_attn = use_attn and flags.get("attn", True)
     if written is not None:
         wanted = {name: value for name, value in {**flags, "attn": use_attn}.items() if name in computes}
         return written(model=model, use_cutile=use_cutile, **wanted)

@@ -6,11 +6,9 @@ patch the same things at the same time.
 """
 
 import contextlib
-import enum
 import importlib
 import re
 import types
-import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,29 +18,25 @@ from typing import Any
 from torch import nn
 
 from tilegym.errors import PatchError
+from tilegym.transformers.configs import UseOfOwnConfigs
 from tilegym.transformers.configs import configs_that_choose
-from tilegym.transformers.configs import own_config
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import chain_of
 from tilegym.transformers.forwards import describe
-from tilegym.transformers.forwards import is_bound_to
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import replica
+from tilegym.transformers.replacements import MISSING
+from tilegym.transformers.replacements import Callback
+from tilegym.transformers.replacements import Replacement
+from tilegym.transformers.replacements import may_stay
+from tilegym.transformers.replacements import read
 
 ALREADY_PATCHED = "already patched"
 
-# On a patched model: its patch sets, and the private copy of its config. In the instance's own __dict__, so that a
-# deepcopy or an unpickled model brings its own patch sets along and can be reverted by itself.
+# On a patched model: its patch sets. In the instance's own __dict__, so that a deepcopy or an unpickled model brings
+# its own patch sets along and can be reverted by itself.
 _SETS = "_tilegym_patch_sets"
-_CONFIG = "_tilegym_config"
 _REPLICATE = "_replicate_for_data_parallel"  # what PyTorch calls
-
-
-class _Missing(enum.Enum):
-    MISSING = "missing"  # an enum member stays itself through deepcopy and pickle
-
-
-MISSING = _Missing.MISSING
 
 
 def require_switches(function: str, **switches: bool) -> None:
@@ -63,86 +57,6 @@ class Entry:
     why: str = ""
 
 
-def _read(owner: Any, name: str) -> Any:
-    """What ``owner`` itself holds under ``name``, not what it inherits."""
-    return (owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING)
-
-
-def _write(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, dict):
-        if value is MISSING:
-            owner.pop(name, None)
-        else:
-            owner[name] = value
-    elif value is MISSING:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
-
-
-def _may_stay(forward: Callable | None) -> bool:
-    """Whether it is the original once its patch set is undone, and may stay in what others have put around it."""
-    return getattr(forward, "may_stay", False)
-
-
-_FORWARDS = ("forward", "_old_forward")  # one takes the place of the other when accelerate's hooks come and go
-
-
-class _Replacement:
-    """``owner.name`` (``owner[name]`` for a dict) is ``new`` once ``do`` was called, and was ``former``."""
-
-    active: "weakref.WeakSet[_Replacement]" = weakref.WeakSet()
-
-    def __init__(self, owner: Any, name: str, new: Any) -> None:
-        self.owner, self.name, self.new = owner, name, new
-        self.former = _read(owner, name)
-
-    def do(self) -> None:
-        self.active.add(self)
-        _write(self.owner, self.name, self.new)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy, or unpickled: what lies on it has to be found
-        vars(self).update(state)
-        self.active.add(self)
-
-    def undo(self) -> bool:
-        """Puts ``former`` back; False if somebody else has replaced the value since."""
-        self.active.discard(self)
-        if isinstance(self.new, BoundForward) and self.name in _FORWARDS:
-            self.name = place_of_forward(self.owner)
-        current = _read(self.owner, self.name)
-        if self._is_new(current):
-            _write(self.owner, self.name, self._below())
-            return True
-        for later in self.active:  # a later patch of ours lies on top: it shall put back what was below this one
-            if later.owner is self.owner and later.former is self.new:
-                later.former = self.former
-                return True
-        return current is self.former or _may_stay(getattr(self.new, "func", None))
-
-    def _is_new(self, current: Any) -> bool:
-        if isinstance(self.new, BoundForward) and is_bound_to(current, self.new.func):
-            return True
-        return current is self.new or (isinstance(self.new, str) and current == self.new)
-
-    def _below(self) -> Any:
-        """``former``; a hook of accelerate's that came since needs something to call."""
-        if self.name == "_old_forward" and self.former is MISSING:
-            return types.MethodType(type(self.owner).forward, self.owner)
-        return self.former
-
-
-class _Callback:
-    """Something else to undo."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.function = function
-
-    def undo(self) -> bool:
-        self.function()
-        return True
-
-
 class PatchSet:
     """The patches of one call and the report on them.
 
@@ -161,7 +75,7 @@ class PatchSet:
         self.patched: list[Entry] = []
         self.skipped: list[Entry] = []
         self.maker = maker
-        self._undo: list[_Replacement | _Callback] = []
+        self._undo: list[Replacement | UseOfOwnConfigs | Callback] = []
         self._model = model
         self._reverted = False
 
@@ -191,7 +105,7 @@ class PatchSet:
     def _replace_global(self, module, name, new, entry, is_right, kind) -> bool:
         if isinstance(module, str):
             module = importlib.import_module(module)
-        if not is_right(_read(module, name)):
+        if not is_right(read(module, name)):
             raise PatchError(f"{module.__name__} has no {kind} {name!r} to replace")
         return self._replace(module, name, new, entry)
 
@@ -228,7 +142,7 @@ class PatchSet:
         name = place_of_forward(module)
         current = vars(module).get(name)
         now = getattr(current, "__func__", current)
-        if now is function or (_may_stay(function) and function in chain_of(current)):
+        if now is function or (may_stay(function) and function in chain_of(current)):
             return self.skip(entry, ALREADY_PATCHED)
         foreign = not isinstance(current, BoundForward) and now not in (None, type(module).forward)
         if foreign and name == "forward":
@@ -243,7 +157,7 @@ class PatchSet:
         """
         if not callable(getattr(type(module), name, None)):
             raise PatchError(f"{describe(type(module))} has no method {name!r} to replace")
-        current = _read(module, name)
+        current = read(module, name)
         if isinstance(current, BoundForward) and current.func is function:
             return self.skip(entry, ALREADY_PATCHED)
         return self._replace(module, name, BoundForward(function, module), entry)
@@ -257,7 +171,7 @@ class PatchSet:
         Raises:
             PatchError: the instance holds nothing of that name, or a parameter, buffer or submodule.
         """
-        if own and _read(module, name) is MISSING:
+        if own and read(module, name) is MISSING:
             raise PatchError(f"{describe(type(module))} has no attribute {name!r} of its own to replace")
         return self._replace(module, name, new, entry)
 
@@ -281,7 +195,7 @@ class PatchSet:
         """Lets ``model`` alone use the attention implementation ``name``, which transformers must know.
 
         transformers reads the name from the config, and models made from one config object share it: the model gets a
-        copy of its own, which it keeps after undoing, since it may have been changed on purpose by then.
+        copy of its own. Undoing gives it back what it had, in which then stands what was changed on purpose meanwhile.
         """
         return self._use(model, "_attn_implementation", name, entry)
 
@@ -296,10 +210,13 @@ class PatchSet:
         return self._use(model, "_experts_implementation", name, entry)
 
     def _use(self, model: nn.Module, setting: str, name: str, entry: Entry) -> bool:
-        shared = model.config
-        if getattr(shared, setting) == name:
+        if getattr(model.config, setting) == name:
             return self.skip(entry, ALREADY_PATCHED)
-        vars(model)[_CONFIG] = own_config(model, private=vars(model).get(_CONFIG) is shared)
+        use = next((s for s in self._undo if isinstance(s, UseOfOwnConfigs) and s.model is model), None)
+        if use is None:
+            use = UseOfOwnConfigs(model)
+            self._record(use)
+        use.do()
         for part in configs_that_choose(model):
             if part is not model.config and getattr(part, setting) != name:
                 self._put(part, f"{setting}_internal", name)
@@ -311,14 +228,14 @@ class PatchSet:
         return False
 
     def _replace(self, owner: Any, name: str, new: Any, entry: Entry) -> bool:
-        if _read(owner, name) is new:
+        if read(owner, name) is new:
             return self.skip(entry, ALREADY_PATCHED)
         self._put(owner, name, new)
         self.patched.append(entry)
         return True
 
     def _put(self, owner: Any, name: str, new: Any) -> None:
-        step = _Replacement(owner, name, new)
+        step = Replacement(owner, name, new)
         self._record(step)  # first: an interrupt behind the change has to find it
         step.do()
         if isinstance(new, BoundForward) and _REPLICATE not in vars(owner):
@@ -326,9 +243,9 @@ class PatchSet:
 
     def on_revert(self, function: Callable[[], None]) -> None:
         """Calls ``function`` when its turn comes to undo; for what is no replacement."""
-        self._record(_Callback(function))
+        self._record(Callback(function))
 
-    def _record(self, step: _Replacement | _Callback) -> None:
+    def _record(self, step: Replacement | UseOfOwnConfigs | Callback) -> None:
         if not self._undo:
             (self.process_wide if self._model is None else vars(self._model).setdefault(_SETS, [])).append(self)
         self._undo.append(step)
@@ -354,7 +271,10 @@ class PatchSet:
         if steps:
             self._forget()
         if foreign:
-            raise PatchError(f"not reverted, since others have replaced them after TileGym: {', '.join(foreign)}")
+            raise PatchError(
+                f"not reverted, since others have replaced them after TileGym: {', '.join(foreign)}. All else is as it "
+                "was, and these are as the others left them: undo or set them there, if you want them otherwise"
+            )
 
     def _forget(self) -> None:
         if self._model is None:
@@ -364,7 +284,6 @@ class PatchSet:
         sets.remove(self)
         if not sets:
             vars(self._model).pop(_SETS, None)
-            vars(self._model).pop(_CONFIG, None)
 
     def require_match(self, what: str) -> None:
         """Raises PatchError, with what was skipped and why, if nothing is patched by this set or was already."""

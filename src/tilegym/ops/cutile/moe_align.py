@@ -30,7 +30,11 @@ COMPARED = 8192  # elements of a tile of comparisons: 64 registers a thread
 def ids_at(ids, indices):
     """In a kernel: the ids of these pairs as int32, -1 behind the last and for those that no expert can have."""
     some = ct.gather(ids, indices, padding_value=-1)
-    return ct.where(some >> 31 == 0, some, -1).astype(ct.int32)  # else the low half of an int64 may be an expert's
+    if some.dtype == ct.int64:
+        # The low half of any number may be an expert's. The high half or its negative is below 0, if it is not 0.
+        high = (some >> 32).astype(ct.int32)
+        return some.astype(ct.int32) | high | -high
+    return some
 
 
 def count_chunk(ids, chunk, CHUNK: Int, EXPERTS: Int, STEP: Int):
