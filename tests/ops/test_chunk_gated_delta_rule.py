@@ -20,6 +20,7 @@ from delta_rule import final_in_dtype
 from delta_rule import floating
 from delta_rule import in_one_dtype
 from tensor_cores import tensor_cores
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from tilegym.backend import dispatcher
 from tilegym.errors import FallbackWarning
@@ -47,12 +48,21 @@ def repeated_keys(dtype, seed):
     return kwargs | {"beta": torch.ones_like(kwargs["beta"]), "g": torch.zeros_like(kwargs["g"])}
 
 
+def as_transformers_does(**kwargs):
+    """Qwen3-Next's own, whose decays are differences of one sum."""
+    groups = kwargs["value"].shape[2] // kwargs["key"].shape[2]
+    for name in ("query", "key"):
+        kwargs[name] = kwargs[name].repeat_interleave(groups, dim=2)
+    return final_in_dtype(torch_chunk_gated_delta_rule)(**kwargs)
+
+
 class Test_ChunkGatedDeltaRule(PyTestCase):
     def check(self, kwargs, backend="cutile", gradient=True):
         """In the working dtype, the final state too: for 16 bits the kernels multiply in tf32."""
+        others = (as_transformers_does,) if kwargs["key"].numel() else ()  # it takes nothing that is empty
         self.assertCorrectness(
             final_in_dtype(chunk_gated_delta_rule), final_in_dtype(reference), in_one_dtype(kwargs),
-            {"backend": backend}, gradient=gradient,
+            {"backend": backend}, gradient=gradient, other_ref_fns=others,
         )  # fmt: skip
 
     @backends("chunk_gated_delta_rule")

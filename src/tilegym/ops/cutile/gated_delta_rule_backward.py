@@ -143,8 +143,7 @@ def backward_chunk_kernel(
     q_hat, k_hat = qt.astype(ct.float32) * of_q, kt.astype(ct.float32) * of_k
     of_scores = of_scores * between
     of_system = strictly_lower(-of_system * between) * rate
-    # With dP * P + dA * A the decays' gradients. In fp64, since what is between later tokens has to cancel.
-    products = of_scores * scores + of_system * system
+    products = of_scores * scores + of_system * system  # with dP * P + dA * A the decays' gradients
     wrote, held = rest * wrote, -rate * decay * held
     # Where keys repeat, what is read of the chunk cancels what is read of the state: neither may be cut off.
     dq_hat = scale * product(of_scores, k_hat, decay * read, PRECISION)
@@ -152,9 +151,9 @@ def backward_chunk_kernel(
     dk_hat = product_onto(ct.transpose(of_scores), scale * q_hat, zeros, PRECISION)
     dk_hat = product_onto(of_system + ct.transpose(of_system), k_hat, dk_hat, PRECISION) + (wrote + held)
     into = _by_rows(wrote, k_hat)
-    dtotal = ct.sum(products, axis=1, keepdims=True).astype(ct.float64) - ct.sum(products, axis=0, keepdims=True).reshape((CHUNK, 1))
+    dtotal = ct.sum(products, axis=1, keepdims=True) - ct.sum(products, axis=0, keepdims=True).reshape((CHUNK, 1))
     dtotal = dtotal + scale * _by_rows(decay * read, q_hat) + _by_rows(held, k_hat) - into
-    dtotal = dtotal + ct.where(last, ct.sum(into.astype(ct.float64), axis=0, keepdims=True) + kept * decay, 0.0)
+    dtotal = dtotal + ct.where(last, ct.sum(into, axis=0, keepdims=True) + kept * decay, 0.0)
     tokens = span(chunk, CHUNK)
     dlog = ct.cumsum(dtotal.reshape((CHUNK,)), axis=0, reverse=True)
     ct.scatter(dg, (batch, tokens, head), dlog.astype(dg.dtype))
