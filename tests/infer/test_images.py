@@ -83,8 +83,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_files_by_the_processor_of_the_model(folder):
+TEMPLATE = (
+    "{{ bos_token }}{% for turn in messages %}{% for part in turn.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "chat"])
+def test_files_by_the_processor_of_the_model(folder, template):
     """In a padded batch."""
+    if template:
+        (folder / "llava/chat_template.jinja").write_text(template)
     (folder / "texts.txt").write_text("A cat\nThe capital of France is a city\n")
     result = job.run_job(
         options(
@@ -96,6 +105,8 @@ def test_files_by_the_processor_of_the_model(folder):
     assert result.comparison.passed
     assert batch.media["pixel_values"].shape == (4, 3, 32, 32)
     assert (batch.attention_mask == 0).any(), "no row was padded"
+    first, bos = batch.attention_mask[0].argmax(), 0
+    assert batch.input_ids[0, first] == bos and batch.input_ids[0, first + 1] != bos
     assert result.outputs[1]["prompt"].strip() == "The capital of France is a city"
 
 

@@ -74,15 +74,17 @@ def make_batches(
 
 def _processed(texts: list[str], images: tuple[str, ...], loaded: LoadedModel) -> Batch:
     processor, pictures = loaded.processor, [_open(image) for image in images]
+    options = {}
     try:
         if getattr(processor, "chat_template", None):
+            options["add_special_tokens"] = False  # the template has written them
             shown = [{"type": "image"} for _ in images]
             turns = [[{"role": "user", "content": [*shown, {"type": "text", "text": text}]}] for text in texts]
             texts = [processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) for turn in turns]
         else:
             texts = [processor.image_token * len(images) + "\n" + text for text in texts]
         processor.tokenizer.padding_side = "left"
-        made = processor(text=texts, images=[pictures for _ in texts], padding=True, return_tensors="pt")
+        made = processor(text=texts, images=[pictures for _ in texts], padding=True, return_tensors="pt", **options)
         media = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
         return Batch(media.pop("input_ids"), media.pop("attention_mask"), media)
     except Exception as error:  # each processor checks in its own way
