@@ -352,7 +352,7 @@ def test_a_dirty_start_is_refused(repository, tmp_path):
 
 def test_another_run_of_the_same_name_is_refused(repository, tmp_path):
     loop(repository, tmp_path / "out", experiments=1).run()
-    with pytest.raises(AutokernelError, match="another width"):
+    with pytest.raises(AutokernelError, match="was started with width [0-9]+, not 2: give the run another name"):
         loop(repository, tmp_path / "out", width=2).run()
 
 
