@@ -12,7 +12,8 @@ from tilegym import interrupts
 from tilegym.errors import AutokernelError
 
 PROPOSERS = ("reuse", "generate", "tune", "agent")
-ARCHITECTURES = tuple(f"sm_{n}" for n in (80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121))  # what tileiras 13.4 knows
+# What tileiras 13.4 knows.
+ARCHITECTURES = tuple(f"sm_{n}" for n in (80, 86, 87, 88, 89, 90, 100, 103, 107, 110, 120, 121))
 _SANDBOX = (
     "Every proposed kernel runs in a process of its own, with limits on time, memory and environment, and without a "
     "network where the system allows that. This stops mistakes and the usual ways to cheat. It is no boundary against "

@@ -23,7 +23,6 @@ from tilegym.ops.modules import is_hooked
 from tilegym.ops.ops import linear
 from tilegym.ops.ops import matmul
 from tilegym.ops.ops import silu_and_mul
-from tilegym.ops.ops import swiglu
 
 
 def _are_joined(a: Tensor, b: Tensor) -> bool:
@@ -161,12 +160,12 @@ class FusedSwiGLUMLP(SwiGLUMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._ready(x):
-            return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+            return super().forward(x)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         arguments = (x, gate.weight, up.weight, gate.bias, up.bias)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments):
             if get_current_backend() == "pytorch":
-                return down(swiglu(gate(x), up(x)))
+                return super().forward(x)
             hidden = silu_and_mul(_GateUp.apply(*arguments))
         else:
             hidden = silu_and_mul(gate_up_forward(*arguments))

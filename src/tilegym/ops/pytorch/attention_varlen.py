@@ -29,8 +29,8 @@ def fmha_varlen(
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if can_decide(cu_seqlens_q) and can_decide(cu_seqlens_k):
         options = (scaling, is_causal, window_size, soft_cap, sinks, None, None)
-        parts = (split(x, starts) for x, starts in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)))
-        *sequences, behind = zip(*parts, strict=True)
+        of_q, of_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()  # each of which waits for the device
+        *sequences, behind = zip(split(q, of_q), split(k, of_k), split(v, of_k), strict=True)
         out = [attention(*each, *options) for each in sequences if each[0].shape[2] > 0]
         # The queries behind all sequences see no key.
         out.append(attention(behind[0], *(x[:, :, :0] for x in behind[1:]), *options))
@@ -41,9 +41,8 @@ def fmha_varlen(
     return attention(q, k, v, scaling, False, None, soft_cap, sinks, mask, cu_seqlens_k[-1:])[0].transpose(0, 1)
 
 
-def split(x: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def split(x: torch.Tensor, starts: list[int]) -> tuple[torch.Tensor, ...]:
     """x [1, H, T, D] by sequence, and what lies behind all of them."""
-    starts = starts.tolist()
     return x.split([b - a for a, b in zip(starts, [*starts[1:], x.shape[2]], strict=True)], 2)
 
 
