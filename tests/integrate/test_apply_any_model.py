@@ -10,9 +10,12 @@ from transformers.masking_utils import bidirectional_mask_function
 import tilegym
 from tilegym.backend import observe_calls
 from tilegym.backend import use_backend
+from tilegym.errors import FlagError
 from tilegym.errors import ModelError
+from tilegym.integrate import recipes
 from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.inputs import main_output
+from tilegym.transformers import monkey_patch
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import causal_mask
 
@@ -265,3 +268,9 @@ def test_texts_for_models_that_look_for_their_end():
         for padded in (False, True):
             ids = forward_inputs(model, padded)["input_ids"]
             assert (ids[:, -1] == last).all()
+
+
+def test_any_compute_that_may_be_found_can_be_left_out():
+    monkey_patch.require_known("apply", {*recipes.COMPUTES.values(), "attn", "use_attn"})
+    with pytest.raises(FlagError, match="no family has rmsnorm; flags are attn, .*use_attn"):
+        monkey_patch.require_known("apply", ["rmsnorm"])
