@@ -72,3 +72,28 @@ def make(name):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model.to(device())
+
+
+def inputs_of(name, model, text=7, seed=1):
+    """So many tokens of text with an image in it, and as many others with padding before them."""
+    tokens, generator = MODELS[name][3], torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 90, (2, tokens + text), generator=generator)
+    ids[:, 4 : 4 + tokens] = IMAGE
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    pixels = torch.randn(2, 3, 32, 32, generator=generator)
+    if name in PACKED:  # 4x4 patches of an image, two pictures of 14x14 pixels each, joined by fours
+        pixels = torch.randn(2 * 16, 3 * 2 * 14 * 14, generator=generator)
+    inputs = dict(input_ids=ids, attention_mask=mask, pixel_values=pixels)
+    if name == "voxtral":
+        del inputs["pixel_values"]
+        inputs["input_features"] = torch.randn(2, 16, 64, generator=generator)
+    if name == "gemma3":
+        inputs["token_type_ids"] = (ids == IMAGE).long()
+    if name == "mistral3":
+        inputs["image_sizes"] = torch.tensor([[32, 32], [32, 32]])
+    if name in PACKED:
+        ids[:, 3], ids[:, 4 + tokens] = 96, 95
+        inputs["image_grid_thw"] = torch.tensor([[1, 4, 4], [1, 4, 4]])
+        inputs["mm_token_type_ids"] = (ids == IMAGE).long()
+    return {n: value.to(model.device) for n, value in inputs.items()}

@@ -7,13 +7,12 @@ import pytest
 import torch
 import transformers
 from common import device
-from models_with_images import IMAGE
 from models_with_images import MODELS
-from models_with_images import PACKED
 from models_with_images import PARTS
 from models_with_images import ROPE
 from models_with_images import TEXT
 from models_with_images import TOKENS
+from models_with_images import inputs_of
 from models_with_images import make
 
 import tilegym
@@ -22,31 +21,6 @@ from tilegym.errors import FallbackWarning
 from tilegym.transformers import decode_graph
 
 models = pytest.mark.parametrize("name", MODELS)
-
-
-def inputs_of(name, model):
-    """A text with an image in it, and another one with padding before it."""
-    tokens, generator = MODELS[name][3], torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 90, (2, tokens + 7), generator=generator)
-    ids[:, 4 : 4 + tokens] = IMAGE
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    pixels = torch.randn(2, 3, 32, 32, generator=generator)
-    if name in PACKED:  # 4x4 patches of an image, two pictures of 14x14 pixels each, joined by fours
-        pixels = torch.randn(2 * 16, 3 * 2 * 14 * 14, generator=generator)
-    inputs = dict(input_ids=ids, attention_mask=mask, pixel_values=pixels)
-    if name == "voxtral":
-        del inputs["pixel_values"]
-        inputs["input_features"] = torch.randn(2, 16, 64, generator=generator)
-    if name == "gemma3":
-        inputs["token_type_ids"] = (ids == IMAGE).long()
-    if name == "mistral3":
-        inputs["image_sizes"] = torch.tensor([[32, 32], [32, 32]])
-    if name in PACKED:
-        ids[:, 3], ids[:, 4 + tokens] = 96, 95
-        inputs["image_grid_thw"] = torch.tensor([[1, 4, 4], [1, 4, 4]])
-        inputs["mm_token_type_ids"] = (ids == IMAGE).long()
-    return {n: value.to(model.device) for n, value in inputs.items()}
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ def test_what_a_graph_computes_otherwise_is_left_to_the_model():
     prompts = [tokens(1, n) for n in (9, 10, 11, 12)]
     expected = [generate(model, ids) for ids in prompts]
 
-    fill = prompt_graph._Prompt.fill
+    fill = prompt_graph.Prompt.fill
 
     def fill_wrongly(self, *given):
         fill(self, *given)
@@ -119,7 +119,7 @@ def test_what_a_graph_computes_otherwise_is_left_to_the_model():
         raise TypeError("no such argument")
 
     mistakes = [
-        ("another's, off by", prompt_graph._Prompt, "fill", fill_wrongly),
+        ("another's, off by", prompt_graph.Prompt, "fill", fill_wrongly),
         ("no such argument", prompt_graph.PromptGraphs, "_compute", refuse),
     ]
     for message, owner, name, mistake in mistakes:
@@ -204,7 +204,7 @@ def test_a_captured_prompt_stays_on_the_device(family, with_padding, capturing):
         session, ran = session_of(model, 2), []
         session.cache.set_length(0)
         ids = torch.zeros(2, 11, dtype=torch.int64, device="meta")
-        prompt = prompt_graph._Prompt(ids, ids if with_padding else None, ids, 16)
+        prompt = prompt_graph.Prompt(prompt_graph.Given(ids, ids if with_padding else None, ids), 16)
         for begin in (capturing,) if with_padding else (lambda: None, capturing):
             begin()
             with OnDevice() as mode:

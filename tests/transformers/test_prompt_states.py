@@ -41,7 +41,7 @@ class Replayed:
     def replay(self):
         recurrent = self.prompts.cache.recurrent
         flags = [layer.has_previous_state for layer in recurrent]
-        self.prompt.logits = self.prompts._compute(self.model, self.prompt)
+        self.prompt.results = self.prompts._compute(self.model, self.prompt)
         for layer, flag in zip(recurrent, flags, strict=True):
             layer.has_previous_state = flag
 
@@ -181,7 +181,7 @@ def test_a_captured_prompt_stays_on_the_device(family, with_padding, capturing):
     with monkey_patch.apply(model, use_cutile=False), torch.no_grad():
         session = decode_graph.Session(model.to("meta"), 2, 256)
         ids = torch.zeros(2, 11, dtype=torch.int64, device="meta")
-        prompt = prompt_graph._Prompt(ids, ids if with_padding else None, ids, 16)
+        prompt = prompt_graph.Prompt(prompt_graph.Given(ids, ids if with_padding else None, ids), 16)
         capturing()
         session.prompts._compute(model, prompt)  # the cache gets its memory from a prompt before
         with OnDevice() as mode:

@@ -34,6 +34,7 @@ from tilegym.transformers.graph_capture import Fingerprint
 from tilegym.transformers.graph_capture import capture
 from tilegym.transformers.graph_capture import settings_of
 from tilegym.transformers.graph_capture import warn
+from tilegym.transformers.prompt_embeddings import EmbeddingGraphs
 from tilegym.transformers.prompt_graph import PromptGraphs
 from tilegym.transformers.prompt_media import are_of_prompts
 from tilegym.transformers.prompt_media import beyond_text
@@ -89,6 +90,7 @@ class Session:
         rotary = getattr(model.base_model, "rotary_emb", None) if alone else None
         self.rotary = RotaryRows(rotary, self.positions, self.cache.length, capacity, model.dtype)
         self.prompts = PromptGraphs(model, self.cache)
+        self.embeddings = EmbeddingGraphs(model, self.cache)  # of prompts with more than text
         self.agreed: dict[frozenset[str], bool] = {}  # by what prompts had besides: whether steps can do without it
         self.graphs: dict[tuple[bool, bool], Any] = {}  # by whether there is padding, and whether tokens are chosen
         self.logits: dict[tuple[bool, bool], Tensor] = {}
@@ -311,7 +313,8 @@ def _sample_by_session(
     if is_text(model_kwargs, besides):
         logits = session.prompts.run(model, input_ids, mask, positions, prefill)
     else:
-        logits = prefill()
+        with session.embeddings.replaying(model, mask):
+            logits = prefill()
     session.start(mask, positions, length)
     # Where nothing is done to the scores first, the choice is a part of the captured step.
     choose = not generation_config.do_sample and not logits_processor

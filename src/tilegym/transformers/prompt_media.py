@@ -35,7 +35,8 @@ _CLOSE = {torch.float32: 1e-2, torch.float64: 1e-2}
 def beyond_text(model_kwargs: dict[str, Any], known: set[str]) -> frozenset[str]:
     """The names of what a prompt is given besides what is ``known``, its positions among them if they are of several
     planes."""
-    names = {name for name, value in model_kwargs.items() if value is not None} - known
+    # transformers gives what it has made of no image as an empty dictionary.
+    names = {name for name, value in model_kwargs.items() if value is not None and value != {}} - known
     positions = model_kwargs.get("position_ids")
     return frozenset(names | {"position_ids"} if positions is not None and positions.dim() == 3 else names)
 
