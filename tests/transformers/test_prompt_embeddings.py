@@ -124,15 +124,14 @@ def test_a_captured_prompt_stays_on_the_device(name, capturing):  # noqa: F811
 
 @gpu
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("use_cutile", [False, True])
-def test_replays(name, use_cutile):
+def test_replays(name):
+    """Of cuTile's kernels; test_same_tokens sees to PyTorch's there."""
     model = make(name)
-    calls = calls_of(name, model)
+    calls = calls_of(name, model)[:8]
     expected = [model.generate(**given, **OPTIONS) for given in calls]
-    with tilegym.apply(model, use_cutile=use_cutile):
-        for _ in range(2):
-            for given, tokens in zip(calls, expected, strict=True):
+    with tilegym.apply(model, use_cutile=True):
+        for first in (0, 1):  # another size of batches begins a session anew
+            for given, tokens in list(zip(calls, expected, strict=True))[first::2]:
                 assert torch.equal(model.generate(**given, **OPTIONS), tokens)
-        if name in GRAPHS:
-            assert rooms_of(model)
-            assert all(prompt.graph for prompt in decode_graph._sessions[model].embeddings.forms.values())
+            graphs = decode_graph._sessions[model].embeddings.forms.values()
+            assert all(prompt.graph for prompt in graphs) and bool(graphs) == (name in GRAPHS)
