@@ -46,7 +46,7 @@ def check_kind(config: Any, model_id: str, trust_remote_code: bool = False) -> N
         kind = "a vision model" if vision else "no causal language model"
     if kind:
         raise ModelError(
-            f"{model_id} is {kind} ({config.model_type}): integrate takes decoder-only language models; "
+            f"{model_id} is {kind} ({config.model_type}): this takes decoder-only language models; "
             "give the language model that is part of it, if there is one"
         )
     refuse_encoder(config, model_id, trust_remote_code)
