@@ -53,7 +53,7 @@ def _not_taken(config: Any, model_id: str, kind: str) -> ModelError:
 
 
 def refuse_encoder(config: Any, model_id: str, trust_remote_code: bool = False) -> None:
-    """Raises ModelError if ``config`` has an encoder, or is one's, of which transformers makes a language model, too."""
+    """Raises ModelError if ``config`` has an encoder, or is one's of which transformers makes a language model."""
     if getattr(config, "is_encoder_decoder", False):
         raise _not_taken(config, model_id, "an encoder-decoder model")
     if getattr(config, "is_decoder", None) is False and _sees_ahead(config, trust_remote_code):
