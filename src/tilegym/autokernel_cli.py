@@ -28,7 +28,9 @@ def autokernel(
     ),
     random_weights: bool = typer.Option(False, "--random-weights", "--random_weights", help="A config is enough."),
     precision: str = typer.Option("bfloat16", help="Of weights and computation: bfloat16, float16 or float32."),
-    num_layers: int | None = typer.Option(None, "--num-layers", "--num_layers", help="Keep only this many layers."),
+    num_layers: int | None = typer.Option(
+        None, "--num-layers", "--num_layers", min=1, help="Keep only this many layers."
+    ),
     run: str = typer.Option(
         "", "--run", help="The run's name; the same name goes on with a run. Default: the model's."
     ),
@@ -63,6 +65,9 @@ def autokernel(
     ),
     seconds: float = typer.Option(120.0, min=1.0, help="The limit of one request to a kernel's worker."),
     memory: float | None = typer.Option(None, help="GiB that a kernel's worker may use. Default: 4, on a GPU 32."),
+    trust_remote_code: bool = typer.Option(
+        False, "--trust-remote-code", "--trust_remote_code", help="Run code that comes with the model. Read it first."
+    ),
 ) -> None:
     """Finds what a model still computes in PyTorch, has kernels proposed for it, judges them, keeps what is better.
 
@@ -88,6 +93,8 @@ def autokernel(
         raise AutokernelError(f"--precision is {precision!r}, it has to be one of {', '.join(PRECISIONS)}")
     if not minutes > 0:
         raise AutokernelError(f"--minutes is {minutes:g}, it has to be more than 0")
+    if memory is not None and not 0 < memory < float("inf"):
+        raise AutokernelError(f"--memory is {memory:g}, it has to be more than 0")
     names = _devices(device)
     on_gpu = names[0] != "cpu"
     if on_gpu:  # before anything asks CUDA: this process uses no other GPU either
@@ -105,7 +112,8 @@ def autokernel(
         model = f"{Path(path).resolve()}::{function}"
     elif (local := Path(model).expanduser()).exists():
         model = str(local.resolve())  # workers run in folders of their own
-    spec = ModelSpec(model, precision, random_weights, num_layers)
+    spec = ModelSpec(model, precision, random_weights, num_layers, trust_remote_code=trust_remote_code)
+    spec.config()  # before anything is written: a name that is spelt wrong leaves no run
     chosen = ModelSettings(spec, input_length, output_length)
     limits = Limits(int((memory or (32.0 if on_gpu else 4.0)) * 2**30), seconds)
     rules = Rules() if on_gpu else Rules(slowdown=1000.0)

@@ -41,7 +41,9 @@ def bench(
     budget: float = typer.Option(None, help="Milliseconds for each provider, shape and pass."),
     output: Path = typer.Option(Path("out/bench"), help="Folder for results.json, the CSV files and the pictures."),
     plots: bool = typer.Option(None, help="Draw the pictures (needs matplotlib). Default: unless --minutes is given."),
-    warm_processes: int = typer.Option(None, help="Processes that compile ahead of the measurement; 0 for none."),
+    warm_processes: int = typer.Option(
+        None, min=0, help="Processes that compile ahead of the measurement; 0 for none."
+    ),
     write_docs: bool = typer.Option(False, help="Then write docs/benchmarks.md from the results."),
     list_only: bool = typer.Option(False, "--list", help="List ops, shapes and providers, and measure nothing."),
     folder: Path = typer.Option(None, help="Where the bench_*.py files are. Default: the checkout's tests/benchmark."),

@@ -49,8 +49,11 @@ def list_entries(
         _print_json([_summary(d, catalog) for d in chosen])
         return
     if not chosen:
-        types = ", ".join(sorted({d.op_type for d in catalog.definitions.values()}))
-        raise InventoryError(f"no Definition has what was asked for; the op_types are {types}")
+        known = catalog.definitions.values()
+        there = f"the op_types are {', '.join(sorted({d.op_type for d in known}))}"
+        if tag is not None:
+            there = f"the tags are {', '.join(sorted({t for d in known for t in d.tags}))}; {there}"
+        raise InventoryError(f"no Definition has what was asked for; {there}")
     width = max(len(d.name) for d in chosen)
     for kind in dict.fromkeys(d.op_type for d in chosen):
         print(kind)

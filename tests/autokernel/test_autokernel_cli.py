@@ -1,19 +1,24 @@
 """The command line: what it refuses, and that a run of it works and goes on."""
 
 import dataclasses
+import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tilegym import autokernel_cli
 from tilegym import cli
 from tilegym.autokernel.loop import Loop
+from tilegym.autokernel.model_worker import ModelSpec
 from tilegym.autokernel.repository import Repository
 from tilegym.errors import AutokernelError
+from tilegym.errors import ModelError
 from tilegym.integrate import source_regions
 
 MODEL = f"{Path(__file__).with_name('autokernel_models.py')}::gated_norm"
@@ -46,7 +51,8 @@ def test_options_have_hyphens_or_underscores(repository, tmp_path, monkeypatch, 
     options = [f"--random{between}weights"]
     options += [f"--{name}{between}{what}={value}" for name, what, value in
                 (("num", "layers", 3), ("input", "length", 5), ("output", "length", 7))]  # fmt: skip
-    result = call("x", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu", *options)
+    command = ["llama-3.1-8b", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu"]
+    result = call(*command, *options)
     assert result.exit_code == 0, result.exception
     (model,) = seen
     assert (model.spec.random_weights, model.spec.num_layers, model.input_length, model.output_length) == (
@@ -69,8 +75,8 @@ def test_what_is_other_than_in_the_run_that_goes_on(repository, tmp_path, monkey
     monkeypatch.setattr(Loop, "run", run)
     assert call(*command).exit_code == 0
     assert call(*command, "--minutes", "500").exit_code == 0  # the budget may grow
-    result = call(*command, "--precision", "float32", "--num-layers", "2")
-    message = "was started with precision 'bfloat16', not 'float32'; num_layers None, not 2: give the run another name"
+    result = call(*command, "--precision", "float32", "--input-length", "2")
+    message = "was started with precision 'bfloat16', not 'float32'; input_length 64, not 2: give the run another name"
     assert message in str(result.exception)
 
 
@@ -82,6 +88,8 @@ def test_what_is_other_than_in_the_run_that_goes_on(repository, tmp_path, monkey
         (["--device", "cpu", "--proposers", "nobody"], "nobody"),
         (["--device", "cpu", "--proposers", "agent"], "--agent"),
         (["--device", "cpu", "--minutes", "0"], "more than 0"),
+        (["--device", "cpu", "--memory", "0"], "more than 0"),
+        (["--device", "cpu", "--arch", "sm_90", "--num-layers", "1"], "have the function make fewer layers"),
         (["--device", "cpu", "--arch", "sm_90", "--arch", "sm_1"], "--arch takes sm_80, "),
         (["--device", "cpu", "--agent", "nowhere.json"], "--agent does nothing without agent in --proposers"),
         *(
@@ -98,6 +106,77 @@ def test_wrong_arguments(repository, tmp_path, arguments, message):
     result = call(MODEL, "--repository", repository, "--out", tmp_path / "out", *arguments)
     assert result.exit_code and message in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 99,
+}
+_REMOTE = """from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+@pytest.mark.parametrize(
+    "config, arguments, message",
+    [
+        ({"model_type": "bert"} | _SIZES, [], "is an encoder (bert)"),
+        ({"model_type": "t5", "d_model": 32, "num_layers": 1}, [], "this takes decoder-only language models"),
+        ({"model_type": "llama"} | _SIZES, ["--num-layers", "2"], "the model has 1 layers"),
+        (None, [], "is no file, no folder and no Hub id"),
+    ],
+)
+def test_a_model_that_cannot_be_used_leaves_no_run(repository, tmp_path, config, arguments, message):
+    file = tmp_path / "config.json"
+    if config is not None:
+        file.write_text(json.dumps(config))
+    command = [file, "--random-weights", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu"]
+    result = call(*command, "--arch", "sm_90", *arguments)
+    assert result.exit_code and message in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_code_that_comes_with_the_model(repository, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Loop, "run", lambda self: seen.append(self.settings.model.spec) or "done")
+    monkeypatch.setattr(Loop, "coverage", lambda self: 0.0)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "modeling_mine.py").write_text(_REMOTE)
+    names = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": names} | _SIZES))
+    command = [folder, "--random-weights", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu"]
+    result = call(*command, "--arch", "sm_90")
+    assert "read that code, then add --trust-remote-code" in str(result.exception)
+    result = call(*command, "--arch", "sm_90", "--trust-remote-code")
+    assert result.exit_code == 0, result.exception
+    model, _ = seen[0].load(torch.device("cpu"))
+    assert type(model).__name__ == "MineForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [("gated", "has no function"), ("words", "returned a str"), ("encoder", "is an encoder (bert)")],
+)
+def test_functions_that_make_no_language_model(tmp_path, function, message):
+    file = tmp_path / "models.py"
+    file.write_text(
+        "from transformers import BertConfig, BertLMHeadModel\n\n\n"
+        "def words():\n    return 'a model'\n\n\n"
+        f"def encoder():\n    return BertLMHeadModel(BertConfig(**{_SIZES}))\n"
+    )
+    with pytest.raises(ModelError, match=re.escape(message)):
+        ModelSpec(f"{file}::{function}").load(torch.device("cpu"))
 
 
 FOUR = [f"GPU-{letter * 8}-0000" for letter in "abcd"]
@@ -170,7 +249,7 @@ def test_a_comparison_takes_a_twentieth_of_the_budget(four_gpus, repository, tmp
     monkeypatch.setattr(autokernel_cli, "_check_compiler", lambda architectures: None)
     monkeypatch.setattr(Loop, "run", lambda self: seen.append(self.model_judge.rules.seconds) or "done")
     monkeypatch.setattr(Loop, "coverage", lambda self: 0.0)
-    result = call("x", "--repository", repository, "--out", tmp_path / "out", "--minutes", minutes)
+    result = call(MODEL, "--repository", repository, "--out", tmp_path / "out", "--minutes", minutes)
     assert result.exit_code == 0 and seen == [seconds], result.output
 
 
@@ -205,7 +284,7 @@ def test_commits_are_looked_up_if_that_is_asked_for(repository, tmp_path, monkey
     asked = []
     monkeypatch.setattr(Loop, "run", lambda self: "done")
     monkeypatch.setattr(source_regions, "look_up_commit", lambda: asked.append(1) or "")
-    options = ["x", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu"]
+    options = [MODEL, "--repository", repository, "--out", tmp_path / "out", "--device", "cpu"]
     assert "does not say" not in call(*options).output and not asked
     assert "does not say which commit" in call(*options, "--resolve-commits").output and asked
 
@@ -215,7 +294,7 @@ def test_ctrl_c_has_a_status_of_its_own(repository, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Loop, "_prepare", interrupted)
-    result = call("x", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu")
+    result = call(MODEL, "--repository", repository, "--out", tmp_path / "out", "--device", "cpu")
     assert result.exit_code == 130 and "stopped by hand; the same command goes on: 0 kernels" in result.output
 
 
@@ -225,7 +304,8 @@ def test_a_folder_is_found_from_where_the_command_runs(repository, tmp_path, mon
     monkeypatch.setattr(Loop, "coverage", lambda self: 0.0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    result = call("model", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"} | _SIZES))
+    result = call("model", "--random-weights", "--repository", repository, "--out", tmp_path / "out", "--device", "cpu")
     assert result.exit_code == 0 and seen == [str(tmp_path / "model")], result.output
 
 

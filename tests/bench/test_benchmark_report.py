@@ -12,6 +12,7 @@ from tilegym.bench import machine
 from tilegym.bench import report
 from tilegym.bench import store
 from tilegym.bench.merge import merge
+from tilegym.bench.report import SCHEMA
 from tilegym.bench.report import HostResult
 from tilegym.bench.report import Result
 from tilegym.bench.report import Run
@@ -85,7 +86,7 @@ def test_csv_has_every_row_with_gpu_and_versions(run, tmp_path):
         assert [r["provider"] for r in csv.DictReader(file)] == [OURS, "torch"]
 
 
-@pytest.mark.parametrize("content", (None, "{", '{"schema": 0}'))
+@pytest.mark.parametrize("content", (None, "{", '{"schema": 0}', "[]", f'{{"schema": {SCHEMA}}}'))
 def test_unreadable_results_are_one_clear_error(content, tmp_path):
     if content is not None:
         (tmp_path / "results.json").write_text(content)

@@ -331,6 +331,13 @@ class Test_Bad_Input:
             result = CliRunner().invoke(app, [command, *model, option])
             self.check(result, "is an encoder (bert), which sees the tokens to come")
 
+    @pytest.mark.parametrize("command", ["infer", "coverage", "train"])
+    def test_an_encoder_with_its_decoder(self, tmp_path, command):
+        config = write_config(tmp_path / "config.json", model_type="t5", d_model=32, num_layers=1, vocab_size=99)
+        model = [config] if command == "coverage" else ["--model_id", config]
+        result = CliRunner().invoke(build_app(command), [command, *model, "--random_weights"])
+        self.check(result, "is an encoder-decoder model (t5): this takes decoder-only language models")
+
     def test_what_fails_in_transformers_itself(self, tmp_path):
         config = write_config(tmp_path / "config.json", model_type="jamba", num_hidden_layers=2)  # none of attention
         command = ["--model_id", config, "--random_weights", "--compare", *SHORT]

@@ -21,6 +21,7 @@ from tilegym.integrate import steps
 from tilegym.integrate.check import check_patch
 from tilegym.integrate.pipeline import Options
 from tilegym.integrate.state import State
+from tilegym.integrate.state import alone_in
 from tilegym.integrate.verify import compile_ahead
 from tilegym.transformers import generated
 from tilegym.transformers import monkey_patch
@@ -143,6 +144,13 @@ def test_a_run_that_was_stopped_anywhere_continues(tmp_path, monkeypatch, done):
     assert told > 8 and outcome.continued
     assert sorted(verified) == sorted(dict.fromkeys(verified))
     assert set(outcome.accepted) == set(done.accepted)
+
+
+def test_two_runs_at_once_do_not_share_a_folder(tmp_path):
+    with alone_in(tmp_path / "out"), pytest.raises(ModelError, match="another run is writing to .*--output"):
+        pipeline.integrate(options(tmp_path))
+    with alone_in(tmp_path / "out"):
+        pass  # nobody is in it any more
 
 
 def test_another_model_or_code_or_restart_begins_anew(tmp_path, monkeypatch):

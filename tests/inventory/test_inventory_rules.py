@@ -239,6 +239,7 @@ def test_list_show_and_match_commands():
     assert (found[0]["solution"], found[0]["kind"]) == ("swiglu_cutile", "exact")
     for arguments in (("show", "swigl"), ("match", "swigl"), ("match", "swigl.json"), ("list", "--tag", "none")):
         assert isinstance(_run(*arguments).exception, InventoryError)
+    assert "the tags are model:" in str(_run("list", "--tag", "none").exception)
 
 
 def test_match_command_without_a_match(tmp_path):

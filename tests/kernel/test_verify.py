@@ -196,3 +196,40 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters()) and not x.requires_grad
     assert not model[2]._forward_pre_hooks
+
+
+class Counter(nn.Module):
+    """Adds up what it was given, and returns the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(8))
+        self.register_buffer("ids", torch.arange(8).expand(2, 8), persistent=False)
+
+    def forward(self, x):
+        self.total += x.sum(0)
+        return x + self.total
+
+
+class CounterKernel(nn.Module):
+    def forward(self, x):
+        self.total = self.total + x.sum(0)
+        return x + self.total
+
+
+class ForgetfulKernel(nn.Module):
+    def forward(self, x):
+        return x + (self.total + x.sum(0))
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+@pytest.mark.parametrize(("kernel", "why"), [(CounterKernel, ""), (ForgetfulKernel, "buffer total afterwards: off by")])
+def test_buffers_are_compared_and_left_as_they_were(kernel, mode, why):
+    register_layer_kernel("Counter", layer_class=kernel, device="cpu")
+    register_external_layer(Counter, "Counter")
+    model = nn.Sequential(Counter())
+    total = model[0].total
+    kernelize_model(model, mode=mode, verify=True, sample_inputs=torch.rand(4, 8))
+    assert model[0].total is total and not total.any()
+    (entry,) = report(model).skipped if why else report(model).replaced
+    assert why in (entry.why or "")

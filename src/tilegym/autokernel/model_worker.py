@@ -41,6 +41,7 @@ class ModelSpec:
         num_layers: how many of its layers to keep; None for all.
         attention: the implementation of attention, as transformers names it; "" for its default.
         seed: of random weights.
+        trust_remote_code: whether code that comes with the model may run.
     """
 
     model_id: str
@@ -49,6 +50,30 @@ class ModelSpec:
     num_layers: int | None = None
     attention: str = ""
     seed: int = 0
+    trust_remote_code: bool = False
+
+    def config(self) -> Any:
+        """The model's config, cut to ``num_layers``; None where a function makes the model.
+
+        Raises:
+            ModelError: there is no such model, or it is no decoder-only language model.
+        """
+        from tilegym.bench import models
+        from tilegym.integrate.steps import check_kind
+
+        if "::" in self.model_id:
+            if self.num_layers is not None:
+                raise ModelError(
+                    "--num-layers does nothing with FILE.py::FUNCTION: have the function make fewer layers"
+                )
+            return None
+        config = models.load_config(self.model_id, self.random_weights, self.trust_remote_code)
+        check_kind(config, self.model_id, self.trust_remote_code)
+        if self.num_layers is not None:
+            models.cut_layers(config, self.num_layers)
+        if self.attention:
+            config._attn_implementation = self.attention
+        return config
 
     def load(self, device: torch.device) -> tuple[Any, Any | None]:
         """(the model in evaluation mode on ``device``, its tokenizer if it has one).
@@ -58,25 +83,20 @@ class ModelSpec:
         """
         from tilegym.bench import models
 
-        dtype = models.PRECISIONS[self.precision]
-        if "::" in self.model_id:
+        dtype, config = models.PRECISIONS[self.precision], self.config()
+        if config is None:
             model = _from_file(self.model_id, self.seed).to(device, dtype).eval()
             if model.generation_config is not None:
                 model.generation_config.eos_token_id = None
             return model, None
-        config = models.load_config(self.model_id, self.random_weights)
-        if self.num_layers is not None:
-            text = config.get_text_config(decoder=True)
-            text.num_hidden_layers = self.num_layers
-            if getattr(text, "layer_types", None):
-                text.layer_types = text.layer_types[: self.num_layers]
-        if self.attention:
-            config._attn_implementation = self.attention
-        loaded = models.load(self.model_id, dtype, device, self.random_weights, config, self.seed)
+        trusted = self.trust_remote_code
+        loaded = models.load(self.model_id, dtype, device, self.random_weights, config, self.seed, trusted)
         return loaded.model, loaded.tokenizer
 
 
 def _from_file(name: str, seed: int) -> Any:
+    from tilegym.integrate.steps import refuse_encoder
+
     path, _, function = name.partition("::")
     file = Path(path)
     spec = importlib.util.spec_from_file_location(file.stem, file) if file.is_file() else None
@@ -90,7 +110,11 @@ def _from_file(name: str, seed: int) -> Any:
     if not callable(getattr(module, function, None)):
         raise ModelError(f"{path} has no function {function!r}")
     torch.manual_seed(seed)
-    return getattr(module, function)()
+    model = getattr(module, function)()
+    if not (isinstance(model, torch.nn.Module) and hasattr(model, "config") and hasattr(model, "generate")):
+        raise ModelError(f"{name} returned a {type(model).__name__}: return a causal language model of transformers")
+    refuse_encoder(model.config, name)
+    return model
 
 
 def batches_of(model: Any, tokenizer: Any | None, input_length: int) -> list[Any]:

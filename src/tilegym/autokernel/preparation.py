@@ -18,6 +18,7 @@ from tilegym.autokernel.model_worker import batches_of
 from tilegym.autokernel.protocol import Task
 from tilegym.autokernel.regions import find_regions
 from tilegym.bench import generate
+from tilegym.bench.prompts import check_length
 from tilegym.bench.roofline import measure_roofline
 from tilegym.bench.timing import CpuTimer
 from tilegym.bench.timing import CudaTimer
@@ -77,6 +78,7 @@ def survey(
     model, tokenizer = settings.spec.load(device)
     tell("the model is loaded")
     batches = batches_of(model, tokenizer, settings.input_length)
+    check_length(batches, settings.output_length, model.config.get_text_config(decoder=True))
     if models is not None:
         models.load_ahead(sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
 

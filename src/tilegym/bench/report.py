@@ -115,10 +115,14 @@ class Run:
         Raises:
             BenchmarkError: it was written by another version of TileGym.
         """
-        if stored.get("schema") != SCHEMA:
-            raise BenchmarkError(f"{path} has schema {stored.get('schema')}, not {SCHEMA}: measure again")
-        results = [Result(**row) for row in stored["results"]]
-        return cls(**stored | {"results": results, "host": [HostResult(**row) for row in stored["host"]]})
+        schema = stored.get("schema") if isinstance(stored, dict) else None
+        if schema != SCHEMA:
+            raise BenchmarkError(f"{path} has schema {schema}, not {SCHEMA}: measure again")
+        try:
+            results = [Result(**row) for row in stored["results"]]
+            return cls(**stored | {"results": results, "host": [HostResult(**row) for row in stored["host"]]})
+        except (KeyError, TypeError) as error:  # written by hand, or by another version
+            raise BenchmarkError(f"{path} does not hold what a run writes ({error}): measure again") from error
 
     def steady(self) -> "Run":
         """This run, without the figures of what was not timed steadily: its status is "unsteady" then."""

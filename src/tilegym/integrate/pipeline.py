@@ -34,6 +34,7 @@ from tilegym.integrate.plan import Plan
 from tilegym.integrate.plan import make_plan
 from tilegym.integrate.report import write_report
 from tilegym.integrate.state import State
+from tilegym.integrate.state import alone_in
 from tilegym.integrate.state import code_digest
 from tilegym.transformers import generated
 from tilegym.transformers.general import Place
@@ -104,22 +105,23 @@ def integrate(options: Options, tell: Callable[[str], None] = lambda line: None)
     outcome.folder = options.output or Path(f"tilegym_{plan.family}")
     outcome.package = package_folder(plan, options, outcome.folder)
     emit.refuse_what_is_not_ours(outcome.folder)
-    state = State(outcome.folder, _fingerprint(options, config, device), options.restart)
-    outcome.continued = state.continues
-    if state.continues:
-        tell(f"continuing the run in {outcome.folder}; --restart begins anew")
-    emit.write(outcome.package, {})
-    tell(f"{'building' if options.random_weights else 'loading'} {options.model_id} on {device_name(device)}")
-    loaded = models.load(
-        options.model_id,
-        models.PRECISIONS[options.precision],
-        device,
-        options.random_weights,
-        config,
-        trust_remote_code=options.trust_remote_code,
-    )
-    with models.out_of_memory_is_explained(device):
-        _integrate(outcome, loaded, config, state, tell)
+    with alone_in(outcome.folder):
+        state = State(outcome.folder, _fingerprint(options, config, device), options.restart)
+        outcome.continued = state.continues
+        if state.continues:
+            tell(f"continuing the run in {outcome.folder}; --restart begins anew")
+        emit.write(outcome.package, {})
+        tell(f"{'building' if options.random_weights else 'loading'} {options.model_id} on {device_name(device)}")
+        loaded = models.load(
+            options.model_id,
+            models.PRECISIONS[options.precision],
+            device,
+            options.random_weights,
+            config,
+            trust_remote_code=options.trust_remote_code,
+        )
+        with models.out_of_memory_is_explained(device):
+            _integrate(outcome, loaded, config, state, tell)
     return outcome
 
 

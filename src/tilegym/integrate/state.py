@@ -1,10 +1,13 @@
 """What a run has found so far, on disk after every step, so that a run that was stopped anywhere continues."""
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,36 @@ def code_digest() -> str:
         for file in sorted(package.glob(pattern)):
             digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Makes ``folder``, and keeps other runs out of it for the block; a run that is killed frees it.
+
+    Raises:
+        ModelError: another run is in it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ModelError(
+                f"another run is writing to {folder}: wait for it, or name another folder with --output"
+            ) from None
+        except OSError:  # a file system that locks nothing
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _not_writable(folder: Path, error: OSError) -> ModelError:
+    return ModelError(f"{folder} cannot be written ({error.strerror}): name another folder with --output")
 
 
 class State:
@@ -53,9 +86,7 @@ class State:
             self._steps: dict[str, dict[str, Any]] = former or {}
             self._write()
         except OSError as error:
-            raise ModelError(
-                f"{folder} cannot be written ({error.strerror}): name another folder with --output"
-            ) from error
+            raise _not_writable(folder, error) from error
 
     def _read(self) -> dict[str, dict[str, Any]] | None:
         try:

@@ -38,22 +38,24 @@ def check_kind(config: Any, model_id: str, trust_remote_code: bool = False) -> N
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kind = ""
-    if getattr(config, "is_encoder_decoder", False):
-        kind = "an encoder-decoder model"
-    elif not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or is_remote(config)):
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or is_remote(config)
+    if not known and not getattr(config, "is_encoder_decoder", False):
         vision = any(hasattr(config, name) for name in ("vision_config", "image_size", "num_channels"))
-        kind = "a vision model" if vision else "no causal language model"
-    if kind:
-        raise ModelError(
-            f"{model_id} is {kind} ({config.model_type}): integrate takes decoder-only language models; "
-            "give the language model that is part of it, if there is one"
-        )
+        raise _not_taken(config, model_id, "a vision model" if vision else "no causal language model")
     refuse_encoder(config, model_id, trust_remote_code)
 
 
+def _not_taken(config: Any, model_id: str, kind: str) -> ModelError:
+    return ModelError(
+        f"{model_id} is {kind} ({config.model_type}): this takes decoder-only language models; "
+        "give the language model that is part of it, if there is one"
+    )
+
+
 def refuse_encoder(config: Any, model_id: str, trust_remote_code: bool = False) -> None:
-    """Raises ModelError if ``config`` is an encoder's, of which transformers makes a causal language model, too."""
+    """Raises ModelError if ``config`` has an encoder, or is one's of which transformers makes a language model."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise _not_taken(config, model_id, "an encoder-decoder model")
     if getattr(config, "is_decoder", None) is False and _sees_ahead(config, trust_remote_code):
         raise ModelError(
             f"{model_id} is an encoder ({config.model_type}), which sees the tokens to come and continues no text: "

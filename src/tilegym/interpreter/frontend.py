@@ -17,6 +17,7 @@ from . import ops_mma  # noqa: F401
 from . import ops_reduce  # noqa: F401
 from . import ops_shape  # noqa: F401
 from . import ops_views  # noqa: F401
+from . import refused
 from .program import Program
 from .signature import kernel_signature
 
@@ -65,7 +66,9 @@ def compiled(kernel, args) -> Compiled:
         signature_key = repr(signature.parameters)
         found = cache.by_signature.get(signature_key)
         if found is None:
-            found = Compiled(Program(_cutile.typed_ir(kernel, signature)), signature)
+            ir = _cutile.typed_ir(kernel, signature)
+            refused.check(ir)
+            found = Compiled(Program(ir), signature)
             cache.by_signature[signature_key] = found
         if len(cache.by_arguments) >= _MAX_KEYS:
             cache.by_arguments.clear()

@@ -122,16 +122,9 @@ _PYTHON_INTEGER = {
 }
 
 
-def _reject_unsigned_floor(op, dtype) -> None:
-    """The front end lets this pass; tileiras, which the interpreter does without, then rejects it."""
-    if op.fn == "floordiv" and not _cutile.is_signed(dtype) and not _cutile.is_boolean(dtype):
-        raise ct.TileUnsupportedFeatureError("floor division of unsigned integers does not compile", loc=op.loc)
-
-
 @evaluates_scalars(A.RawBinaryArithmeticOperation, A.RawBinaryBitwiseOperation)
 def binary_numbers(op):
     dtype = dtype_of(op.lhs)
-    _reject_unsigned_floor(op, dtype)
     function = _PYTHON_INTEGER.get(op.fn)
     if function is None or _cutile.is_boolean(dtype):
         return function
@@ -214,7 +207,6 @@ def binary_arithmetic(op):
     dtype = dtype_of(op.lhs)
     if _cutile.is_float(dtype):
         return float_function(op.fn, dtype, op.rounding_mode, op.flush_to_zero, op.propagate_nan)
-    _reject_unsigned_floor(op, dtype)
     return integer_function(op.fn, dtype)
 
 

@@ -44,7 +44,7 @@ def capture_inputs(model: nn.Module, layers: list[nn.Module], sample_inputs: Any
 
     handles = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in layers]
     try:
-        with torch.no_grad(), _rng_of(model), _eval(model):
+        with torch.no_grad(), _rng_of(model), _eval(model), _copied_buffers(model):
             model(*args, **kwargs)
     finally:
         for handle in handles:
@@ -136,6 +136,20 @@ def _rng_of(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _copied_buffers(module: nn.Module) -> Iterator[None]:
+    """Gives the module copies of its buffers for a block: forwards may write to them."""
+    kept = [(part, dict(part._buffers)) for part in module.modules()]
+    copies = {b: b.detach().clone() for _, buffers in kept for b in buffers.values() if b is not None}
+    try:
+        for part, buffers in kept:
+            part._buffers.update({n: copies[b] for n, b in buffers.items() if b is not None})
+        yield
+    finally:
+        for part, buffers in kept:
+            part._buffers.update(buffers)
+
+
 def _floating(values: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
@@ -176,7 +190,13 @@ def _in_float64(
 
 
 def _run(layer: nn.Module, forward: Forward, call: Call, gradients: bool) -> dict[str, torch.Tensor]:
-    """What one call gives by name: outputs, the inputs as it leaves them, and the gradients of a fixed weighting."""
+    """What one call gives by name: outputs, inputs and buffers as it leaves them, gradients of a fixed weighting."""
+    with _copied_buffers(layer):
+        return _run_on(layer, forward, call, gradients)
+
+
+def _run_on(layer: nn.Module, forward: Forward, call: Call, gradients: bool) -> dict[str, torch.Tensor]:
+    buffers = [name for name, _ in layer.named_buffers(remove_duplicate=False)]
     args, kwargs = copy.deepcopy(call)
     inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     floating = [t for t in inputs if t.is_floating_point()]
@@ -192,6 +212,8 @@ def _run(layer: nn.Module, forward: Forward, call: Call, gradients: bool) -> dic
     outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
     results = {f"output {i}" if len(outputs) > 1 else "output": t.detach() for i, t in enumerate(outputs)}
     results.update({f"input {i} afterwards": copies[t].detach() for i, t in enumerate(inputs)})
+    after = dict(layer.named_buffers(remove_duplicate=False))
+    results.update({f"buffer {n} afterwards": after[n].detach().clone() for n in buffers if after.get(n) is not None})
     if gradients:
         results.update(_gradients(layer, floating, [t for t in outputs if t.requires_grad]))
     return results
