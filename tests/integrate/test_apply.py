@@ -206,6 +206,21 @@ def test_gradients_are_those_of_the_model():
         torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item() + 1e-9)
 
 
+@pytest.mark.parametrize("family", ["stablelm", "zaya", "hy_v4"])
+def test_under_autocast(family):
+    """Of the last two queries come out of a product, in bf16, and keys out of a norm, in fp32."""
+    model = small(family)
+
+    def logits(enabled=True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled):
+            return model(ids_of(model)).logits.float()
+
+    exact, expected = logits(False), logits()
+    with tilegym.apply(model, use_cutile=False) as report:
+        assert "rope" in {entry.compute for entry in report.patched}
+        assert (logits() - exact).abs().mean() <= 2 * (expected - exact).abs().mean()
+
+
 def test_dropout_within_an_mlp_is_kept():
     """Of functions with a rate of the module's, and by the names of a model without dropout in one that has it."""
     model = small("seed_oss")
