@@ -206,6 +206,49 @@ def test_gradients_are_those_of_the_model():
         torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item() + 1e-9)
 
 
+@pytest.mark.parametrize("family", ["stablelm", "zaya", "hy_v4"])
+def test_under_autocast(family):
+    """Of the last two queries come out of a product, in bf16, and keys out of a norm, in fp32."""
+    model = small(family)
+
+    def logits(enabled=True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled):
+            return model(ids_of(model)).logits.float()
+
+    exact, expected = logits(False), logits()
+    with tilegym.apply(model, use_cutile=False) as report:
+        assert "rope" in {entry.compute for entry in report.patched}
+        assert (logits() - exact).abs().mean() <= 2 * (expected - exact).abs().mean()
+
+
+def test_dropout_within_an_mlp_is_kept():
+    """Of functions with a rate of the module's, and by the names of a model without dropout in one that has it."""
+    model = small("seed_oss")
+    ids, dropout = ids_of(model), model.model.layers[0].mlp.residual_dropout
+    model.config.attention_dropout = 0.0
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+
+    def loss():
+        torch.manual_seed(0)
+        return model.train()(input_ids=ids, labels=ids).loss
+
+    expected = loss()
+    assert dropout and not torch.equal(expected, model.eval()(input_ids=ids, labels=ids).loss)
+    with tilegym.apply(model, use_cutile=False) as report:
+        assert {"linear", "rms_norm"} <= {entry.compute for entry in report.patched}
+        torch.testing.assert_close(loss(), expected)
+        assert "its dropout in training stands between the parts" in {entry.why for entry in report.skipped}
+    model.config.residual_dropout = 0.0
+    place = make_plan(model, look_up=False).computes["swiglu"][0].candidates[0].place
+    with pytest.raises(PatchError, match="its dropout in training"):
+        put(model, "swiglu", (place,))
+    model.model.layers[0].mlp.residual_dropout = 0.0
+    random = torch.get_rng_state()
+    assert len(put(model, "swiglu", (place,)).patched) == 1
+    assert torch.equal(torch.get_rng_state(), random)
+
+
 @pytest.mark.parametrize("count", [None, 13, torch.tensor(13)], ids=["own", "number", "tensor"])
 def test_losses_of_batches_that_make_up_one_step(count):
     """What trainers give, the tokens of all batches of a step, divides the loss, not the tokens of this batch."""
@@ -299,8 +342,9 @@ def test_flags_leave_computes_out():
         tilegym.apply(model, use_cutile=False, moe=True)
 
 
-def test_twice_changes_nothing_and_revert_reaches_all():
-    model = small("stablelm")
+@pytest.mark.parametrize("family", ["stablelm", "mamba"])  # a forward of the latter calls two functions
+def test_twice_changes_nothing_and_revert_reaches_all(family):
+    model = small(family)
     first = tilegym.apply(model, use_cutile=False)
     second = tilegym.apply(model, use_cutile=False)
     assert first.patched and not second.patched

@@ -188,6 +188,16 @@ def test_a_training_step(name):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["bert", "whisper", "convnext"])
+def test_twice_changes_nothing(name):
+    model = make(name)
+    first = tilegym.apply(model, use_cutile=False)
+    assert "graph" in {entry.compute for entry in first.patched}
+    assert not tilegym.apply(model, use_cutile=False).patched
+    first.revert()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 @pytest.mark.parametrize("name", ["bert", "vit", "stablelm"])
 def test_products_are_left_to_pytorch_unless_asked_for(name):
     model = make(name)

@@ -16,6 +16,7 @@ from tiny_models import tokens
 from torch import nn
 
 import tilegym
+from tilegym.integrate.small_model import small_model
 from tilegym.transformers import decode_graph
 from tilegym.transformers import monkey_patch
 from tilegym.transformers.cache_name import CACHE
@@ -212,3 +213,19 @@ def test_virtual_tokens_of_peft(kind):
     with monkey_patch.apply(wrapper, use_cutile=False), eager_steps("cpu"):
         assert_close(wrapper(ids).logits, logits)
         assert torch.equal(generate(wrapper, ids), expected)
+
+
+def test_adapters_with_dropout_while_they_train():
+    """A part is compared with its replacement as it is without dropout, whatever mode its model is in."""
+    peft = pytest.importorskip("peft")
+    ids = tokens(2, 8)
+    model = small_model("stablelm").model.to(ids.device)
+    options = dict(r=4, lora_dropout=0.3, init_lora_weights=False, target_modules="all-linear")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**options)).train()
+    torch.manual_seed(0)
+    expected = wrapped(input_ids=ids, labels=ids).loss
+    with tilegym.apply(wrapped, use_cutile=False) as report:
+        assert {"swiglu", "layer_norm"} <= {entry.compute for entry in report.patched}
+        assert all(module.training for module in model.modules())
+        torch.manual_seed(0)
+        torch.testing.assert_close(wrapped(input_ids=ids, labels=ids).loss, expected)

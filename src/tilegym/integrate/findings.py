@@ -181,12 +181,19 @@ def _module(call: Call, linears: dict[str, Match], memory: _Memory) -> Finding |
     if match:
         said = dict(match.what)
         roles = said.pop("roles")
-        dropout = max((m.p for m in module.modules() if isinstance(m, nn.Dropout)), default=0.0)
+        dropout = _dropout(module)
         said |= {"dropout": dropout} if dropout else {}  # in training; nothing in the formula
         return Finding(
             "gated_mlp" if "gate" in roles or "gate_up" in roles else "mlp", cls, call.path, said, match, roles
         )
     return None
+
+
+def _dropout(module: nn.Module) -> float:
+    """The largest rate of dropout within, of modules and of those that call the function with a rate of their own."""
+    rates = [m.p for m in module.modules() if isinstance(m, nn.Dropout)]
+    rates += [v for m in module.modules() for name, v in floats_of(m).items() if "dropout" in name]
+    return max(rates, default=0.0)
 
 
 def _norm(call: Call, match: Match) -> Finding:

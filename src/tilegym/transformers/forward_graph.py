@@ -33,6 +33,7 @@ from tilegym.backend.wrapped import is_wrapped
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import full_masks
 from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.graph_capture import BY_LENGTH
@@ -46,6 +47,7 @@ from tilegym.transformers.graph_capture import rotates_by_length
 from tilegym.transformers.graph_capture import settings_of
 from tilegym.transformers.graph_capture import warn
 from tilegym.transformers.packed_attention import attends_packed
+from tilegym.transformers.patching import ALREADY_PATCHED
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
@@ -116,6 +118,9 @@ def put(patches: PatchSet, model: nn.Module, where: Entry) -> None:
     """Lets calls of ``model`` be replayed where they take no gradients."""
     current = vars(model).get(place_of_forward(model))
     forward = current.func if isinstance(current, BoundForward) else type(model).forward
+    if is_made_by(replaying, current):
+        patches.skip(where, ALREADY_PATCHED)
+        return
     masks = any(name.endswith("attention_mask") for name in inspect.signature(forward).parameters)
     if masks and model.config._attn_implementation not in NAMES.values():
         patches.skip(where, "its attention is not TileGym's")  # transformers' writes out masks while it is captured

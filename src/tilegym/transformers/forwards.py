@@ -85,6 +85,11 @@ def chain_of(forward: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
+def is_made_by(factory: Callable, forward: Any) -> bool:
+    """Whether ``forward``, or anything that it wraps, was made by a :func:`reproducible` factory."""
+    return any(getattr(function, "recipe", (None,))[0] is factory for function in chain_of(forward))
+
+
 def is_bound_to(forward: Any, function: Callable) -> bool:
     """Whether ``forward`` is ``function`` of an instance, or the innermost that it wraps.
 

@@ -218,7 +218,7 @@ def _put_function(
         before = current.func if isinstance(current, BoundForward) else type(module).forward
         if why:
             patches.skip(_at(entry, path), why)
-        elif getattr(before, "recipe", (None, ((), ())))[1][-1] == ((name, new),):
+        elif _sees(before, name, new):
             patches.skip(_at(entry, path), ALREADY_PATCHED)
         else:
             patches.replace_forward(module, with_globals(before, ((name, new),)), _at(entry, path))
@@ -229,6 +229,15 @@ def _put_function(
             patches.replace_attribute(module, name, held(new), _at(entry, path))
     if not using and not holding:
         patches.skip(_at(entry, type(model).__name__), f"no forward in it calls {function.__name__} by its name")
+
+
+def _sees(forward: Callable, name: str, function: Callable) -> bool:
+    """Whether ``forward``, which may have been given one global after another, calls ``function`` by ``name``."""
+    while getattr(forward, "recipe", (None,))[0] is with_globals:
+        forward, replacements = forward.recipe[1]
+        if name in dict(replacements):
+            return dict(replacements)[name] is function
+    return False
 
 
 def _put_attention(

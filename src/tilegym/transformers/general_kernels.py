@@ -5,9 +5,11 @@ shall replace, on the part's own weights, before anything is replaced: the names
 written with must not change another model silently.
 """
 
+import contextlib
 import inspect
 import operator
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 from typing import NamedTuple
 
@@ -317,21 +319,49 @@ def agrees(name: str, options: dict[str, Any], original: Callable, module: nn.Mo
     Args:
         original: called with ``module`` first, if there is one.
         like: a tensor of the model's dtype and device.
+
+    With a module also whether both draw as many random numbers in training: dropout that the replacement leaves out
+    would be lost.
     """
     sample = KERNELS[name].sample
     if sample is None:
         return ""
     own = () if module is None else (module,)
     try:
-        with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(like.device.type, enabled=False), _training(module, False):
             given = sample(module, options, like)
-            expected = original(*own, *given)
-            got = kernel(name, tuple(options.items()), "pytorch")(*own, *given)
+            replacement = kernel(name, tuple(options.items()), "pytorch")
+            expected, got = (function(*own, *given) for function in (original, replacement))
+            drawn = [] if module is None else [_drawn(f, module, given, like) for f in (original, replacement)]
     except Exception as error:  # whatever the part does with what it was not called with before
         return f"it could not be checked to compute {name}: {type(error).__name__}: {str(error).splitlines()[0]}"
     pairs = list(zip(_tensors(got), _tensors(expected), strict=False))
     same = bool(pairs) and len(_tensors(got)) == len(_tensors(expected)) and all(_close(g, e) for g, e in pairs)
-    return "" if same else f"it does not compute {name} with {', '.join(f'{k}={v!r}' for k, v in options.items())}"
+    if not same:
+        return f"it does not compute {name} with {', '.join(f'{k}={v!r}' for k, v in options.items())}"
+    return "" if all(map(torch.equal, drawn[:1], drawn[1:])) else "its dropout in training stands between the parts"
+
+
+@contextlib.contextmanager
+def _training(module: nn.Module | None, training: bool) -> Iterator[None]:
+    """Within the block a module and all in it train, or do not."""
+    modes = [] if module is None else [(part, part.training) for part in module.modules()]
+    try:
+        for part, _ in modes:
+            part.training = training
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _drawn(function: Callable, module: nn.Module, given: tuple, like: Tensor) -> Tensor:
+    """The state of the random numbers behind a call in training: the more of them it draws, the further on."""
+    cuda = like.device.type == "cuda"
+    with _training(module, True), torch.random.fork_rng(devices=[like.device] if cuda else ()):
+        torch.manual_seed(0)
+        function(module, *given)
+        return torch.cuda.get_rng_state(like.device) if cuda else torch.get_rng_state()
 
 
 def _tensors(value: Any) -> list[Tensor]:

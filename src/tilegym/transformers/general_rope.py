@@ -53,11 +53,17 @@ def rope(
         whole = angles == "full" and "freqs" not in named
         pairs = cos.shape[-1] // 2 if whole else cos.shape[-1]
         tensors = [_split(given[name], 2 * pairs, style) for name in rotated]
-        q = tensors[0]
-        k = tensors[1] if len(tensors) == 2 else q.narrow(dim, 0, 1)
-        results = apply_rope_base(q, k, cos, sin, None, dim, 2 * pairs / q.shape[-1], backend=backend)
-        results = tuple(_join(y, 2 * pairs, style) for y in results[: len(tensors)])
-        return results if len(tensors) == 2 else results[0]
+
+        def turned(q: Tensor, *others: Tensor) -> list[Tensor]:
+            k = others[0] if others else q.narrow(dim, 0, 1)
+            results = apply_rope_base(q, k, cos, sin, None, dim, 2 * pairs / q.shape[-1], backend=backend)
+            return [_join(y, 2 * pairs, style) for y in results[: 1 + len(others)]]
+
+        if len({x.dtype for x in tensors}) == 1:
+            results = turned(*tensors)
+        else:  # under autocast, where one comes out of a product and one out of a norm
+            results = [y for x in tensors for y in turned(x)]
+        return tuple(results) if len(tensors) == 2 else results[0]
 
     return rotate
 

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch import nn
 
 from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
+from tilegym.transformers.patching import ALREADY_PATCHED
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
@@ -50,6 +52,9 @@ def put(patches: PatchSet, model: nn.Module, path: str, where: Entry) -> None:
     """Gives the module at ``path`` of ``model`` its hidden states by tokens."""
     module = model.get_submodule(path)
     current = vars(module).get(place_of_forward(module))
+    if is_made_by(by_tokens, current):
+        patches.skip(where, ALREADY_PATCHED)
+        return
     patches.replace_forward(
         module, by_tokens(current.func if isinstance(current, BoundForward) else type(module).forward), where
     )
