@@ -102,6 +102,24 @@ def test_only_the_sessions_own_calls_are_replayed():
         assert rooms_of(model) and len(seen) >= 3 and all(seen)
 
 
+def test_a_decoder_that_is_asked_for_more_is_left_to_the_model():
+    """And graphs of other calls stay."""
+    model, asked = make("llava"), []
+    call = {n: value[:1] for n, value in inputs_of("llava", model).items()}
+    prefill = type(model)._prefill
+
+    def prefill_for_more(self, ids, config, kwargs, *args):
+        return prefill(self, ids, config, kwargs | {"output_hidden_states": True} if asked else kwargs, *args)
+
+    expected = model.generate(**call, **OPTIONS)
+    with tilegym.apply(model, use_cutile=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "_prefill", prefill_for_more)
+        for more in (True, False, False, False, True, False):  # the first leaves hooks of transformers behind
+            asked[:] = [more] if more else []
+            assert torch.equal(model.generate(**call, **OPTIONS), expected)
+        assert len(decode_graph._sessions[model].embeddings.forms) == 1
+
+
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
 def test_a_captured_prompt_stays_on_the_device(name, capturing):  # noqa: F811
     model = make(name)
@@ -113,7 +131,7 @@ def test_a_captured_prompt_stays_on_the_device(name, capturing):  # noqa: F811
         mask = torch.zeros(2, 1, 11, 256, dtype=torch.bool, device="meta")
         masks = {"full_attention": mask, "sliding_attention": mask} if name == "gemma3" else {}
         graphs = session.embeddings
-        graphs._forward, graphs._kind = model.get_decoder().forward, tuple
+        graphs._forward = model.get_decoder().forward
         prompt = prompt_graph.Prompt(prompt_graph.Given(hidden, None, positions, masks), 16)
         capturing()
         graphs._compute(model, prompt)  # the cache gets its memory from a prompt before

@@ -33,7 +33,7 @@ class EmbeddingGraphs(PromptGraphs):
         self.suited = self.suited and part not in (None, model) and part is not getattr(model, "base_model", None)
         self._forward: Callable[..., Any] | None = None  # the decoder's own, while a prompt is read
         self._options: dict[str, Any] = {}
-        self._kind: type[ModelOutput] | None = None  # of what the decoder returns
+        self._returned: dict[tuple, type[ModelOutput] | None] = {}  # by kind of call; None: more than hidden states
 
     @contextlib.contextmanager
     def replaying(self, model: nn.Module, mask: Tensor | None) -> Iterator[None]:
@@ -72,24 +72,24 @@ class EmbeddingGraphs(PromptGraphs):
         def prefill() -> Tensor:
             nonlocal outputs
             outputs = before(**kwargs)
-            self._kind = type(outputs) if _is_known(outputs, self.cache) else None
+            self._returned[kind] = type(outputs) if _is_known(outputs, self.cache) else None
             return outputs[0]
 
-        self._forward, self._options = before, options
         kind = (
             tuple(sorted(options.items())),
             None if given.positions is None else given.positions.shape[:-2],
             tuple((n, m.dtype, m.shape[0], m.shape[3]) for n, m in given.masks.items()),
         )
+        if self._returned.get(kind, ModelOutput) is None:
+            return before(**kwargs)
+        self._forward, self._options = before, options
         try:
             hidden = self.results_of(model, given, kind, prefill)
         finally:
             self._forward = None
-        return self._kind(**{_RESULT: hidden, CACHE: self.cache}) if outputs is None else outputs
+        return self._returned[kind](**{_RESULT: hidden, CACHE: self.cache}) if outputs is None else outputs
 
     def call(self, model: nn.Module, prompt: Prompt) -> Tensor:
-        if self._kind is None:
-            raise ValueError("its decoder returns more than hidden states")
         mask = prompt.masks or prompt.mask
         if list(prompt.masks) == [""]:
             mask = prompt.masks[""]
