@@ -18,7 +18,6 @@ from tilegym.transformers import prompt_graph
 
 OPTIONS = dict(do_sample=False, max_new_tokens=6, min_new_tokens=6, pad_token_id=0)
 LENGTHS = (7, 8, 9, 7, 11, 26, 23, 25)  # of the text
-GRAPHS = [name for name in MODELS if name not in ("qwen3_vl",)]  # whose text part is told where images are
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +55,7 @@ def test_same_tokens(name, padded):
         rooms = collections.Counter(prompt_graph.room_for(MODELS[name][3] + n) for n in LENGTHS)
         # Masks that a model writes out have the padding in them.
         wanted = {(padded and name != "gemma3", room) for room, prompts in rooms.items() if prompts > 1}
-        assert rooms_of(model) == (wanted if name in GRAPHS else set())
+        assert rooms_of(model) == wanted
         assert vars(part) == held
 
 
@@ -120,11 +119,11 @@ def test_a_decoder_that_is_asked_for_more_is_left_to_the_model():
         assert len(decode_graph._sessions[model].embeddings.forms) == 1
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_vl"])
 def test_a_captured_prompt_stays_on_the_device(name, capturing):  # noqa: F811
     model = make(name)
     with tilegym.apply(model, use_cutile=False), torch.no_grad():
-        planes = (3,) if name == "qwen2_5_vl" else ()
+        planes = (3,) if name in ("qwen2_5_vl", "qwen3_vl") else ()
         session = decode_graph.Session(model.to("meta"), 2, 256, planes)
         hidden = torch.zeros(2, 11, 64, device="meta")
         positions = torch.zeros(*planes, 2, 11, dtype=torch.int64, device="meta")
@@ -132,7 +131,9 @@ def test_a_captured_prompt_stays_on_the_device(name, capturing):  # noqa: F811
         masks = {"full_attention": mask, "sliding_attention": mask} if name == "gemma3" else {}
         graphs = session.embeddings
         graphs._forward = model.get_decoder().forward
-        prompt = prompt_graph.Prompt(prompt_graph.Given(hidden, None, positions, masks), 16)
+        prompt = prompt_graph.Prompt(
+            prompt_graph.Given(hidden, None, positions, masks, (hidden,) * 2 if name == "qwen3_vl" else ()), 16
+        )
         capturing()
         graphs._compute(model, prompt)  # the cache gets its memory from a prompt before
         with OnDevice() as mode:
@@ -152,4 +153,4 @@ def test_replays(name):
             for given, tokens in list(zip(calls, expected, strict=True))[first::2]:
                 assert torch.equal(model.generate(**given, **OPTIONS), tokens)
             graphs = decode_graph._sessions[model].embeddings.forms.values()
-            assert all(prompt.graph for prompt in graphs) and bool(graphs) == (name in GRAPHS)
+            assert graphs and all(prompt.graph for prompt in graphs)

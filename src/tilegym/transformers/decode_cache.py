@@ -25,9 +25,14 @@ class _Layer(StaticLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        positions = self.cache.positions_of(self, key_states.shape[2])
-        self.keys.index_copy_(2, positions, key_states)
-        self.values.index_copy_(2, positions, value_states)
+        count = key_states.shape[2]
+        if self.cache.started:
+            positions = self.cache.positions_of(self, count)
+            self.keys.index_copy_(2, positions, key_states)
+            self.values.index_copy_(2, positions, value_states)
+        else:  # a prompt of many tokens, which a plain copy puts in faster
+            self.keys[:, :, :count].copy_(key_states)
+            self.values[:, :, :count].copy_(value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int | Tensor:

@@ -5,10 +5,12 @@ sizes there. What comes behind them is most of what is launched, and the same fo
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import nn
 from transformers.utils import ModelOutput
@@ -21,7 +23,10 @@ from tilegym.transformers.prompt_graph import Prompt
 from tilegym.transformers.prompt_graph import PromptGraphs
 
 _RESULT = "last_hidden_state"
-_SEEN_TO = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE}
+# What Qwen3-VL and its like add at the places of images behind the first layers (DeepStack, arXiv 2406.04334), and the
+# method of theirs that adds it, with the host looking at where those are.
+_PLACES, _DEEPSTACK, _ADDS = "visual_pos_masks", "deepstack_visual_embeds", "_deepstack_process"
+_SEEN_TO = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE, _PLACES, _DEEPSTACK}
 
 
 class EmbeddingGraphs(PromptGraphs):
@@ -46,7 +51,7 @@ class EmbeddingGraphs(PromptGraphs):
             yield
             return
         part = model.get_decoder()
-        own, before = vars(part).get("forward"), part.forward
+        before = part.forward
 
         def forward(*args, **kwargs):
             # The model's forward may run in another thread too, over another cache.
@@ -54,17 +59,13 @@ class EmbeddingGraphs(PromptGraphs):
                 return before(*args, **kwargs)
             return self._read(model, before, kwargs, mask)
 
-        part.forward = forward
-        try:
+        with _set(part, "forward", forward):
             yield
-        finally:
-            if own is None:
-                del part.forward
-            else:
-                part.forward = own
 
     def _read(self, model: nn.Module, before: Callable[..., Any], kwargs: dict[str, Any], mask: Tensor | None) -> Any:
         given, options = _given(kwargs, mask), {n: v for n, v in kwargs.items() if n not in _SEEN_TO}
+        if given is not None and given.deepstack and not hasattr(model.get_decoder(), _ADDS):
+            given = None
         if given is None or not all(isinstance(v, PLAIN) for v in options.values()):
             return before(**kwargs)
         outputs: Any = None
@@ -79,6 +80,7 @@ class EmbeddingGraphs(PromptGraphs):
             tuple(sorted(options.items())),
             None if given.positions is None else given.positions.shape[:-2],
             tuple((n, m.dtype, m.shape[0], m.shape[3]) for n, m in given.masks.items()),
+            len(given.deepstack),
         )
         if self._returned.get(kind, ModelOutput) is None:
             return before(**kwargs)
@@ -93,17 +95,36 @@ class EmbeddingGraphs(PromptGraphs):
         mask = prompt.masks or prompt.mask
         if list(prompt.masks) == [""]:
             mask = prompt.masks[""]
-        outputs = self._forward(
+        call = functools.partial(
+            self._forward,
             inputs_embeds=prompt.tokens,
             attention_mask=mask,
             position_ids=prompt.positions,
             **{CACHE: self.cache},
             **self._options,
         )
-        return outputs[0]
+        if not prompt.deepstack:
+            return call()[0]
+        with _set(model.get_decoder(), _ADDS, lambda hidden, _, added: hidden + added):
+            return call(**{_DEEPSTACK: prompt.deepstack})[0]
 
     def of_prompt(self, results: Tensor, length: int) -> Tensor:
         return results[:, :length]
+
+
+@contextlib.contextmanager
+def _set(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Within it ``module`` has an attribute of its own."""
+    before = vars(module)
+    own = name in before, before.get(name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        if own[0]:
+            setattr(module, name, own[1])
+        else:
+            delattr(module, name)
 
 
 def _given(kwargs: dict[str, Any], mask: Tensor | None) -> Given | None:
@@ -111,12 +132,19 @@ def _given(kwargs: dict[str, Any], mask: Tensor | None) -> Given | None:
     tokens, positions, masks = (kwargs.get(name) for name in ("inputs_embeds", "position_ids", "attention_mask"))
     if tokens is None or kwargs.get("input_ids") is not None:
         return None
+    deepstack = _everywhere(kwargs.get(_DEEPSTACK), kwargs.get(_PLACES), tokens)
     if masks is None or (type(masks) is Tensor and masks.dim() == 2):
-        return Given(tokens, mask, positions)  # the decoder makes masks of its own
+        return Given(tokens, mask, positions, {}, deepstack)  # the decoder makes masks of its own
     masks = masks if isinstance(masks, dict) else {"": masks}
     if any(type(m) is not Tensor or m.dim() != 4 or m.shape[2] != tokens.shape[1] for m in masks.values()):
         return None
-    return Given(tokens, None, positions, masks)
+    return Given(tokens, None, positions, masks, deepstack)
+
+
+def _everywhere(deepstack: list[Tensor] | None, places: Tensor | None, tokens: Tensor) -> tuple[Tensor, ...]:
+    """What is added at ``places`` [B, S], as [B, S, H] with zeros elsewhere."""
+    zeros = torch.zeros_like(tokens)
+    return tuple(zeros.masked_scatter(places[..., None], added.to(zeros)) for added in deepstack or ())
 
 
 def _is_known(outputs: Any, cache: DecodeCache) -> bool:

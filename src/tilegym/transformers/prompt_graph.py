@@ -53,12 +53,14 @@ class Given(NamedTuple):
         mask: [B, S], 0 for padding; None without any.
         positions: [B or 1, S], or [planes, B or 1, S]; None where the model counts them.
         masks: by name those that are written out, [B or 1, 1, S, K].
+        deepstack: [B, S, H] each, what is added to the hidden states behind the first layers.
     """
 
     tokens: Tensor
     mask: Tensor | None
     positions: Tensor | None
     masks: dict[str, Tensor] = {}
+    deepstack: tuple[Tensor, ...] = ()
 
 
 class Prompt:
@@ -73,6 +75,7 @@ class Prompt:
         if given.mask is not None:
             self.mask = torch.ones(batch, room, dtype=given.mask.dtype, device=device)
         self.masks = {n: m.new_zeros(*m.shape[:2], room, m.shape[3]) for n, m in given.masks.items()}
+        self.deepstack = tuple(torch.zeros_like(self.tokens) for _ in given.deepstack)
         self.last = torch.zeros(1, dtype=torch.int64, device=device)
         self.checked = False  # whether the results of a prompt that left room were compared
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -82,7 +85,8 @@ class Prompt:
         length, room = given.tokens.shape[1], self.tokens.shape[1]
         # The prompt's own tokens once more: experts get them as evenly as those.
         places = torch.arange(room, device=self.last.device) % length
-        torch.index_select(given.tokens, 1, places, out=self.tokens)
+        for mine, its in zip((self.tokens, *self.deepstack), (given.tokens, *given.deepstack), strict=True):
+            torch.index_select(its, 1, places, out=mine)
         if self.positions is not None:
             self.positions[..., :length] = given.positions
             # No further, or tables of positions might end before them.
