@@ -35,6 +35,7 @@ from tilegym.ops import fmha_decode
 from tilegym.ops.attn_interface import as_autocast_wants
 from tilegym.ops.attn_interface import fmha_interface
 from tilegym.transformers.packed_attention import attends_packed
+from tilegym.transformers.packed_attention import by_kernel
 from tilegym.transformers.packed_attention import packed_attention
 from tilegym.transformers.paged_attention import BY_ATTENTION
 from tilegym.transformers.paged_attention import paged_attention
@@ -373,6 +374,12 @@ for _names in (NAMES, NAMES_OF_PACKED):
 def name_for(model: nn.Module, backend: str | None) -> str:
     """The name by which ``model`` shall choose its attention."""
     return (NAMES_OF_PACKED if attends_packed(model) else NAMES)[backend]
+
+
+def takes_packed(model: nn.Module) -> bool:
+    """Whether the attention of ``model`` takes sequences that lie one behind the other at once, by a kernel."""
+    name = model.config._attn_implementation
+    return name == NAMES_OF_PACKED[PREFER_CUTILE] or (name == NAMES_OF_PACKED[None] and by_kernel(None))
 
 
 def name_in_batching(name: str) -> str | None:

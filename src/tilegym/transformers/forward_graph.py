@@ -30,8 +30,10 @@ from transformers.utils import ModelOutput
 from transformers.utils.import_utils import is_tracing
 
 from tilegym.backend.wrapped import is_wrapped
+from tilegym.transformers import packed_sizes
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import full_masks
+from tilegym.transformers.attention import takes_packed
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import place_of_forward
@@ -69,6 +71,7 @@ class _Graph:
         with torch.inference_mode(False):
             self.inputs = {n: torch.empty_like(v) if isinstance(v, Tensor) else v for n, v in inputs.items()}
         self.memory = memory
+        self.sizes: set[tuple] = set()  # of images, whose results were compared
         self.graph: torch.cuda.CUDAGraph | None = None
         self.results: Any = None
 
@@ -94,6 +97,7 @@ class _Graphs:
         self.forms: dict[tuple, _Graph | None] = {}
         self.refused: set[tuple] = set()  # forms whose results cannot be kept
         self.pools: dict[int, Any] = {}
+        self.sizes: packed_sizes.Sizes | None = None
         self.failed = False
 
     def pool(self, stream: int) -> Any:
@@ -124,17 +128,21 @@ def put(patches: PatchSet, model: nn.Module, where: Entry) -> None:
     masks = any(name.endswith("attention_mask") for name in inspect.signature(forward).parameters)
     if masks and model.config._attn_implementation not in NAMES.values():
         patches.skip(where, "its attention is not TileGym's")  # transformers' writes out masks while it is captured
-    elif attends_packed(model):
+    elif attends_packed(model) and not takes_packed(model):
         patches.skip(where, "what it launches depends on the sizes of the images")
     elif rotates_by_length(model):
         patches.skip(where, BY_LENGTH)
-    elif patches.replace_forward(model, replaying(forward), where):
+    elif patches.replace_forward(model, replaying(forward, attends_packed(model)), where):
         patches.on_revert(functools.partial(forget, model))
 
 
 @reproducible
-def replaying(forward: Callable) -> Callable:
-    """``forward``, as a function of the module and its arguments, that replays graphs where it can."""
+def replaying(forward: Callable, packed: bool) -> Callable:
+    """``forward``, as a function of the module and its arguments, that replays graphs where it can.
+
+    Args:
+        packed: it takes images of any sizes, one behind the other (:mod:`.packed_sizes`).
+    """
     names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
     @functools.wraps(forward)
@@ -148,7 +156,7 @@ def replaying(forward: Callable) -> Callable:
         named = dict(zip(names, args, strict=False))
         if named.keys() & kwargs.keys():
             return forward(self, *args, **kwargs)  # says what is wrong
-        return _forward(self, forward, named | kwargs)
+        return _forward(self, forward, named | kwargs, packed)
 
     return replayed_forward
 
@@ -158,29 +166,61 @@ def forget(model: nn.Module) -> None:
     _kept.pop(model, None)
 
 
-def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> Any:
+def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any], packed: bool) -> Any:
     first = next((v for v in inputs.values() if isinstance(v, Tensor)), None)
-    if first is None or not _may_replay(first, inputs):
+    if first is None or not _may_replay(first, inputs) or (packed and not takes_packed(model)):
         return forward(model, **inputs)
     device = first.device
     with _locks.setdefault(model, threading.RLock()):
-        form, kept = _form_of(model, inputs, device), _kept.get(model)
+        kept = _kept.get(model)
         if kept is None or not kept.fingerprint.holds(model):
             _kept.pop(model, None)
             kept = None  # drops its memory first
             _kept[model] = kept = _Graphs(model)
+        sizes, given = (), inputs
+        if packed and kept.sizes is None:
+            return forward(model, **inputs) if kept.failed else _first(model, forward, inputs, kept)
+        if packed:
+            sizes = kept.sizes.key(inputs)
+            given = inputs | kept.sizes.of(sizes, inputs)
+        form = _form_of(model, given, device)
         graph = kept.forms.get(form)
-        if graph is not None:
-            return graph.replay(inputs)
+        if graph is not None and (sizes in graph.sizes or len(graph.sizes) > 1):
+            return graph.replay(given)
         results = forward(model, **inputs)
-        if form in kept.refused:
+        if graph is not None:
+            _compare(model, graph, given, results, kept)
+            graph.sizes.add(sizes)
+        elif form in kept.refused:
             return results
-        if form not in kept.forms:
+        elif form not in kept.forms:
             if len(kept.forms) < 4096:  # forms that vary from call to call must not fill the memory
                 kept.forms[form] = None
         else:
-            _capture(model, forward, inputs, results, kept, form)
+            _capture(model, forward, given, results, kept, form)
+            if kept.forms[form] is not None:
+                kept.forms[form].sizes.add(sizes)
         return results
+
+
+def _first(model: nn.Module, forward: Callable, inputs: dict[str, Any], kept: _Graphs) -> Any:
+    """The results of the first call on packed images."""
+    results, seen = packed_sizes.seen_in(model, forward, inputs)
+    try:
+        kept.sizes = packed_sizes.Sizes(seen, inputs)
+    except ValueError as error:
+        warn(model, "runs", error)
+        kept.failed = True
+    return results
+
+
+def _compare(model: nn.Module, graph: _Graph, inputs: dict[str, Any], results: Any, kept: _Graphs) -> None:
+    """Gives up all graphs of a model if one gives other results than the model's own code."""
+    again = graph.replay(inputs)
+    if not all(_is_close(a, b) for a, b in zip(_leaves(again), _leaves(results), strict=True)):
+        warn(model, "runs", _Unsuitable("images of other sizes give others' results"))
+        kept.failed = True
+        kept.forms.clear()
 
 
 def _may_replay(first: Tensor, inputs: dict[str, Any]) -> bool:

@@ -30,6 +30,11 @@ def _takes_packed(module_class: type) -> bool:
     return "is_flash_attention_requested" in names and "cu_seqlens" in inspect.signature(forward).parameters
 
 
+def by_kernel(backend: str | None) -> bool:
+    """Whether attention that is told ``backend`` takes several sequences at once."""
+    return backend == PREFER_CUTILE or get_current_backend() == "cutile"
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -57,8 +62,7 @@ def packed_attention(
     if cu_seq_lens_q.shape[0] == 2:
         return alone(query, key, value)[0], None
     wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    by_kernel = backend == PREFER_CUTILE or get_current_backend() == "cutile"
-    if dropout or wants_gradient or not by_kernel:
+    if dropout or wants_gradient or not by_kernel(backend):
         lengths = [(starts[1:] - starts[:-1]).tolist() for starts in (cu_seq_lens_q, cu_seq_lens_k)]
         parts = query.split(lengths[0], 2), key.split(lengths[1], 2), value.split(lengths[1], 2)
         return torch.cat([alone(*each)[0] for each in zip(*parts, strict=True)], 1), None
