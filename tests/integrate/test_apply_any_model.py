@@ -12,6 +12,7 @@ from tilegym.backend import observe_calls
 from tilegym.backend import use_backend
 from tilegym.errors import FlagError
 from tilegym.errors import ModelError
+from tilegym.integrate import apply as apply_module
 from tilegym.integrate import recipes
 from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.inputs import main_output
@@ -206,6 +207,21 @@ def test_products_are_left_to_pytorch_unless_asked_for(name):
             assert ("linear" in {entry.compute for entry in report.patched}) == flags.get("linear", False)
             assert any("linear=True puts it in" in entry.why for entry in report.skipped) == (not flags)
             assert model.config._attn_implementation == NAMES[None]
+
+
+def test_products_of_rows_that_begin_anywhere_are_the_kernels(monkeypatch):
+    """As of BERT's 30522 tokens: cuBLAS takes several times as long for those."""
+    monkeypatch.setattr(apply_module, "LEAST", 1 << 10)
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**_TEXT)).eval().to(device())
+    expected = outputs(model)
+    with tilegym.apply(model, use_cutile=False) as report:
+        assert {e.module for e in report.patched if e.compute == "linear"} == {"cls.predictions.decoder"}
+        assert any("linear=True puts it in" in entry.why for entry in report.skipped)
+        assert_near(outputs(model), expected)
+    with tilegym.apply(model, use_cutile=False, linear=False) as report:
+        assert "linear" not in {entry.compute for entry in report.patched}
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("flags, why", [({}, ""), ({"graph": False}, None), ({"attn": False}, "not TileGym's")])

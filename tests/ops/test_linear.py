@@ -198,3 +198,15 @@ class Test_Linear(PyTestCase):
     def test_graph_capture(self, rows):
         x, weight = randn(rows, 1024, dtype=torch.bfloat16), randn(768, 1024, dtype=torch.bfloat16)
         self.assertCaptures(lambda x, w: linear(x, w, backend="cutile"), x, weight)
+
+    @pytest.mark.parametrize("rows", [1, 4, 100])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_rows_that_begin_anywhere_are_loaded_at_once(self, rows, dtype):
+        """What a kernel reads begins at 16 bytes, and so does each of its rows; elsewhere it would take several times
+        as long."""
+        x, weight = torch.randn(rows, 75, dtype=dtype), torch.randn(37, 75, dtype=dtype)
+        with recorded_launches() as launches:
+            linear(x, weight, backend="cutile")
+        read = [t for _, args in launches for t in args if isinstance(t, torch.Tensor) and t.shape[-1:] == (75,)]
+        assert len(read) == 2
+        assert not any(t.stride(0) * t.element_size() % 16 or t.data_ptr() % 16 for t in read if t.shape[0] > 1)

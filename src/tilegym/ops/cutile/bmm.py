@@ -17,6 +17,7 @@ from tilegym.ops.cutile.matmul import tile_of_block
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import aligned
 from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
@@ -168,6 +169,7 @@ def batched_gemm(
     """Launches ``c[i] = op(a[i]) @ op(b[i])``."""
     a, a_flipped = with_unit_stride(a)
     b, b_flipped = with_unit_stride(b)
+    a, b = aligned(a), aligned(b)
     flags = (transpose_a != a_flipped, transpose_b != b_flipped, uses_tf32(a.dtype))
     shape, k = tuple(c.shape), a.shape[1 if flags[0] else 2]
     device, dtype = c.get_device(), a.dtype

@@ -29,9 +29,11 @@ from tilegym.ops.cutile.matmul import check_supported
 from tilegym.ops.cutile.matmul import differentiable as differentiable_matmul
 from tilegym.ops.cutile.matmul import gemm
 from tilegym.ops.cutile.matmul import load_bias
+from tilegym.ops.cutile.tiling import LINE
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import aligned
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
@@ -255,7 +257,7 @@ def linear_forward(
     y = out if rows is x else out.view(m, n)
     if m > MAX_ROWS:
         if fits_better(m, n, x.dtype, x.get_device()) and rows.stride(1) == weight.stride(1) == 1:
-            launch_wide(rows, weight, bias if bias is None else bias.contiguous(), y)
+            launch_wide(aligned(rows), aligned(weight), bias if bias is None else bias.contiguous(), y)
             return out
         gemm(rows, weight, bias, y, False, True)
         return out
@@ -263,6 +265,8 @@ def linear_forward(
         rows = rows.contiguous()
     if weight.stride(1) != 1:
         weight, settled = weight.contiguous(), False
+    if k * weight.element_size() % LINE:
+        rows, weight, settled = aligned(rows), aligned(weight), False
     if m == 1:
         if settled:  # its kernels take two dimensions
             rows, y = rows.view(1, k), y.view(1, n)

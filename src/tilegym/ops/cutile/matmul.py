@@ -18,6 +18,7 @@ from tilegym.backend.cutile.tuning_key import bucket
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import aligned
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.matmul import FP8_DTYPES
 from tilegym.ops.pytorch.matmul import check_operands
@@ -203,6 +204,7 @@ def gemm(
     """Launches ``c = op(a) @ op(b) + bias``."""
     a, a_flipped = with_unit_stride(a)
     b, b_flipped = with_unit_stride(b)
+    a, b = aligned(a), aligned(b)
     trans_a, trans_b = trans_a != a_flipped, trans_b != b_flipped
     (m, n), k = c.shape, a.shape[0 if trans_a else 1]
     device, dtype = c.get_device(), a.dtype

