@@ -257,6 +257,18 @@ def test_calls_are_described_by_what_decides_their_speed():
     assert slower.describe(signature("rms_norm"), (x[None], (4096,), w, 1e-6), {}) == described
 
 
+def test_matrices_whose_rows_begin_anywhere_stand_for_themselves():
+    def described(m, k, n, dtype=torch.bfloat16):
+        return slower.describe(
+            signature("linear"), (torch.empty(m, k, dtype=dtype), torch.empty(n, k, dtype=dtype)), {}
+        )
+
+    assert described(15, 3420, 1280) == "bfloat16[16,3420] bfloat16[1024,3420]"
+    assert described(15, 1280, 3420) == "bfloat16[16,1024] bfloat16[3420,1024]"
+    assert described(15, 3424, 1280) == "bfloat16[16,4096] bfloat16[1024,4096]"
+    assert described(15, 3420, 1280, torch.float32) == "float32[16,4096] float32[1024,4096]"
+
+
 def test_lists_of_tensors_are_described():
     a, b = [torch.empty(8, 16) for _ in range(2)], [torch.empty(16, 32).requires_grad_() for _ in range(2)]
     described = slower.describe(signature("group_gemm"), (a, b), {})

@@ -70,6 +70,15 @@ def layers(model):
         yield from (("gate_up", 2 * model.intermediate, model.hidden), ("down", model.hidden, model.intermediate))
 
 
+# Layers with rows that do not begin at 16 bytes: model, layer, n, k, tokens (or patches of an image).
+UNALIGNED = (
+    ("GPT-2", "lm_head", 50257, 768, (1, 16, 2048)),
+    ("BERT", "lm_head", 30522, 768, (4096,)),
+    ("Qwen2.5-VL", "gate of images", 3420, 1280, (256, 4096)),
+    ("Qwen2.5-VL", "down of images", 1280, 3420, (1, 16, 256, 4096)),
+)
+
+
 def model_layers():
     sizes = {}
     for model in MODELS:
@@ -78,7 +87,13 @@ def model_layers():
             for tokens in counts:
                 label = plural(f"{model.name} {name}", tokens)
                 sizes.setdefault((tokens, n, k), Shape(label, {"tokens": tokens, "n": n, "k": k}, model.name))
-    return tuple(sizes.values())
+    return *sizes.values(), *unaligned_layers()
+
+
+def unaligned_layers():
+    for model, name, n, k, counts in UNALIGNED:
+        for tokens in counts:
+            yield Shape(plural(f"{model} {name}", tokens), {"tokens": tokens, "n": n, "k": k}, model)
 
 
 def decode(name, n, k):

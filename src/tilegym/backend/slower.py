@@ -89,7 +89,7 @@ def rows_to_pytorch(gpu: str | None) -> dict[str, dict[str, int]]:
 def describe(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any], exactly: bool = False) -> str:
     """A call of an op of this signature as the files name it: ``gradients bfloat16[8192,4096] approximate=tanh``.
 
-    Sizes are rounded to powers of two; ``exactly``, only those of the first tensor, but its last one:
+    Sizes are rounded to powers of two, unless rows of a matrix do not begin at 16 bytes; ``exactly``, only those of the first tensor, but its last one:
     ``exactly bfloat16[512,10240] bfloat16[2560,10240]``.
 
     Leading dimensions of 1 do not count: models have batches of one, benchmarks none. Flags and names count unless they
@@ -139,7 +139,12 @@ def _described(tensor: torch.Tensor, exactly: bool, first: bool) -> str:
     if tensor.dtype is torch.float32 and _fp32_precision() == "tf32":
         dtype = "tfloat32"  # other kernels, of either side
     rounded = (len(sizes) - 1 if first else 0) if exactly else len(sizes)  # how many, from the front
-    return f"{dtype}[{','.join(str(bucket(size) if i < rounded else size) for i, size in enumerate(sizes))}]"
+    for i, size in enumerate(sizes):
+        counts_rows = first and i < len(sizes) - 1
+        # Of matrices whose rows do not begin at 16 bytes there are other kernels, of either side.
+        aligned = len(sizes) > 2 or counts_rows or size * tensor.element_size() % 16 == 0
+        sizes[i] = bucket(size) if i < rounded and aligned else size
+    return f"{dtype}[{','.join(map(str, sizes))}]"
 
 
 def _fp32_precision() -> str:
