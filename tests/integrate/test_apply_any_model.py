@@ -57,7 +57,26 @@ MODELS = {
         _ENCODER,
     ),
     "wav2vec2": ("Wav2Vec2Model", _TEXT, _ENCODER),
+    "data2vec-audio": ("Data2VecAudioModel", _TEXT | dict(conv_pos_kernel_size=3), _ENCODER),
+    "ast": ("ASTModel", _IMAGE | dict(max_length=64, num_mel_bins=32, frequency_stride=16, time_stride=16), _ENCODER),
+    "parakeet": (  # writes down what is said, and generates it at once
+        "ParakeetForCTC",
+        dict(vocab_size=61, pad_token_id=60, encoder_config=dict(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, num_mel_bins=16,
+            subsampling_conv_channels=16,
+        )),
+        {"layer_norm", "linear"},
+    ),
+    "wav2vec2-bert": ("Wav2Vec2BertModel", _TEXT | dict(feature_projection_input_dim=16), {"layer_norm", "linear"}),
     "vit": ("ViTForImageClassification", _IMAGE, _ENCODER),
+    "dinov2": ("Dinov2Model", _IMAGE | dict(num_hidden_layers=4, mlp_ratio=2), _ENCODER),  # names its last layer
+    "dpt": (
+        "DPTForDepthEstimation",
+        _IMAGE | dict(num_hidden_layers=6, backbone_out_indices=[2, 3, 4, 5], neck_hidden_sizes=[16, 16, 32, 32],
+                      fusion_hidden_size=16, is_hybrid=False),
+        _ENCODER,
+    ),
+    "siglip2": ("Siglip2VisionModel", _IMAGE | dict(num_patches=16), _ENCODER),  # of any shape
     "siglip": ("SiglipVisionModel", _IMAGE, _ENCODER),
     "convnext": ("ConvNextModel", dict(hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1], image_size=32),
                  {"gelu", "layer_norm", "linear"}),
@@ -65,6 +84,9 @@ MODELS = {
     "mamba": ("MambaModel", _TEXT | dict(state_size=8), {"causal_conv1d", "linear", "rms_norm"}),
     "clip": ("CLIPModel", _BOTH, {"attn", "layer_norm", "linear"}),
     "siglip, whole": ("SiglipModel", _BOTH, _ENCODER),
+    "siglip2, whole": (
+        "Siglip2Model", dict(text_config=_TEXT, vision_config=_IMAGE | dict(num_patches=16)), _ENCODER
+    ),
     "stablelm": ("StableLmForSequenceClassification", _DECODER, {"attn", "layer_norm", "linear", "rope", "swiglu"}),
 }  # fmt: skip
 models = pytest.mark.parametrize("name", MODELS)
@@ -188,11 +210,13 @@ def test_a_training_step(name):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["bert", "whisper", "convnext"])
+# Some norms of Data2VecAudio have no weights: two places for one class.
+@pytest.mark.parametrize("name", ["bert", "whisper", "convnext", "data2vec-audio"])
 def test_twice_changes_nothing(name):
     model = make(name)
     first = tilegym.apply(model, use_cutile=False)
     assert "graph" in {entry.compute for entry in first.patched}
+    assert len(first.patched) == len(set(first.patched)), "each module once"
     assert not tilegym.apply(model, use_cutile=False).patched
     first.revert()
     assert not any("forward" in vars(module) for module in model.modules())
@@ -262,6 +286,17 @@ def test_what_cannot_be_run_is_refused(kind, message):
     with pytest.raises(ModelError, match=message):
         tilegym.apply(model, use_cutile=False)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_part_that_returns_maps_of_features():
+    config = transformers.Dinov2Config(**_IMAGE | dict(num_hidden_layers=4), out_indices=[2, 4])
+    model = transformers.Dinov2Backbone(config).eval().to(device())
+    pixels = forward_inputs(model)["pixel_values"].to(device())
+    with torch.no_grad():
+        expected = model(pixels).feature_maps
+        with tilegym.apply(model, use_cutile=False) as report:
+            assert "attn" in {entry.compute for entry in report.patched}
+            assert_near(model(pixels).feature_maps, expected)
 
 
 def test_what_reads_something_else_is_refused():
