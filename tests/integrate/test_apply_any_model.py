@@ -76,6 +76,7 @@ MODELS = {
                       fusion_hidden_size=16, is_hybrid=False),
         _ENCODER,
     ),
+    "videomae": ("VideoMAEModel", _IMAGE | dict(num_frames=4), _ENCODER),
     "siglip2": ("Siglip2VisionModel", _IMAGE | dict(num_patches=16), _ENCODER),  # of any shape
     "siglip": ("SiglipVisionModel", _IMAGE, _ENCODER),
     "convnext": ("ConvNextModel", dict(hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1], image_size=32),
@@ -276,16 +277,25 @@ def test_an_attention_that_loses_the_padding_is_not_put_in(monkeypatch):
         assert_near(outputs(model), expected)
 
 
-# XCLIP reads videos.
-@pytest.mark.parametrize("kind, message", [("XCLIPModel", "no small model of type 'xclip' can be made")])
-def test_what_cannot_be_run_is_refused(kind, message):
-    model_class = getattr(transformers, kind)
-    model = model_class(
-        model_class.config_class(text_config=_TEXT, vision_config=_IMAGE, projection_dim=16)
-    )  # reads videos
-    with pytest.raises(ModelError, match=message):
+def test_what_cannot_be_run_is_refused():
+    """BLIP wants an image with every text."""
+    text = {name: value for name, value in _TEXT.items() if name != "pad_token_id"}
+    model = transformers.BlipForConditionalGeneration(transformers.BlipConfig(text_config=text, vision_config=_IMAGE))
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(ModelError) as refused:
         tilegym.apply(model, use_cutile=False)
-    assert not any("forward" in vars(module) for module in model.modules())
+    for part in ("no small model of type 'blip' can be made", "'pixel_values'", "give a part", "model.vision_model"):
+        assert part in str(refused.value)
+    assert [dict(vars(module)) for module in model.modules()] == before
+    with tilegym.apply(model.vision_model, use_cutile=False) as report:
+        assert "layer_norm" in {entry.compute for entry in report.patched}
+
+
+def test_what_has_several_output_layers_is_refused_for_what_it_reads():
+    config = dict(vocab_size=61, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4)
+    model = transformers.MusicgenForCausalLM(transformers.MusicgenDecoderConfig(**config))
+    with pytest.raises(ModelError, match="invalid for input of size"):
+        tilegym.apply(model, use_cutile=False)
 
 
 def test_a_part_that_returns_maps_of_features():

@@ -56,8 +56,9 @@ def _vocabulary(model: nn.Module) -> int:
         outputs = model.get_output_embeddings() or inputs
         known = getattr(inputs, "num_embeddings", None) or inputs.weight.shape[0]
         return min(outputs.weight.shape[0], known)
-    except NotImplementedError:  # of models of texts and images together, and of those that hash their tokens
-        return getattr(model.config.get_text_config(), "vocab_size", VOCAB)
+    # Of models of texts and images together, those that hash their tokens, and those with several output layers.
+    except (NotImplementedError, AttributeError):
+        return getattr(model.config.get_text_config(decoder=True), "vocab_size", VOCAB)
 
 
 def _reads_texts_and_images(model: nn.Module) -> bool:
@@ -91,10 +92,13 @@ def _images(
 
 
 def _image(config: Any, batch: int, generator: torch.Generator) -> torch.Tensor:
+    """Pixels of images, or of the frames of videos."""
     parts = config, getattr(config, "backbone_config", None)
     size = next((size for part in parts if (size := getattr(part, "image_size", None))), 32)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return torch.randn(batch, getattr(config, "num_channels", 3), height, width, generator=generator)
+    frames = getattr(config, "num_frames", None)  # of a video
+    shape = (batch, frames) if isinstance(frames, int) else (batch,)
+    return torch.randn(*shape, getattr(config, "num_channels", 3), height, width, generator=generator)
 
 
 def _sound(name: str, config: Any) -> tuple[int, ...] | None:

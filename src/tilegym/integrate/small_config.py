@@ -89,6 +89,7 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"(num|n_routed|num_local|moe_num)_experts$|zero_expert_num", _at_most(8)),
     (r"experts_per_tok(en)?$|moe_top_?k|moe_k$", _at_most(2)),
     (r"^num_queries$", _at_most(16)),
+    (r"^num_frames$", _at_most(4)),
     (r"rotary_dim", 8),
     (r"lru_width", HIDDEN),
     (r"hidden_size_per_layer_input|ple_embed_dim", 16),
