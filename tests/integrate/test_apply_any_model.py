@@ -38,6 +38,7 @@ _ENCODER = {"attn", "gelu", "layer_norm", "linear"}
 MODELS = {
     "bert": ("BertModel", _TEXT, _ENCODER),
     "roberta": ("RobertaForSequenceClassification", _TEXT, _ENCODER),
+    "bert, choices": ("BertForMultipleChoice", _TEXT, _ENCODER),
     "modernbert": (  # its first layer sees all tokens, the second a window
         "ModernBertForMaskedLM",
         _TEXT | dict(local_attention=6, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2),
@@ -51,6 +52,7 @@ MODELS = {
         {"linear", "rms_norm"},
     ),
     "bart": ("BartForConditionalGeneration", _TWO | dict(max_position_embeddings=64), _ENCODER),
+    "bart, classes": ("BartForSequenceClassification", _TWO | dict(max_position_embeddings=64), _ENCODER),
     "whisper": (
         "WhisperForConditionalGeneration",
         _TWO | dict(max_source_positions=20, max_target_positions=64, num_mel_bins=16),
@@ -296,6 +298,19 @@ def test_what_has_several_output_layers_is_refused_for_what_it_reads():
     model = transformers.MusicgenForCausalLM(transformers.MusicgenDecoderConfig(**config))
     with pytest.raises(ModelError, match="invalid for input of size"):
         tilegym.apply(model, use_cutile=False)
+
+
+def test_a_classifier_without_a_token_for_padding():
+    """It takes one text at a time."""
+    config = transformers.GPT2Config(vocab_size=61, n_embd=64, n_layer=2, n_head=4, pad_token_id=None)
+    model = transformers.GPT2ForSequenceClassification(config).eval().to(device())
+    ids = torch.randint(3, 60, (1, 9), device=device())
+    with torch.no_grad():
+        expected = model(ids).logits
+        with tilegym.apply(model, use_cutile=False) as report:
+            assert {"attn", "layer_norm"} <= {entry.compute for entry in report.patched}
+            assert_near(model(ids).logits, expected)
+    assert model.config.pad_token_id is None
 
 
 def test_a_part_that_returns_maps_of_features():

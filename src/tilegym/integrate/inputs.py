@@ -168,6 +168,10 @@ def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> di
         raise ModelError(f"{type(model).__name__} reads {name!r}: give a model of tokens, images or sound")
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = example(model, batch)
+        if type(model).__name__.endswith("ForSequenceClassification"):  # which looks where the text ends
+            inputs["input_ids"][:, -1] = config.eos_token_id
+    if type(model).__name__.endswith("ForMultipleChoice"):  # reads [batch, choices, tokens]
+        inputs = {n: value[:, None] for n, value in inputs.items()}
     return inputs
 
 

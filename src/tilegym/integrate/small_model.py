@@ -96,14 +96,16 @@ def _first_that_runs(
     model_class: type | None,
 ) -> SmallModel | None:
     for candidate, make in candidates:
-        encodes = hasattr(candidate, "is_decoder") and model_class is not None
-        encodes = encodes and not continues_text(model_class, candidate)
+        at_once = model_class is not None and not continues_text(model_class, candidate)
+        encodes = at_once and hasattr(candidate, "is_decoder")
         for recipe in recipes:
             try:
                 values, changes = recipe(candidate.to_dict())
                 if encodes:
                     values["is_decoder"] = candidate.is_decoder
                     changes.pop("is_decoder", None)
+                if at_once and values.get("pad_token_id", 0) is None:
+                    values["pad_token_id"] = 0  # else classifiers that were decoders take one text at a time
                 model = _build(type(candidate), make, values, seed)
                 run(model)
             except Exception as error:  # each architecture checks its config in its own way, or fails in its forward
