@@ -279,6 +279,22 @@ def test_an_attention_that_loses_the_padding_is_not_put_in(monkeypatch):
         assert_near(outputs(model), expected)
 
 
+def test_the_attention_stays_where_the_model_fails_by_itself(monkeypatch):
+    kind = transformers.BertModel
+    real = kind.forward
+
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        if attention_mask is not None:
+            raise AttributeError("its config lacks something")
+        return real(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    with tilegym.apply(make("bert"), use_cutile=False) as report:
+        assert "layer_norm" in {entry.compute for entry in report.patched}
+        assert "attn" not in {entry.compute for entry in report.patched}
+    assert any("the model by itself fails: AttributeError: its config lacks" in entry.why for entry in report.skipped)
+
+
 def test_what_cannot_be_run_is_refused():
     """BLIP wants an image with every text."""
     text = {name: value for name, value in _TEXT.items() if name != "pad_token_id"}
