@@ -39,6 +39,7 @@ _ENCODER = {"attn", "gelu", "layer_norm", "linear"}
 MODELS = {
     "bert": ("BertModel", _TEXT, _ENCODER),
     "roberta": ("RobertaForSequenceClassification", _TEXT, _ENCODER),
+    "bert, choices": ("BertForMultipleChoice", _TEXT, _ENCODER),
     "modernbert": (  # its first layer sees all tokens, the second a window
         "ModernBertForMaskedLM",
         _TEXT | dict(local_attention=6, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2),
@@ -52,13 +53,34 @@ MODELS = {
         {"linear", "rms_norm"},
     ),
     "bart": ("BartForConditionalGeneration", _TWO | dict(max_position_embeddings=64), _ENCODER),
+    "bart, classes": ("BartForSequenceClassification", _TWO | dict(max_position_embeddings=64), _ENCODER),
     "whisper": (
         "WhisperForConditionalGeneration",
         _TWO | dict(max_source_positions=20, max_target_positions=64, num_mel_bins=16),
         _ENCODER,
     ),
     "wav2vec2": ("Wav2Vec2Model", _TEXT, _ENCODER),
+    "data2vec-audio": ("Data2VecAudioModel", _TEXT | dict(conv_pos_kernel_size=3), _ENCODER),
+    "ast": ("ASTModel", _IMAGE | dict(max_length=64, num_mel_bins=32, frequency_stride=16, time_stride=16), _ENCODER),
+    "parakeet": (  # writes down what is said, and generates it at once
+        "ParakeetForCTC",
+        dict(vocab_size=61, pad_token_id=60, encoder_config=dict(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, num_mel_bins=16,
+            subsampling_conv_channels=16,
+        )),
+        {"layer_norm", "linear"},
+    ),
+    "wav2vec2-bert": ("Wav2Vec2BertModel", _TEXT | dict(feature_projection_input_dim=16), {"layer_norm", "linear"}),
     "vit": ("ViTForImageClassification", _IMAGE, _ENCODER),
+    "dinov2": ("Dinov2Model", _IMAGE | dict(num_hidden_layers=4, mlp_ratio=2), _ENCODER),  # names its last layer
+    "dpt": (
+        "DPTForDepthEstimation",
+        _IMAGE | dict(num_hidden_layers=6, backbone_out_indices=[2, 3, 4, 5], neck_hidden_sizes=[16, 16, 32, 32],
+                      fusion_hidden_size=16, is_hybrid=False),
+        _ENCODER,
+    ),
+    "videomae": ("VideoMAEModel", _IMAGE | dict(num_frames=4), _ENCODER),
+    "siglip2": ("Siglip2VisionModel", _IMAGE | dict(num_patches=16), _ENCODER),  # of any shape
     "siglip": ("SiglipVisionModel", _IMAGE, _ENCODER),
     "convnext": ("ConvNextModel", dict(hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1], image_size=32),
                  {"gelu", "layer_norm", "linear"}),
@@ -66,6 +88,9 @@ MODELS = {
     "mamba": ("MambaModel", _TEXT | dict(state_size=8), {"causal_conv1d", "linear", "rms_norm"}),
     "clip": ("CLIPModel", _BOTH, {"attn", "layer_norm", "linear"}),
     "siglip, whole": ("SiglipModel", _BOTH, _ENCODER),
+    "siglip2, whole": (
+        "Siglip2Model", dict(text_config=_TEXT, vision_config=_IMAGE | dict(num_patches=16)), _ENCODER
+    ),
     "stablelm": ("StableLmForSequenceClassification", _DECODER, {"attn", "layer_norm", "linear", "rope", "swiglu"}),
 }  # fmt: skip
 models = pytest.mark.parametrize("name", MODELS)
@@ -189,11 +214,13 @@ def test_a_training_step(name):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["bert", "whisper", "convnext"])
+# Some norms of Data2VecAudio have no weights: two places for one class.
+@pytest.mark.parametrize("name", ["bert", "whisper", "convnext", "data2vec-audio"])
 def test_twice_changes_nothing(name):
     model = make(name)
     first = tilegym.apply(model, use_cutile=False)
     assert "graph" in {entry.compute for entry in first.patched}
+    assert len(first.patched) == len(set(first.patched)), "each module once"
     assert not tilegym.apply(model, use_cutile=False).patched
     first.revert()
     assert not any("forward" in vars(module) for module in model.modules())
@@ -268,16 +295,65 @@ def test_an_attention_that_loses_the_padding_is_not_put_in(monkeypatch):
         assert_near(outputs(model), expected)
 
 
-# XCLIP reads videos.
-@pytest.mark.parametrize("kind, message", [("XCLIPModel", "no small model of type 'xclip' can be made")])
-def test_what_cannot_be_run_is_refused(kind, message):
-    model_class = getattr(transformers, kind)
-    model = model_class(
-        model_class.config_class(text_config=_TEXT, vision_config=_IMAGE, projection_dim=16)
-    )  # reads videos
-    with pytest.raises(ModelError, match=message):
+def test_the_attention_stays_where_the_model_fails_by_itself(monkeypatch):
+    kind = transformers.BertModel
+    real = kind.forward
+
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        if attention_mask is not None:
+            raise AttributeError("its config lacks something")
+        return real(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    with tilegym.apply(make("bert"), use_cutile=False) as report:
+        assert "layer_norm" in {entry.compute for entry in report.patched}
+        assert "attn" not in {entry.compute for entry in report.patched}
+    assert any("the model by itself fails: AttributeError: its config lacks" in entry.why for entry in report.skipped)
+
+
+def test_what_cannot_be_run_is_refused():
+    """BLIP wants an image with every text."""
+    text = {name: value for name, value in _TEXT.items() if name != "pad_token_id"}
+    model = transformers.BlipForConditionalGeneration(transformers.BlipConfig(text_config=text, vision_config=_IMAGE))
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(ModelError) as refused:
         tilegym.apply(model, use_cutile=False)
-    assert not any("forward" in vars(module) for module in model.modules())
+    for part in ("no small model of type 'blip' can be made", "'pixel_values'", "give a part", "model.vision_model"):
+        assert part in str(refused.value)
+    assert [dict(vars(module)) for module in model.modules()] == before
+    with tilegym.apply(model.vision_model, use_cutile=False) as report:
+        assert "layer_norm" in {entry.compute for entry in report.patched}
+
+
+def test_what_has_several_output_layers_is_refused_for_what_it_reads():
+    config = dict(vocab_size=61, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4)
+    model = transformers.MusicgenForCausalLM(transformers.MusicgenDecoderConfig(**config))
+    with pytest.raises(ModelError, match="invalid for input of size"):
+        tilegym.apply(model, use_cutile=False)
+
+
+def test_a_classifier_without_a_token_for_padding():
+    """It takes one text at a time."""
+    config = transformers.GPT2Config(vocab_size=61, n_embd=64, n_layer=2, n_head=4, pad_token_id=None)
+    model = transformers.GPT2ForSequenceClassification(config).eval().to(device())
+    ids = torch.randint(3, 60, (1, 9), device=device())
+    with torch.no_grad():
+        expected = model(ids).logits
+        with tilegym.apply(model, use_cutile=False) as report:
+            assert {"attn", "layer_norm"} <= {entry.compute for entry in report.patched}
+            assert_near(model(ids).logits, expected)
+    assert model.config.pad_token_id is None
+
+
+def test_a_part_that_returns_maps_of_features():
+    config = transformers.Dinov2Config(**_IMAGE | dict(num_hidden_layers=4), out_indices=[2, 4])
+    model = transformers.Dinov2Backbone(config).eval().to(device())
+    pixels = forward_inputs(model)["pixel_values"].to(device())
+    with torch.no_grad():
+        expected = model(pixels).feature_maps
+        with tilegym.apply(model, use_cutile=False) as report:
+            assert "attn" in {entry.compute for entry in report.patched}
+            assert_near(model(pixels).feature_maps, expected)
 
 
 def test_what_reads_something_else_is_refused():

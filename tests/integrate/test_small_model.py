@@ -110,3 +110,21 @@ def test_parts_for_images_are_made_small_too(kind, sections):
     assert sum(p.numel() for p in small.model.parameters()) < 5_000_000
     with torch.device("meta"):
         assert _kinds(small.model) == _kinds(model_class._from_config(config, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize(
+    "kind, chosen, layers, small",
+    [
+        ("Dinov2Model", dict(out_indices=[3, 6, 9, 12]), 5, [1, 2, 3, 4]),
+        ("Dinov2Model", {}, 2, [1]),
+        ("BeitModel", dict(out_indices=[1]), 2, [1]),
+        ("DPTModel", dict(backbone_out_indices=[2, 5, 8, 11]), 5, [1, 2, 3, 4]),
+        ("ConvNextModel", dict(out_indices=[2, 4]), None, [2, 4]),
+    ],
+)
+def test_layers_that_are_read_are_among_those_left(kind, chosen, layers, small):
+    model_class = getattr(transformers, kind)
+    config = small_model(model_class.config_class(**chosen), model_class=model_class).model.config
+    name = next(iter(chosen), "out_indices")
+    assert getattr(config, name) == small
+    assert layers is None or config.num_hidden_layers == layers

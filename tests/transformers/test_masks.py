@@ -373,3 +373,8 @@ def test_the_window_counts_the_query_itself(family):
             changed = ids.clone()
             changed[0, position] = (changed[0, position] + 1) % 50 + 2
             assert torch.allclose(run(model, changed)[0, -1], expected, atol=1e-5) == same
+
+
+def test_a_model_that_reads_its_mask_is_told_so():
+    with pytest.raises(TypeError, match="reads its causal mask, which is not written out"):
+        CausalMask((1, 1, 4, 4), None, None, None)[:, :, -1, :]

@@ -110,7 +110,12 @@ def apply(
 
 def _apply_what_is_found(model: nn.Module, how: "_How", texts_by_hand: bool) -> PatchSet:
     trust_remote_code, flags = how.trust_remote_code, how.flags
-    plan = make_plan(model, trust_remote_code, look_up=False)
+    try:
+        plan = make_plan(model, trust_remote_code, look_up=False)
+    except ModelError as error:
+        held = [f"model.{name}" for name, part in model.named_children() if hasattr(part, "_from_config")]
+        remedy = f"; or give a part of it that is a model by itself: {', '.join(held)}" if held else ""
+        raise ModelError(f"{error}{remedy}") from error
     parts = _parts(model, trust_remote_code)
     if texts_by_hand:
         parts += _texts(model)

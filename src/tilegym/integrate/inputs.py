@@ -1,6 +1,7 @@
 """What one forward pass of a model takes: token ids of a decoder that continues text, or what other models read."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ def continues_text(model_class: type, config: Any) -> bool:
     )
     # Code that comes with a model may be older than that rule of transformers.
     generates = generates or model_class.__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    return generates and not getattr(config, "is_encoder_decoder", False)
+    if not generates or getattr(config, "is_encoder_decoder", False):
+        return False
+    read = inspect.signature(model_class.forward).parameters  # of sound alone: what writes down speech, by CTC
+    return "input_ids" in read or getattr(model_class, "main_input_name", "input_ids") not in read
 
 
 def _classes(of_config: Any) -> tuple:
@@ -52,8 +56,9 @@ def _vocabulary(model: nn.Module) -> int:
         outputs = model.get_output_embeddings() or inputs
         known = getattr(inputs, "num_embeddings", None) or inputs.weight.shape[0]
         return min(outputs.weight.shape[0], known)
-    except NotImplementedError:  # of models of texts and images together, and of those that hash their tokens
-        return getattr(model.config.get_text_config(), "vocab_size", VOCAB)
+    # Of models of texts and images together, those that hash their tokens, and those with several output layers.
+    except (NotImplementedError, AttributeError):
+        return getattr(model.config.get_text_config(decoder=True), "vocab_size", VOCAB)
 
 
 def _reads_texts_and_images(model: nn.Module) -> bool:
@@ -71,10 +76,44 @@ def _ended(ids: torch.Tensor, config: Any) -> torch.Tensor:
     return ids
 
 
+def _images(
+    model: nn.Module, config: Any, batch: int, generator: torch.Generator, padded: bool
+) -> dict[str, torch.Tensor]:
+    """Images for a model whose part for them has this config: pixels, or, of any shape, patches and their numbers."""
+    if "spatial_shapes" not in inspect.signature(model.forward).parameters:
+        return {"pixel_values": _image(config, batch, generator)}
+    rows, columns = 4, 3
+    patches = torch.randn(batch, rows * columns, config.num_channels * config.patch_size**2, generator=generator)
+    mask = torch.ones(batch, rows * columns, dtype=torch.long)
+    shapes = torch.tensor([[rows, columns]] * batch)
+    if padded:
+        mask[1, (rows - 1) * columns :], shapes[1, 0] = 0, rows - 1
+    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
 def _image(config: Any, batch: int, generator: torch.Generator) -> torch.Tensor:
-    size = getattr(config, "image_size", None) or 32
+    """Pixels of images, or of the frames of videos."""
+    parts = config, getattr(config, "backbone_config", None)
+    size = next((size for part in parts if (size := getattr(part, "image_size", None))), 32)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return torch.randn(batch, getattr(config, "num_channels", 3), height, width, generator=generator)
+    frames = getattr(config, "num_frames", None)  # of a video
+    shape = (batch, frames) if isinstance(frames, int) else (batch,)
+    return torch.randn(*shape, getattr(config, "num_channels", 3), height, width, generator=generator)
+
+
+def _sound(name: str, config: Any) -> tuple[int, ...] | None:
+    """The shape of a sound: samples, or numbers for frequencies at each time; None for what is no sound."""
+    if name == "input_values":
+        spectrum = hasattr(config, "num_mel_bins") and hasattr(config, "max_length")  # as images are
+        return (config.max_length, config.num_mel_bins) if spectrum else (4000,)
+    if name != "input_features":
+        return None
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):  # Whisper's kind
+        return config.num_mel_bins, 2 * config.max_source_positions
+    names = "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel"
+    parts = config, *(part for part in vars(config).values() if hasattr(part, "model_type"))
+    found = (value for part in parts for n in names if (value := getattr(part, n, None)))
+    return next(((64, frequencies) for frequencies in found), None)
 
 
 def main_input(model: nn.Module) -> str:
@@ -103,7 +142,8 @@ def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> di
     """Random arguments for a forward pass of a model that does not continue text, on the CPU, numbers in fp32.
 
     Args:
-        padded: with the first tokens of the second row masked, where the model reads tokens.
+        padded: with the first tokens of the second row masked, where the model reads tokens, and the last patches of
+            the second image, where images may have any shape.
 
     Raises:
         ModelError: it reads neither tokens nor images nor sound.
@@ -116,20 +156,22 @@ def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> di
         inputs = {"input_ids": example(model, batch)}
         if _reads_texts_and_images(model):
             inputs["input_ids"] = _ended(inputs["input_ids"], config.get_text_config())
-            inputs["pixel_values"] = _image(config.vision_config, batch, generator)
+            inputs |= _images(model, config.vision_config, batch, generator, padded)
         if padded:
             inputs["attention_mask"] = mask_of(inputs["input_ids"])
     elif name == "pixel_values":
-        inputs = {name: _image(config, batch, generator)}
-    elif name == "input_features" and hasattr(config, "max_source_positions"):
-        shape = batch, config.num_mel_bins, 2 * config.max_source_positions
-        inputs = {name: torch.randn(shape, generator=generator)}
-    elif name == "input_values":
-        inputs = {name: torch.randn(batch, 4000, generator=generator)}
+        images = config if hasattr(config, "patch_size") else getattr(config, "vision_config", config)
+        inputs = _images(model, images, batch, generator, padded)
+    elif (shape := _sound(name, config)) is not None:
+        inputs = {name: torch.randn(batch, *shape, generator=generator)}
     else:
         raise ModelError(f"{type(model).__name__} reads {name!r}: give a model of tokens, images or sound")
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = example(model, batch)
+        if type(model).__name__.endswith("ForSequenceClassification"):  # which looks where the text ends
+            inputs["input_ids"][:, -1] = config.eos_token_id
+    if type(model).__name__.endswith("ForMultipleChoice"):  # reads [batch, choices, tokens]
+        inputs = {n: value[:, None] for n, value in inputs.items()}
     return inputs
 
 
@@ -150,5 +192,12 @@ def mask_of(ids: torch.Tensor) -> torch.Tensor:
 
 def main_output(output: Any) -> torch.Tensor:
     """The first numbers that a forward pass returns: logits, or hidden states; behind a loss."""
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else (output,)
-    return next(v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point() and v.ndim)
+    return next(v for v in _tensors(output) if v.is_floating_point() and v.ndim)
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (dict, list, tuple)):
+        for value in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(value)

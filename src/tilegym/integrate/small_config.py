@@ -88,6 +88,8 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"o_lora_rank|adapter_rank|laurel_rank|gated_norm_rank|hc_lowrank", 16),
     (r"(num|n_routed|num_local|moe_num)_experts$|zero_expert_num", _at_most(8)),
     (r"experts_per_tok(en)?$|moe_top_?k|moe_k$", _at_most(2)),
+    (r"^num_queries$", _at_most(16)),
+    (r"^num_frames$", _at_most(4)),
     (r"rotary_dim", 8),
     (r"lru_width", HIDDEN),
     (r"hidden_size_per_layer_input|ple_embed_dim", 16),
@@ -129,7 +131,7 @@ def original_heads(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def few_layers(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _shrink(config, lambda name: "experts" in name or name.endswith("vocab_size"))
+    return _shrink(config, lambda name: "experts" in name or name.endswith(("vocab_size", "num_queries")))
 
 
 def gaps_filled(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -219,8 +221,24 @@ def _shrink(
             new = _shrink_number(config, name, value, layers, wanted)
         if new != value:
             values[name], changes[name] = new, (value, new)
+    for name, chosen in _read_layers(values, depth):
+        if max(chosen) >= layers:
+            values[name] = list(range(1, len(chosen) + 1))
+            changes[name] = chosen, values[name]
+            if name == "out_indices" and values.get("out_features"):
+                values["out_features"] = [values["stage_names"][i] for i in values[name]]
     _fit_rotation(values, config)
     return values, changes
+
+
+def _read_layers(values: dict[str, Any], depth: int) -> Iterator[tuple[str, list[int]]]:
+    """The lists of numbers of layers from which is read what stands behind a backbone, counted from 0 or 1, by name."""
+    stages = values.get("stage_names")
+    if depth and (stages is None or len(stages) == depth + 1):  # where several layers are a stage, all stages stay
+        for name in ("out_indices", "backbone_out_indices"):
+            chosen = values.get(name)
+            if isinstance(chosen, (list, tuple)) and chosen and all(type(i) is int and 0 <= i <= depth for i in chosen):
+                yield name, list(chosen)
 
 
 def _shrink_number(config: dict[str, Any], name: str, value: int, layers: int, wanted: Callable) -> int:
@@ -280,6 +298,8 @@ def _depth(values: dict[str, Any]) -> tuple[int, int]:
                 needed = max(needed, value)
             elif _FIRST.search(name):
                 needed = max(needed, value + 1)
+    for _, chosen in _read_layers(values, depth):
+        needed = max(needed, len(chosen) + 1)
     if values.get("num_kv_shared_layers"):
         needed *= 2  # the layers that share come last, and each kind needs one before it to share from
     return depth, min(depth, max(2, needed))

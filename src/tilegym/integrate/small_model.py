@@ -23,6 +23,7 @@ from tilegym.integrate.small_config import filled
 from tilegym.integrate.small_config import gaps_filled
 
 MAX_PARAMETERS = 40_000_000  # a model that the recipes leave larger than this is not small
+_TOO_LARGE = "parameters are too many for a small model"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def small_model(
         return small
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    why = failures[0] if failures else "its config has no decoder"
+    told = (failure for failure in failures if _TOO_LARGE not in failure)  # says more than that
+    why = next(told, failures[0] if failures else "its config has no decoder")
     remedy = "take a decoder-only model"
     if model_class is not None or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         remedy = "check its config; where that is right, patch the family by hand (docs/how-to-add-a-model.md)"
@@ -94,14 +96,16 @@ def _first_that_runs(
     model_class: type | None,
 ) -> SmallModel | None:
     for candidate, make in candidates:
-        encodes = hasattr(candidate, "is_decoder") and model_class is not None
-        encodes = encodes and not continues_text(model_class, candidate)
+        at_once = model_class is not None and not continues_text(model_class, candidate)
+        encodes = at_once and hasattr(candidate, "is_decoder")
         for recipe in recipes:
             try:
                 values, changes = recipe(candidate.to_dict())
                 if encodes:
                     values["is_decoder"] = candidate.is_decoder
                     changes.pop("is_decoder", None)
+                if at_once and values.get("pad_token_id", 0) is None:
+                    values["pad_token_id"] = 0  # else classifiers that were decoders take one text at a time
                 model = _build(type(candidate), make, values, seed)
                 run(model)
             except Exception as error:  # each architecture checks its config in its own way, or fails in its forward
@@ -168,7 +172,7 @@ def _build(config_class: type, make: Callable[..., nn.Module], values: dict[str,
     with torch.device("meta"):
         count = make(config_class.from_dict(values)).num_parameters()
     if count > MAX_PARAMETERS:
-        raise ModelError(f"{count:,} parameters are too many for a small model")
+        raise ModelError(f"{count:,} {_TOO_LARGE}")
     config = config_class.from_dict(values)  # a model changes the config that it is made from
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)

@@ -73,6 +73,9 @@ class CausalMask(BlockMask):
     def contiguous(self) -> "CausalMask":
         return self
 
+    def __getitem__(self, index: Any) -> Tensor:
+        raise TypeError("the model reads its causal mask, which is not written out for TileGym's attention")
+
     def to_dense(self) -> Tensor:
         """The mask written out, [B or 1, 1, Sq, Skv] boolean; on the CPU if it consists of Python numbers only."""
         *_, q_len, skv = self._shape

@@ -139,6 +139,12 @@ def _at(entry: Entry, path: str) -> Entry:
     return Entry(path, entry.compute, entry.backend)
 
 
+def _served(patches: PatchSet, compute: str) -> set[str]:
+    """The modules that are patched for a compute, now or by a set before."""
+    before = (entry for entry in patches.skipped if entry.why == ALREADY_PATCHED)
+    return {entry.module for entry in (*patches.patched, *before) if entry.compute == compute}
+
+
 def _form(module: nn.Module) -> tuple:
     """What tells instances of a class apart that compute different things."""
     plain = tuple((n, v) for n, v in sorted(vars(module).items()) if isinstance(v, (str, bool, float)) and n[0] != "_")
@@ -151,11 +157,14 @@ def _put_forward(
 ) -> None:
     cls, forward = resolve(place.of), place.replacement(backend)
     known: dict[tuple, str] = {}
+    served = _served(patches, entry.compute)  # by an earlier place: a norm without a bias is as one whose bias is None
     found = False
     for path, module in model.named_modules(memo=set(without)):
         if not isinstance(module, cls):
             continue
         found = True
+        if path in served:
+            continue
         if type(module).forward is not cls.forward:
             patches.skip(_at(entry, path), f"it is a {describe(type(module))}, not a {cls.__name__}")
             continue
