@@ -28,6 +28,7 @@ ROWS = {
     "`chunk_gated_delta_rule` T8192": ["chunk_gated_delta_rule, forward: B1 T8192 H16/32 D128"],
     "`matmul` 4096, `group_gemm` 4 of 4096": ["matmul, forward: 4096", "group_gemm, forward: 4 of 4096"],
     "`linear`, one token, 28672x4096": ["linear, forward: gate_up 28672x4096, 1 token"],
+    "GPT-2's output layer": ["linear, forward: GPT-2 lm_head, 2048 tokens"],
     "`fused_moe` Qwen3-30B-A3B": [f"fused_moe, forward: Qwen3-30B-A3B, {n} tokens" for n in (16, 8192)],
     "`ragged_group_gemm` Qwen3-30B-A3B": ["ragged_group_gemm, forward: Qwen3-30B-A3B, 65500 rows"],
 }

@@ -89,8 +89,8 @@ def rows_to_pytorch(gpu: str | None) -> dict[str, dict[str, int]]:
 def describe(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any], exactly: bool = False) -> str:
     """A call of an op of this signature as the files name it: ``gradients bfloat16[8192,4096] approximate=tanh``.
 
-    Sizes are rounded to powers of two, unless rows of a matrix do not begin at 16 bytes; ``exactly``, only those of the first tensor, but its last one:
-    ``exactly bfloat16[512,10240] bfloat16[2560,10240]``.
+    Sizes are rounded to powers of two, unless rows of a matrix do not begin at 16 bytes; ``exactly``, only those of the
+    first tensor, but its last one: ``exactly bfloat16[512,10240] bfloat16[2560,10240]``.
 
     Leading dimensions of 1 do not count: models have batches of one, benchmarks none. Flags and names count unless they
     are the default; a number only by being given where the default is None, and a scale not at all.
