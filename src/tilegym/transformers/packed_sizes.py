@@ -101,7 +101,8 @@ class Sizes:
 def seen_in(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> tuple[Any, list[_Seen]]:
     """The results of ``forward`` for ``inputs``, and what it found on the host."""
     inner = inspect.unwrap(forward)
-    found = {name: inner.__globals__.get(name) for name in inner.__code__.co_names}
+    names = inner.__code__.co_names if inspect.isfunction(inner) else ()
+    found = {name: inner.__globals__.get(name) for name in names}
     mine = [(n, _watched(f)) for n, f in found.items() if getattr(f, "__module__", "") in _WHERE and _looks(f)]
     seen: list[_Seen] = []
     token = _seen.set(seen)
@@ -113,7 +114,7 @@ def seen_in(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> tupl
 
 
 def _looks(function: Any) -> bool:
-    return callable(function) and _OPTIONS in inspect.signature(function).parameters
+    return inspect.isfunction(function) and _OPTIONS in inspect.signature(function).parameters
 
 
 def _as_tuple(result: Any) -> tuple:
