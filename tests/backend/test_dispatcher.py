@@ -226,7 +226,8 @@ def test_compiled_code_with_backend_argument_and_fallback(shift):
 
 
 def test_dispatch_is_cheap():
-    """Well below the budget of ten microseconds for an op's host time; in CPU time, since the machine may be busy."""
+    """Well below the budget of ten microseconds for an op's host time, which is that of ten of PyTorch's additions on
+    any machine; in CPU time, since it may be busy."""
 
     def microseconds(function) -> float:
         return min(timeit.repeat(function, timer=time.thread_time, number=200, repeat=30)) / 200 * 1e6
@@ -240,5 +241,6 @@ def test_dispatch_is_cheap():
         del ops.rms_norm.op.impls["for_test"]
         selector._probes.pop("for_test")
         selector.unavailable_reason.cache_clear()
-    assert with_backend < 3
-    assert microseconds(backend.get_current_backend) < 2
+    addition = microseconds(lambda: x + x)
+    assert with_backend < 4 * addition
+    assert microseconds(backend.get_current_backend) < 2 * addition

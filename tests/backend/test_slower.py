@@ -74,7 +74,7 @@ def test_listed_calls_go_to_pytorch(table):
     x = torch.randn(4, 16)
     assert served(lambda: ops.softmax(x)) == ["pytorch"]
     assert served(lambda: ops.softmax(x=x)) == ["pytorch"]
-    assert served(lambda: ops.softmax(torch.randn(5, 15))) == ["pytorch"], "of the same powers of two"
+    assert served(lambda: ops.softmax(torch.randn(5, 12))) == ["pytorch"], "of the same powers of two"
     assert served(lambda: (ops.softmax(x), ops.softmax(x.half()), ops.softmax(x))) == ["pytorch", "cutile", "pytorch"]
 
 

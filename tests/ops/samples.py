@@ -92,7 +92,7 @@ SAMPLES: dict[str, Sample] = {
     "attention_sink_decode": lambda make: (
         (make(2, 1, 2, 2, 16), make(2, make.tokens, 2, 16), make(2, make.tokens, 2, 16), make(4)), {}
     ),
-    "bmm": lambda make: ((make(2, make.tokens, 24), make(2, 24, 20)), {}),
+    "bmm": lambda make: ((make(2, make.tokens, 24), make(2, 24, 16)), {}),
     "causal_conv1d_fn": lambda make: ((make(2, 24, make.tokens), make(24, 4), make(24), "silu"), {}),
     "chunk_gated_delta_rule": _delta_rule,
     "cross_entropy": lambda make: (
@@ -126,7 +126,7 @@ SAMPLES: dict[str, Sample] = {
     "layer_norm": lambda make: ((make(make.tokens, 24), 24, make(24), make(24)), {}),
     "linear_add": lambda make: ((make(make.tokens, 24), make(20, 24), make(make.tokens, 20), make(20)), {}),
     "linear": lambda make: ((make(make.tokens, 24), make(20, 24), make(20)), {}),
-    "matmul": lambda make: ((make(make.tokens, 24), make(24, 20)), {}),
+    "matmul": lambda make: ((make(make.tokens, 24), make(24, 16)), {}),
     "mla": _mla,
     "mla_decoding": _mla_decoding,
     "mla_decoding_split_kv": _mla_decoding,
