@@ -278,6 +278,20 @@ def test_a_search_ends_in_time(task, monkeypatch):
     reuse._matches.cache_clear()
 
 
+def test_candidates_may_copy_to_memory_of_their_own_alone():
+    x, y = torch.randn(3, 5), torch.randn(3, 5)
+    for copies, forbidden in [
+        (lambda: x.new_empty(3, 8)[:, :5].copy_(x), {}),
+        (lambda: x.new_empty(3, 5, dtype=torch.bfloat16).copy_(x), {"copy_": 1}),  # converts
+        (lambda: x.new_empty(2, 3, 5).copy_(x), {"copy_": 1}),  # repeats
+        (lambda: y.copy_(x), {"copy_": 1}),  # is an input
+    ]:
+        observer = Observer("nan")
+        with observer:
+            copies()
+        assert observer.forbidden == forbidden
+
+
 # Solutions of the catalog whose ops compute with PyTorch, and what: proposed as they are, gate 6 rejects them.
 PARTLY_PYTORCH = {
     "fused_linear_causal_lm_loss_cutile": {"mm"},

@@ -101,6 +101,27 @@ def test_only_the_sessions_own_calls_are_replayed():
         assert rooms_of(model) and len(seen) >= 3 and all(seen)
 
 
+def test_what_others_add_where_images_are_stays_there():
+    """As another thread's call does, while a prompt's own is computed for all places at once."""
+    model = make("qwen3_vl")
+    with tilegym.apply(model, use_cutile=False), torch.no_grad():
+        part, graphs = model.get_decoder(), decode_graph.Session(model, 1, 256, (3,)).embeddings
+        hidden, places = torch.randn(1, 5, 64).to(model.device), torch.tensor([[0, 1, 1, 0, 0]]).bool().to(model.device)
+        added = torch.randn(2, 64).to(model.device)
+        expected, seen = part._deepstack_process(hidden, places, added), []
+
+        def forward(**kwargs):
+            seen.append(part._deepstack_process(hidden, places, added))
+            return (part._deepstack_process(hidden, None, kwargs["deepstack_visual_embeds"][0]),)
+
+        graphs._forward = forward
+        given = prompt_graph.Given(hidden, None, None, {}, (hidden,))
+        prompt = prompt_graph.Prompt(given, 5)
+        prompt.fill(given)
+        torch.testing.assert_close(graphs.call(model, prompt), 2 * hidden)
+        assert torch.equal(seen[0], expected) and "_deepstack_process" not in vars(part)
+
+
 def test_a_decoder_that_is_asked_for_more_is_left_to_the_model():
     """And graphs of other calls stay."""
     model, asked = make("llava"), []

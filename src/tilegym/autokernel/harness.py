@@ -50,10 +50,15 @@ class Observer(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if name in _ALLOCATIONS and isinstance(result, torch.Tensor):
             return self._poisoned(result)
-        moves = name == "copy_" and args[0].dtype == args[1].dtype  # as clone does, to rows that begin elsewhere
-        if name not in ALLOWED and not moves:
+        if name not in ALLOWED and not (name == "copy_" and self._clones(*args[:2])):
             self.forbidden[name] = self.forbidden.get(name, 0) + 1
         return result
+
+    def _clones(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether a copy is what ``clone`` may be, but for where rows begin: into new memory, of the same dtype."""
+        place = target.untyped_storage().data_ptr()
+        is_new = any(flat.untyped_storage().data_ptr() == place for flat, _ in self.allocated)
+        return is_new and target.dtype == source.dtype and target.shape == source.shape
 
     def _poisoned(self, like: torch.Tensor) -> torch.Tensor:
         flat, layout = tensors.guarded(tuple(like.shape), like.stride(), like.dtype, like.device)

@@ -105,7 +105,13 @@ class EmbeddingGraphs(PromptGraphs):
         )
         if not prompt.deepstack:
             return call()[0]
-        with _set(model.get_decoder(), _ADDS, lambda hidden, _, added: hidden + added):
+        part = model.get_decoder()
+        before = getattr(part, _ADDS)
+
+        def add(hidden, places, added):  # others' calls, from another thread, say places
+            return hidden + added if places is None else before(hidden, places, added)
+
+        with _set(part, _ADDS, add):
             return call(**{_DEEPSTACK: prompt.deepstack})[0]
 
     def of_prompt(self, results: Tensor, length: int) -> Tensor:
@@ -115,16 +121,15 @@ class EmbeddingGraphs(PromptGraphs):
 @contextlib.contextmanager
 def _set(module: nn.Module, name: str, value: Any) -> Iterator[None]:
     """Within it ``module`` has an attribute of its own."""
-    before = vars(module)
-    own = name in before, before.get(name)
+    own = vars(module).get(name)
     setattr(module, name, value)
     try:
         yield
     finally:
-        if own[0]:
-            setattr(module, name, own[1])
-        else:
+        if own is None:
             delattr(module, name)
+        else:
+            setattr(module, name, own)
 
 
 def _given(kwargs: dict[str, Any], mask: Tensor | None) -> Given | None:
