@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from common import HAS_GPU
 from test_decode_graph import generate
 from test_decode_graph import logits_of_steps
 from test_decode_graph import one_by_one
@@ -14,8 +15,11 @@ from tiny_models import observed
 from tiny_models import padded
 from tiny_models import tokens
 
+from tilegym import interpreter
+from tilegym.backend.cutile import compile_ahead
 from tilegym.transformers import decode_graph
 from tilegym.transformers import decode_layer
+from tilegym.transformers import decode_trial
 from tilegym.transformers import monkey_patch
 
 NORMS_BEHIND = ("gemma3", "glm4", "olmo2", "olmo3")  # attention and MLP
@@ -203,7 +207,7 @@ def test_a_trial_that_fails_leaves_the_model_in_training(monkeypatch):
     def fails(*args):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(decode_layer, "CausalMask", fails)
+    monkeypatch.setattr(decode_trial, "CausalMask", fails)
     model = make_model("mistral").train()
     with pytest.raises(torch.OutOfMemoryError):
         monkey_patch.apply(model, use_cutile=False)
@@ -213,14 +217,14 @@ def test_a_trial_that_fails_leaves_the_model_in_training(monkeypatch):
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_step(family, monkeypatch):
     """The first of the tokens that are tried is off; a formula that is another one is off for all."""
-    same, tried = decode_layer._same_behind, []
+    same, tried = decode_trial._same_behind, []
     monkeypatch.setattr(
-        decode_layer, "_same_behind", lambda seed, *layer: (tried.append(seed), seed > 0 and same(seed, *layer))[1]
+        decode_trial, "_same_behind", lambda seed, *layer: (tried.append(seed), seed > 0 and same(seed, *layer))[1]
     )
     with monkey_patch.apply(make_model(family), use_cutile=False) as report:
         assert len([e for e in report.patched if e.compute == "decode_step"]) == 2
     assert tried == [0, 1] * 2  # of one sequence, and of several
-    monkeypatch.setattr(decode_layer, "_same_behind", lambda *_: False)
+    monkeypatch.setattr(decode_trial, "_same_behind", lambda *_: False)
     with monkey_patch.apply(make_model(family), use_cutile=False) as report:
         why = {e.why for e in report.skipped if e.compute == "decode_step"}
         assert why == {"its step is not what the layer computes"}
@@ -254,3 +258,25 @@ def test_steps_by_the_kernels(family, options, sequences, monkeypatch):
         got = logits_of_steps(model, ids, 11)
     assert ("rms_norm_linear", "cutile") in calls
     assert (got - exact).norm() <= 2 * (expected - exact).norm()
+
+
+@pytest.mark.skipif(HAS_GPU, reason="watches the interpreter")
+@pytest.mark.parametrize("family", ["mistral", "qwen3_moe", "gemma3", "gpt_oss"])
+def test_what_a_prompt_and_its_steps_launch_is_compiled_ahead(family, monkeypatch):
+    """Side by side, where one launch after the other would wait for its compiler."""
+    ahead, launched, real = set(), set(), interpreter.launch
+    monkeypatch.setattr(
+        compile_ahead,
+        "compile_ahead",
+        lambda run, device: ahead.update((kernel, repr(s)) for kernel, s in compile_ahead.collect(run)),
+    )
+
+    def launch(grid, kernel, args):
+        launched.add((kernel, repr(compile_ahead.signature_of(kernel, args, -1))))
+        real(grid, kernel, args)
+
+    monkeypatch.setattr(interpreter, "launch", launch)
+    with monkey_patch.apply(make_model(family), use_cutile=True):
+        assert len(launched) > 8 and launched <= ahead
+    names = {kernel._pyfunc.__name__ for kernel, _ in ahead}
+    assert "attention_kernel" in names and "attention_kernel" not in {k._pyfunc.__name__ for k, _ in launched}

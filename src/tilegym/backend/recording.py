@@ -8,11 +8,13 @@ Not recorded are calls that want gradients, that compute with PyTorch in between
 that allocate so much that the GPU is at work for longer than the host. While torch.compile traces nothing is.
 """
 
+import contextlib
 import functools
 import inspect
 import sys
 import threading
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 from typing import NamedTuple
 
@@ -33,7 +35,7 @@ MAX_BYTES = 2**26
 # took an H100's host 0.2 to 0.4 ms a launch, and saves 0.5 to 2 us of each.
 USES_BEFORE_ADDRESSES = 200
 
-_ALLOCATIONS = frozenset(
+ALLOCATIONS = frozenset(
     {
         torch.ops.aten.empty.memory_format,
         torch.ops.aten.empty_like.default,
@@ -172,6 +174,24 @@ def forget() -> None:
         recordings.clear()
 
 
+@contextlib.contextmanager
+def replaced_by(recorder: Any) -> Iterator[bool]:
+    """Within the block nothing is recorded, and launches that no recording repeats go to ``recorder``, as a Recorder's.
+
+    False, and nothing of it, where a call is being recorded.
+    """
+    global active
+    if not _lock.acquire(blocking=False):
+        yield False
+        return
+    active = recorder
+    try:
+        yield True
+    finally:
+        active = None
+        _lock.release()
+
+
 def ask(question: Callable[[], Any]) -> Any:
     """``question()``, for what a call depends on besides its kind: it is repeated for as long as the answer stays."""
     answer = question()
@@ -225,7 +245,7 @@ class Recorder(TorchDispatchMode):
         if self.refused:
             return result
         parts = self._seen.parts
-        if function in _ALLOCATIONS:
+        if function in ALLOCATIONS:
             parts[id(result)] = result, result
             self._bytes += result.nbytes
         elif function.is_view and args and id(args[0]) in parts:

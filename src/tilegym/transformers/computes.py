@@ -290,17 +290,19 @@ def _graph_in_model(patches: PatchSet, family: Family, backend: str | None, mode
 def decode_steps_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
     """Lets layers of ``model``, whose parts are patched, run their decoding step in few launches (decode_layer.py)."""
     from tilegym.transformers import decode_layer
+    from tilegym.transformers import decode_trial
 
     pairs = "kept" if ROPE in family.computes and _rope_form(family) == "pairs" else ""
     forward, cls = decode_layer.decode_forward(backend, pairs), family.class_of("DecoderLayer")
     rotary = getattr(model.base_model, "rotary_emb", None)
-    tried: dict[tuple[type, type], str] = {}
+    tried: dict[tuple, str] = {}
 
     def choose(layer: nn.Module) -> Callable | str:
         why = decode_layer.misfit(layer)
-        kind = type(layer), type(getattr(layer, "mlp", None))  # some layers of a model may have experts
+        # Some layers of a model may have experts, or linear attention.
+        kind = type(layer), type(getattr(layer, "mlp", None)), decode_layer.is_linear(layer)
         if not why and kind not in tried:
-            same = decode_layer.computes_the_same(layer, rotary, forward)
+            same = decode_trial.computes_the_same(layer, rotary, forward)
             tried[kind] = "" if same else "its step is not what the layer computes"
         return why or tried[kind] or forward
 

@@ -9,7 +9,6 @@ residual in the one before.
 Anything else than one new token of each of a few sequences, on a :class:`DecodeCache`, runs the layer as it was.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
@@ -33,7 +32,6 @@ from tilegym.ops.moe_interface import experts_forward
 from tilegym.transformers import layers
 from tilegym.transformers.attention import CausalMask
 from tilegym.transformers.cache_name import CACHE
-from tilegym.transformers.decode_cache import RECURRENT
 from tilegym.transformers.decode_cache import DecodeCache
 from tilegym.transformers.decode_latents import attend_latents
 from tilegym.transformers.decode_latents import misfit_of_latents
@@ -44,7 +42,6 @@ from tilegym.transformers.decode_linear import misfit_of_linear
 from tilegym.transformers.experts import NAMES as EXPERTS
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import reproducible
-from tilegym.transformers.rotary_rows import rotary_of
 
 # The parts that the step takes over; those after the first one, or the first two, own the parameters.
 _ATTENTION = ("self_attn", "self_attn.o_proj")
@@ -63,11 +60,10 @@ _JOINT_GATE_UP = ("mlp.gate_up_proj",)
 _INTO_MLP = ("gate_proj", "up_proj", "gate_up_proj")
 _DROPOUTS = ("resid_attn_dropout", "resid_mlp_dropout")
 _NO_NORMS = None, None, 0.0, 0.0, "llama"
-TRIES = 4
 MOST_SEQUENCES = 16  # whose rows the kernels of rms_norm_linear and its siblings take at once
 
 
-def _is_gated(layer: nn.Module) -> bool:
+def is_gated(layer: nn.Module) -> bool:
     """Whether behind the attention stands Llama's MLP, and no experts or whatever else there is."""
     return hasattr(layer.mlp, "gate_proj") or hasattr(layer.mlp, "gate_up_proj")
 
@@ -102,7 +98,7 @@ def _arguments_of(layer: nn.Module, name: str) -> tuple[Tensor | None, float, fl
     return layers.arguments_of_norm(getattr(layer, name)) if name else (None, 0.0, 0.0, "llama")
 
 
-def _is_linear(layer: nn.Module) -> bool:
+def is_linear(layer: nn.Module) -> bool:
     return hasattr(layer, "linear_attn")
 
 
@@ -116,7 +112,7 @@ def _is_patched(part: nn.Module | None) -> bool:
 
 def most_sequences(layer: nn.Module) -> int:
     """Of how many sequences at most the fused step takes a token each."""
-    return 1 if _is_linear(layer) or _has_latents(layer) else MOST_SEQUENCES
+    return 1 if is_linear(layer) or _has_latents(layer) else MOST_SEQUENCES
 
 
 def _activation_of(mlp: nn.Module) -> str:
@@ -149,7 +145,7 @@ def _are_parts_known(layer: nn.Module) -> bool:
 
 
 def _names_of(layer: nn.Module) -> tuple[str, ...]:
-    if _is_linear(layer):
+    if is_linear(layer):
         attention = LINEAR
     elif _has_latents(layer):
         low = getattr(layer.self_attn, "q_lora_rank", None) is not None
@@ -159,7 +155,7 @@ def _names_of(layer: nn.Module) -> tuple[str, ...]:
         attention = (*_ATTENTION, *projections, *(_NORMS if hasattr(layer.self_attn, "q_norm") else ()))
     norms = _norms_around(layer)
     behind = norms.behind_attention, norms.behind_mlp
-    if not _is_gated(layer):
+    if not is_gated(layer):
         return tuple(filter(None, (norms.first, *attention, *behind)))
     gate_up = _JOINT_GATE_UP if hasattr(layer.mlp, "gate_up_proj") else _GATE_UP
     return tuple(filter(None, (norms.first, *attention, *behind, *_MLP, norms.second, *gate_up)))
@@ -182,7 +178,7 @@ def misfit(layer: nn.Module) -> str:
     if any(map(is_wrapped, parameters)):
         return "its parameters are spread over several processes"
     mlp = layer.mlp
-    if _is_gated(layer):
+    if is_gated(layer):
         if any(part.bias is not None for name in _INTO_MLP if (part := getattr(mlp, name, None)) is not None):
             return "its MLP has biases"
         if not _activation_of(mlp):
@@ -191,7 +187,7 @@ def misfit(layer: nn.Module) -> str:
         return "it has a norm behind its experts"
     if any(part.training and part.p for name in _DROPOUTS if (part := getattr(layer, name, None)) is not None):
         return "it drops out what its parts give"
-    if _is_linear(layer):
+    if is_linear(layer):
         return misfit_of_linear(layer.linear_attn)
     if _has_latents(layer):
         return misfit_of_latents(layer.self_attn)
@@ -289,7 +285,7 @@ def _into(
 def feed_forward(layer: nn.Module, hidden: Tensor, backend: str | None) -> Tensor:
     """``hidden`` and the layer's MLP, or experts, behind its norm."""
     mlp, norms = layer.mlp, _norms_around(layer)
-    if _is_gated(layer):
+    if is_gated(layer):
         return _gated(layer, mlp, hidden, norms.behind_mlp, backend)
     norm = getattr(layer, norms.second)
     if len(hidden) > 1 or not _are_parts_known(layer):
@@ -317,7 +313,7 @@ def decode_forward(backend: str | None, pairs: str = "") -> Callable:
     turns by an angle, as in :func:`rope_and_cache`, where it is no latent attention's."""
 
     def step(layer: nn.Module, hidden: Tensor, mask: CausalMask | None, cache: DecodeCache, embeddings: Any) -> Tensor:
-        if _is_linear(layer):
+        if is_linear(layer):
             hidden = attend_linear(layer, hidden, cache, backend)
         elif _has_latents(layer):
             hidden = attend_latents(layer, hidden, mask, cache, embeddings, backend)
@@ -335,65 +331,9 @@ def decode_forward(backend: str | None, pairs: str = "") -> Callable:
             and len(hidden_states) <= most_sequences(self)
             and not torch.is_grad_enabled()
             and not misfit(self)
-            and (mask is None and has_states(self, cache) if _is_linear(self) else mask.__class__ is CausalMask)
+            and (mask is None and has_states(self, cache) if is_linear(self) else mask.__class__ is CausalMask)
         ):
             return step(self, hidden_states, mask, cache, kwargs.get("position_embeddings"))
         return type(self).forward(self, hidden_states, *args, **kwargs)
 
     return forward
-
-
-@torch.no_grad()
-def computes_the_same(layer: nn.Module, rotary: nn.Module, forward: Callable) -> bool:
-    """Whether a step by ``forward`` is what the layer computes: tried on its weights, behind a prompt of 9 tokens.
-
-    For a rounding a router may choose another expert, so that some tokens are tried; another formula would show in all.
-    """
-    modes = [(module, module.training) for module in layer.modules()]
-    try:
-        layer.eval()
-        tries = range(1 if _is_gated(layer) else TRIES)
-        counts = {1, min(3, most_sequences(layer))}
-        return all(any(_same_behind(seed, count, layer, rotary, forward) for seed in tries) for count in counts)
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _same_behind(seed: int, sequences: int, layer: nn.Module, rotary: nn.Module, forward: Callable) -> bool:
-    weight = layer.post_attention_layernorm.weight
-    numbers = torch.randn(sequences, 10, weight.shape[0], generator=torch.Generator().manual_seed(seed))
-    hidden = numbers.to(weight.device, weight.dtype)
-    linear_attention = _is_linear(layer)
-    index = (layer.linear_attn if linear_attention else layer.self_attn).layer_idx
-    kinds = (*([""] * index), RECURRENT if linear_attention else "", "")
-    by_type = "layer_type" in inspect.signature(type(rotary).forward).parameters  # as Gemma's
-    types = (layer.self_attn.config.layer_types[index],) if by_type else ()
-    positions = torch.arange(10, device=weight.device) + torch.arange(sequences, device=weight.device)[:, None]
-    embeddings = rotary_of(rotary, hidden, positions, types)
-    alone = isinstance(embeddings, Tensor)  # complex numbers, as DeepSeek-V2's
-
-    def run(forward: Callable, cache: DecodeCache, tokens: slice) -> Tensor:
-        count = tokens.stop - tokens.start
-        cache.set_length(tokens.start)
-        cache.positions_of(cache.layers[0], count)
-        filled = torch.full((sequences,), tokens.stop, dtype=torch.int32, device=weight.device)
-        return forward(
-            layer,
-            hidden[:, tokens],
-            attention_mask=None
-            if linear_attention
-            else CausalMask((sequences, 1, count, cache.capacity), None, filled, None),
-            use_cache=True,
-            position_embeddings=embeddings[:, tokens] if alone else tuple(t[:, tokens] for t in embeddings),
-            **{CACHE: cache},
-        )
-
-    results = []
-    for step in (type(layer).forward, forward):
-        cache = DecodeCache(len(kinds), 16, weight.device, kinds, sequences)
-        run(type(layer).forward, cache, slice(0, 9))
-        results.append(run(step, cache, slice(9, 10)))
-    expected, got = results
-    # Sums in another order: a few roundings of the dtype apart, relative to the largest element.
-    return bool((got - expected).abs().max() <= 8 * torch.finfo(weight.dtype).eps * expected.abs().max())

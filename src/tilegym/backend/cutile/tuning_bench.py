@@ -15,6 +15,8 @@ import torch
 from cuda.tile import compilation
 
 from tilegym import env
+from tilegym.backend.cutile import compile_ahead
+from tilegym.backend.cutile.compile_ahead import signature_of
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.tuning import Candidate
 
@@ -32,12 +34,16 @@ class GpuBench:
         self._l2_bytes = properties.L2_cache_size
 
     def ready(self) -> bool:
-        return not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing())
+        return not (
+            torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing() or compile_ahead.collecting()
+        )
 
     def compile(self, candidates: Sequence[Candidate]) -> list[Exception | None]:
         """Compiles into cuTile's disk cache, from which the first launch takes the binary."""
         with torch.cuda.device(self.device):
-            jobs = [(candidate.kernel, _signature(candidate)) for candidate in candidates]
+            jobs = [
+                (candidate.kernel, signature_of(candidate.kernel, candidate.make_args())) for candidate in candidates
+            ]
         return compile_all(jobs, self.arch, env.tune_timeout())
 
     def run(self, candidate: Candidate, args: tuple) -> None:
@@ -75,25 +81,6 @@ class GpuBench:
 def gpu_bench(index: int) -> GpuBench:
     """The bench of the CUDA device with this index."""
     return GpuBench(index)
-
-
-def _signature(candidate: Candidate) -> compilation.KernelSignature | None:
-    try:
-        convention = compilation.CallingConvention
-        of = functools.partial(compilation.KernelSignature.from_kernel_args, candidate.kernel, candidate.make_args())
-        signature = of(convention.cutile_python_v2())
-        # A launch takes the second convention only where it says more than the first; its binary has another name.
-        return signature if any(map(_needs_v2, signature.parameters)) else of(convention.cutile_python_v1())
-    except Exception:
-        return None  # the launch will say what is wrong, if anything is
-
-
-def _needs_v2(constraint: compilation.ParameterConstraint) -> bool:
-    if isinstance(constraint, compilation.ListConstraint):
-        return _needs_v2(constraint.element)
-    if isinstance(constraint, compilation.ArrayConstraint):
-        return any(size is not None for size in constraint.shape_constant)
-    return isinstance(constraint, compilation.TupleConstraint)
 
 
 def compile_all(
@@ -150,3 +137,22 @@ def parallel_compilation() -> Iterator[None]:
             yield
         finally:
             front_end.compile_cubin = compile_cubin
+
+
+@contextlib.contextmanager
+def compiler_runs() -> Iterator[list[str]]:
+    """Within the block the names of the bytecode files for which the compiler proper runs are added to the list."""
+    from cuda.tile import _compile as front_end
+
+    compile_cubin, runs = front_end.compile_cubin, []
+
+    @functools.wraps(compile_cubin)
+    def noted(bytecode, *args, **kwargs):
+        runs.append(bytecode)
+        return compile_cubin(bytecode, *args, **kwargs)
+
+    front_end.compile_cubin = noted
+    try:
+        yield runs
+    finally:
+        front_end.compile_cubin = compile_cubin

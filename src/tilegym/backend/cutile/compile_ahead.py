@@ -1,0 +1,129 @@
+"""Compiles the kernels that some code is about to launch, side by side and ahead of their first launch.
+
+A launch compiles its kernel and waits for that, one kernel after the other: the 49 of a Llama's first prompt and steps
+took an H200's host 50 s. Here the code is run once without launching anything, to see what it would launch; the
+compilers then run in parallel, and the launches that follow find their binaries in cuTile's cache on disk.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from cuda.tile import compilation
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilegym.backend import recording
+from tilegym.backend.recording_writer import Submission
+from tilegym.interpreter.signature import kernel_signature
+
+TIMEOUT = 600.0  # seconds for one kernel
+Job = tuple[ct.kernel, compilation.KernelSignature | None]
+
+
+class _Collector(TorchDispatchMode):
+    """Takes a recorder's place, and keeps the kernels that calls launch from running.
+
+    What they would write is zero: PyTorch's operations behind them find no index out of range.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+        self.refused = self.put_off = True
+        self.answers: list[tuple[Callable, Any]] = []
+        self.jobs: dict[tuple[ct.kernel, str], Job] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as the recorder's
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result.zero_() if function in recording.ALLOCATIONS else result
+
+    def launch(self, how: Submission, device: int, grid: tuple, kernel: Any, args: tuple, overlap: bool) -> None:
+        if self.thread != threading.get_ident():
+            how.submit(device, grid, kernel, args, overlap)
+            return
+        signature = signature_of(kernel, args, device)
+        self.jobs[kernel, repr(signature)] = kernel, signature
+
+    def lent(self, give: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        return give()
+
+
+def collect(run: Callable[[], Any]) -> list[Job]:
+    """What ``run`` would launch on this thread, each kernel and signature once; it launches nothing.
+
+    Empty where calls are being recorded, or ``run`` fails: it will again, where it is run to launch something.
+    """
+    collector = _Collector()
+    with recording.replaced_by(collector) as replaced:
+        if not replaced:
+            return []
+        try:
+            with collector:
+                run()
+        except Exception:
+            return []
+    return list(collector.jobs.values())
+
+
+def collecting() -> bool:
+    """Whether launches are being collected: what runs meanwhile runs on zeros, and is not to be timed."""
+    return isinstance(recording.active, _Collector)
+
+
+def compile_ahead(run: Callable[[], Any], device: torch.device) -> int:
+    """Compiles what ``run`` would launch on a GPU into cuTile's cache on disk, and tells how many kernels those were.
+
+    Nothing is done elsewhere, and little where the last of them is in the cache: the others are likely there, too.
+    ``run`` must be one that may run on zeros, and leaves nothing behind that anybody reads.
+    """
+    if device.type != "cuda":
+        return 0
+    from tilegym.backend.cutile.tuning_bench import gpu_bench
+
+    with torch.cuda.device(device):
+        jobs = collect(run)
+        return compile_jobs(jobs, gpu_bench(torch.cuda.current_device()).arch) if jobs else 0
+
+
+def compile_jobs(jobs: list[Job], arch: str) -> int:
+    """:func:`compile_ahead` of what was collected, for an architecture such as "sm_90"."""
+    from tilegym.backend.cutile.tuning_bench import compile_all
+    from tilegym.backend.cutile.tuning_bench import compiler_runs
+
+    with compiler_runs() as runs:
+        compile_all(jobs[-1:], arch, TIMEOUT)
+        if runs:
+            compile_all(jobs[:-1], arch, TIMEOUT)
+        return len(runs)
+
+
+def signature_of(kernel: ct.kernel, args: tuple, device: int = 0) -> compilation.KernelSignature | None:
+    """The signature that a launch of ``kernel`` with ``args`` compiles for; None if it cannot be told.
+
+    ``device`` is the index of the GPU with the tensors, -1 for those of the CPU.
+    """
+    try:
+        if device < 0:
+            return kernel_signature(kernel, args)
+        convention = compilation.CallingConvention
+        signature = compilation.KernelSignature.from_kernel_args(kernel, args, convention.cutile_python_v2())
+        # A launch takes the second convention only where it says more than the first; its binary has another name.
+        if any(map(_needs_v2, signature.parameters)):
+            return signature
+        return compilation.KernelSignature.from_kernel_args(kernel, args, convention.cutile_python_v1())
+    except Exception:
+        return None  # the launch will say what is wrong, if anything is
+
+
+def _needs_v2(constraint: compilation.ParameterConstraint) -> bool:
+    if isinstance(constraint, compilation.ListConstraint):
+        return _needs_v2(constraint.element)
+    if isinstance(constraint, compilation.ArrayConstraint):
+        return any(size is not None for size in constraint.shape_constant)
+    return isinstance(constraint, compilation.TupleConstraint)
