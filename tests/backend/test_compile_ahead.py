@@ -114,3 +114,11 @@ def test_launches_find_what_was_compiled_ahead(compiler_runs):
     assert compile_ahead.compile_ahead(lambda: [double(x, 4), double(x, 2)], x.device) == 2
     assert torch.equal(double(x, 4), 2 * x) and torch.equal(double(x, 2), 2 * x)
     assert len(compiler_runs) == 2
+
+
+@common.gpu
+def test_nothing_is_compiled_ahead_without_a_cache_on_disk(monkeypatch):
+    from cuda.tile._cext import default_tile_context
+
+    monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
+    assert compile_ahead.compile_ahead(lambda: pytest.fail("was run"), torch.device("cuda")) == 0

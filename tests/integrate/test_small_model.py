@@ -97,10 +97,14 @@ def test_a_config_that_contradicts_itself_is_refused():
         ("Qwen2VLForConditionalGeneration", [16, 24, 24]),
         ("Qwen2_5_VLForConditionalGeneration", [16, 24, 24]),
         ("Glm4vForConditionalGeneration", [8, 12, 12]),
+        ("Glm5NextForConditionalGeneration", None),
+        ("Phi4MultimodalForCausalLM", None),  # and for sounds
     ],
 )
 def test_parts_for_images_are_made_small_too(kind, sections):
-    model_class = getattr(transformers, kind)
+    model_class = getattr(transformers, kind, None)
+    if model_class is None:
+        pytest.skip(f"this transformers has no {kind}")
     config = model_class.config_class()
     if sections:
         config.text_config.rope_parameters["mrope_section"] = sections

@@ -64,7 +64,7 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"v_head_dim", _like("qk_nope_head_dim", 16, 32)),
     (r"index_head_dim", 16),
     (r"index_n_heads", 2),
-    (r"index_topk", 8),
+    (r"index_topk", lambda config, value: max(8, config.get("index_kpool") or 0)),
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads", _like("linear_num_key_heads", 2, 4)),
     (r"linear_key_head_dim|linear_head_dim", 16),
@@ -107,7 +107,8 @@ _LEFT_OUT = ("architectures", "transformers_version", "quantization_config", "dt
 _NOT_OURS = re.compile(r"vision|audio|vq_config|label|quantization")
 # What else is a size in the parts of models that read texts and images.
 _BESIDE_IMAGES = {"depth": 2, "embed_dim": HIDDEN, "out_hidden_size": HIDDEN, "projection_size": HIDDEN}
-_NOT_OURS_WITH_IMAGES = re.compile(r"audio|vq_config|label|quantization")
+_NOT_OURS_WITH_SOUNDS = re.compile(r"vq_config|label|quantization")
+_NOT_OURS_WITH_IMAGES = re.compile(rf"audio|{_NOT_OURS_WITH_SOUNDS.pattern}")
 
 
 # Recipes: from the dictionary of a config to the dictionary of a small one, and the changes.
@@ -173,7 +174,16 @@ def twice_as_deep(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 def images_too(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """For models that read texts and images, as CLIP, for those whose part for texts is no model by itself, and for the
     parts for images themselves."""
-    values, changes = _shrink(config, lambda name: True, left=_NOT_OURS_WITH_IMAGES)
+    return _with_images(config, _NOT_OURS_WITH_IMAGES)
+
+
+def images_and_sounds_too(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For models that read texts, images and sounds, all by one class, as Phi-4-multimodal."""
+    return _with_images(config, _NOT_OURS_WITH_SOUNDS)
+
+
+def _with_images(config: dict[str, Any], left: re.Pattern) -> tuple[dict[str, Any], dict[str, Any]]:
+    values, changes = _shrink(config, lambda name: True, left=left)
     parts = {f"{n}.": (v, config[n]) for n, v in values.items() if isinstance(v, dict) and "model_type" in v}
     if "patch_size" in values:
         parts[""] = values, config
@@ -185,7 +195,10 @@ def images_too(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return values, changes
 
 
-RECIPES = (small_everywhere, heads_from_width, gaps_filled, twice_as_deep, original_heads, few_layers, images_too)
+RECIPES = (
+    small_everywhere, heads_from_width, gaps_filled, twice_as_deep, original_heads, few_layers, images_too,
+    images_and_sounds_too,
+)  # fmt: skip
 
 
 def _parts(values: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Compiles the kernels that some code is about to launch, side by side and ahead of their first launch.
 
-A launch compiles its kernel and waits for that, one kernel after the other: the 49 of a Llama's first prompt and steps
-took an H200's host 50 s. Here the code is run once without launching anything, to see what it would launch; the
-compilers then run in parallel, and the launches that follow find their binaries in cuTile's cache on disk.
+A launch compiles its kernel and waits for that, one kernel after the other. Here the code is run once without launching
+anything, to see what it would launch; the compilers then run in parallel, and the launches that follow find their
+binaries in cuTile's cache on disk. For a model of Llama's kind the trial of its decoding step, its first prompt and its
+steps took an H200's host (16 cores) 22 s so, and 43 s without.
 """
 
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 from cuda.tile import compilation
+from cuda.tile._cext import default_tile_context
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym.backend import recording
@@ -79,10 +81,10 @@ def collecting() -> bool:
 def compile_ahead(run: Callable[[], Any], device: torch.device) -> int:
     """Compiles what ``run`` would launch on a GPU into cuTile's cache on disk, and tells how many kernels those were.
 
-    Nothing is done elsewhere, and little where the last of them is in the cache: the others are likely there, too.
-    ``run`` must be one that may run on zeros, and leaves nothing behind that anybody reads.
+    Nothing is done elsewhere, nor without that cache, and little where the last of them is in it: the others are likely
+    there, too. ``run`` must be one that may run on zeros, and leaves nothing behind that anybody reads.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or default_tile_context.config.cache_dir is None:
         return 0
     from tilegym.backend.cutile.tuning_bench import gpu_bench
 
