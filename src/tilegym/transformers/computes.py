@@ -299,12 +299,13 @@ def decode_steps_in_model(patches: PatchSet, family: Family, backend: str | None
 
     def choose(layer: nn.Module) -> Callable | str:
         why = decode_layer.misfit(layer)
-        # Some layers of a model may have experts, or linear attention.
-        kind = type(layer), type(getattr(layer, "mlp", None)), decode_layer.is_linear(layer)
-        if not why and kind not in tried:
+        if why:
+            return why
+        kind = decode_trial.kind_of(layer)
+        if kind not in tried:
             same = decode_trial.computes_the_same(layer, rotary, forward)
             tried[kind] = "" if same else "its step is not what the layer computes"
-        return why or tried[kind] or forward
+        return tried[kind] or forward
 
     replace_forwards(patches, model, cls, (), "decode_step", backend, choose)
 

@@ -22,6 +22,17 @@ BEHIND = 5  # more than a convolution of linear attention looks back
 PROMPTS = 512, 509  # tokens: a multiple of 16, and of nothing, which the compiler makes use of
 
 
+def kind_of(layer: nn.Module) -> tuple:
+    """What one trial holds for: some layers of a model may have experts, a window, or linear attention."""
+    attention = _attention_of(layer)
+    types = getattr(getattr(attention, "config", None), "layer_types", None)
+    return type(layer), type(getattr(layer, "mlp", None)), types and types[attention.layer_idx]
+
+
+def _attention_of(layer: nn.Module) -> nn.Module:
+    return layer.linear_attn if is_linear(layer) else layer.self_attn
+
+
 @torch.no_grad()
 def computes_the_same(layer: nn.Module, rotary: nn.Module, forward: Callable) -> bool:
     """Whether a step by ``forward`` is what the layer computes: tried on its weights, behind steps of the layer's own.
@@ -72,7 +83,8 @@ class _Trial:
         numbers = torch.randn(sequences, length, weight.shape[0], generator=torch.Generator().manual_seed(seed))
         self.layer, self.hidden = layer, numbers.to(weight.device, weight.dtype)
         self.linear_attention = is_linear(layer)
-        index = (layer.linear_attn if self.linear_attention else layer.self_attn).layer_idx
+        index = _attention_of(layer).layer_idx
+        self.window = getattr(_attention_of(layer), "sliding_window", None)
         self.kinds = (*([""] * index), RECURRENT if self.linear_attention else "", "")
         by_type = "layer_type" in inspect.signature(type(rotary).forward).parameters  # as Gemma's
         types = (layer.self_attn.config.layer_types[index],) if by_type else ()
@@ -90,7 +102,10 @@ class _Trial:
         filled = None  # as of a prompt
         if count == 1:
             filled = torch.full((sequences,), tokens.stop, dtype=torch.int32, device=self.hidden.device)
-        mask = None if self.linear_attention else CausalMask((sequences, 1, count, cache.capacity), None, filled, None)
+        mask = None
+        if not self.linear_attention:
+            window = self.window if self.window and self.window < cache.capacity else None  # as transformers' mask
+            mask = CausalMask((sequences, 1, count, cache.capacity), None, filled, window)
         alone = isinstance(self.embeddings, Tensor)  # complex numbers, as DeepSeek-V2's
         return forward(
             self.layer,
