@@ -63,7 +63,7 @@ def test_compilers_run_side_by_side(no_disk_cache, monkeypatch):
         return real(*args, **kwargs)
 
     monkeypatch.setattr(front_end, "compile_cubin", compile_cubin)
-    monkeypatch.setattr(tuning_bench, "_compiler_threads", lambda: 2)
+    monkeypatch.setattr(tuning_bench, "compiler_threads", lambda: 2)
     assert tuning_bench.compile_all([_job(32, 32), _job(64, 32)], "sm_90", 60) == [None, None]
     assert front_end.compile_cubin is compile_cubin, "cuTile is as it was"
     assert front_end._compiler_lock.acquire(blocking=False), "and its lock is free"

@@ -6,7 +6,6 @@ the model's own dtype, and four roundings of the largest value in any case.
 
 import contextlib
 import copy
-import os
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -271,6 +270,7 @@ def compile_ahead(
     if not compiler_is_there():
         raise UnsupportedError("cuTile's compiler is not installed: pip install 'tilegym[tileiras]'")
     from tilegym import interpreter
+    from tilegym.backend.cutile.tuning_bench import compiler_threads
     from tilegym.backend.cutile.tuning_bench import parallel_compilation
 
     first = {kernel_name(kernel): (kernel, args) for kernel, args in reversed(launches)}
@@ -284,7 +284,7 @@ def compile_ahead(
             return f"{name} {arch}", (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"{name} {arch}", ""
 
-    with parallel_compilation(), ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    with parallel_compilation(), ThreadPoolExecutor(compiler_threads()) as pool:
         return done | dict(pool.map(run, jobs))
 
 

@@ -6,8 +6,11 @@ binaries in cuTile's cache on disk. For a model of Llama's kind the trial of its
 steps took an H200's host (16 cores) 22 s so, and 43 s without.
 """
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cuda.tile as ct
@@ -20,7 +23,6 @@ from tilegym.backend import recording
 from tilegym.backend.recording_writer import Submission
 from tilegym.interpreter.signature import kernel_signature
 
-TIMEOUT = 600.0  # seconds for one kernel
 Job = tuple[ct.kernel, compilation.KernelSignature | None]
 
 
@@ -59,17 +61,14 @@ class _Collector(TorchDispatchMode):
 def collect(run: Callable[[], Any]) -> list[Job]:
     """What ``run`` would launch on this thread, each kernel and signature once; it launches nothing.
 
-    Empty where calls are being recorded, or ``run`` fails: it will again, where it is run to launch something.
+    Empty where calls are being recorded. Where ``run`` fails, what it launched before: it will fail again, where it is
+    run to launch something.
     """
     collector = _Collector()
-    with recording.replaced_by(collector) as replaced:
-        if not replaced:
-            return []
-        try:
+    with recording.replaced_by(collector) as replaced, contextlib.suppress(Exception):
+        if replaced:
             with collector:
                 run()
-        except Exception:
-            return []
     return list(collector.jobs.values())
 
 
@@ -95,13 +94,14 @@ def compile_ahead(run: Callable[[], Any], device: torch.device) -> int:
 
 def compile_jobs(jobs: list[Job], arch: str) -> int:
     """:func:`compile_ahead` of what was collected, for an architecture such as "sm_90"."""
-    from tilegym.backend.cutile.tuning_bench import compile_all
-    from tilegym.backend.cutile.tuning_bench import compiler_runs
+    from tilegym.backend.cutile.tuning_bench import compile_one
+    from tilegym.backend.cutile.tuning_bench import compiler_threads
+    from tilegym.backend.cutile.tuning_bench import parallel_compilation
 
-    with compiler_runs() as runs:
-        compile_all(jobs[-1:], arch, TIMEOUT)
+    with parallel_compilation() as runs, ThreadPoolExecutor(compiler_threads()) as pool:
+        compile_one(jobs[-1], arch)
         if runs:
-            compile_all(jobs[:-1], arch, TIMEOUT)
+            list(pool.map(functools.partial(compile_one, arch=arch), jobs[:-1]))
         return len(runs)
 
 

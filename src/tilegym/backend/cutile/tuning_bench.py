@@ -93,27 +93,30 @@ def compile_all(
         arch: "sm_90".
         timeout: seconds that the compiler may take for one of them.
     """
-
-    def compile_one(job: tuple) -> Exception | None:
-        kernel, signature = job
-        try:
-            if signature is not None:
-                compilation.export_kernel(kernel, [signature], io.BytesIO(), gpu_code=arch, output_format="cubin")
-        except Exception as error:
-            return error
-        return None
-
-    with parallel_compilation(), ct.compiler_timeout(timeout), ThreadPoolExecutor(_compiler_threads()) as pool:
-        return list(pool.map(compile_one, jobs))
+    with parallel_compilation(), ct.compiler_timeout(timeout), ThreadPoolExecutor(compiler_threads()) as pool:
+        return list(pool.map(functools.partial(compile_one, arch=arch), jobs))
 
 
-def _compiler_threads() -> int:
+def compile_one(job: tuple[ct.kernel, compilation.KernelSignature | None], arch: str) -> Exception | None:
+    """:func:`compile_all` for one kernel, on this thread."""
+    kernel, signature = job
+    try:
+        if signature is not None:
+            compilation.export_kernel(kernel, [signature], io.BytesIO(), gpu_code=arch, output_format="cubin")
+    except Exception as error:
+        return error
+    return None
+
+
+def compiler_threads() -> int:
     return min(16, os.cpu_count() or 1)
 
 
 @contextlib.contextmanager
-def parallel_compilation() -> Iterator[None]:
+def parallel_compilation() -> Iterator[list[str]]:
     """Within the block, threads that compile cuTile kernels run the compiler proper side by side.
+
+    The list names the bytecode files for which it ran: kernels in cuTile's cache on disk need none.
 
     cuTile holds one lock over a whole compilation. Its Python front end (a hundredth of a second) needs that; the wait
     for the tileiras process that follows does not, so the lock is let go for as long as that runs: eight variants of
@@ -122,37 +125,19 @@ def parallel_compilation() -> Iterator[None]:
     from cuda.tile import _compile as front_end
 
     with _parallel_lock:
-        compile_cubin, lock = front_end.compile_cubin, front_end._compiler_lock
+        compile_cubin, lock, runs = front_end.compile_cubin, front_end._compiler_lock, []
 
         @functools.wraps(compile_cubin)
-        def without_lock(*args, **kwargs):
+        def without_lock(bytecode, *args, **kwargs):
+            runs.append(bytecode)
             lock.release()
             try:
-                return compile_cubin(*args, **kwargs)
+                return compile_cubin(bytecode, *args, **kwargs)
             finally:
                 lock.acquire()
 
         front_end.compile_cubin = without_lock
         try:
-            yield
+            yield runs
         finally:
             front_end.compile_cubin = compile_cubin
-
-
-@contextlib.contextmanager
-def compiler_runs() -> Iterator[list[str]]:
-    """Within the block the names of the bytecode files for which the compiler proper runs are added to the list."""
-    from cuda.tile import _compile as front_end
-
-    compile_cubin, runs = front_end.compile_cubin, []
-
-    @functools.wraps(compile_cubin)
-    def noted(bytecode, *args, **kwargs):
-        runs.append(bytecode)
-        return compile_cubin(bytecode, *args, **kwargs)
-
-    front_end.compile_cubin = noted
-    try:
-        yield runs
-    finally:
-        front_end.compile_cubin = compile_cubin
