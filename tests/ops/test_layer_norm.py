@@ -140,6 +140,17 @@ class Test_LayerNorm(PyTestCase):
         kwargs |= dict(input=x, normalized_shape=x.shape[-1], weight=kwargs["weight"][: x.shape[-1]], bias=None)
         self.assertCorrectness(layer_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 2, 8)], ids=str)
+    def test_written_over(self, shape):
+        """As XLM and FlauBERT do with their embeddings' norm."""
+        grads = []
+        for backend in ("cutile", "pytorch"):
+            kwargs = arguments(*shape)
+            y = layer_norm(**{n: t.requires_grad_() if n == "input" else t for n, t in kwargs.items()}, backend=backend)
+            y *= 2
+            grads.append(torch.autograd.grad(y.square().sum(), kwargs["input"])[0])
+        torch.testing.assert_close(*grads)
+
     @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)], ids=str)
     def test_empty(self, shape):
         self.assertCorrectness(layer_norm, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)

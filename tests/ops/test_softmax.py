@@ -232,6 +232,11 @@ class Test_Softmax(PyTestCase):
         kwargs = {"x": view(randn(64, 64, dtype=torch.bfloat16))}
         self.assertCorrectness(softmax, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    def test_written_over(self):
+        y = softmax(randn(2, 3, 2, 8).requires_grad_(), backend="cutile")
+        y *= 2
+        torch.testing.assert_close(y.sum(-1), torch.full_like(y[..., 0], 2.0))
+
     @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)], ids=str)
     def test_empty(self, shape):
         self.assertCorrectness(softmax, reference, {"x": randn(*shape)}, {"backend": "cutile"}, gradient=True)

@@ -170,14 +170,15 @@ def _flat(vector, dims):
 def _launch_forward(x, weight, bias, eps, dims, save):
     rows = small_or_rows(x) if dims == 1 else rows_over(x, dims)
     m, n = size_of(rows)
-    y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    y = contiguous_like(x)  # no view of it: that could not be written over in training
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2)) if save else (0, 0)
     kernel, grid, tiles = forward_plan(
         m, n, x.get_device(), any(t is not None and t.dtype.itemsize == 4 for t in (x, weight, bias))
     )
     constants = (n, *tiles, weight is not None, bias is not None, save)
-    launch(x, grid, kernel, (rows, _flat(weight, dims), _flat(bias, dims), y, mean, rstd, eps, *constants))
-    return (y if rows is x else y.view(x.shape)), mean, rstd
+    out = y if rows is x else y.view(m, n)
+    launch(x, grid, kernel, (rows, _flat(weight, dims), _flat(bias, dims), out, mean, rstd, eps, *constants))
+    return y, mean, rstd
 
 
 @compilable(fake=contiguous_like)

@@ -329,10 +329,11 @@ def _rows_along(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _like(rows: torch.Tensor, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """An empty tensor for the result of ``rows``, and the view of it in the shape of ``x``."""
+    """What the result of ``rows`` is written to, and the same memory, empty, in the shape of ``x``."""
+    if dim == -1:  # no view: what is one could not be written over in training
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return (y if rows is x else y.view(rows.shape)), y
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    if dim == -1:
-        return out, (out if rows is x else out.view(x.shape))
     return out, out.view(x.movedim(dim, -1).shape).movedim(-1, dim)
 
 
