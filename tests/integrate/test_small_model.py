@@ -132,3 +132,13 @@ def test_layers_that_are_read_are_among_those_left(kind, chosen, layers, small):
     name = next(iter(chosen), "out_indices")
     assert getattr(config, name) == small
     assert layers is None or config.num_hidden_layers == layers
+
+
+@pytest.mark.parametrize(
+    "kind, small",
+    [("PixtralVisionModel", 256), ("CLIPVisionModel", 224), ("YolosModel", [512, 864]), ("SwinModel", 224)],
+)
+def test_large_images_are_made_small_where_patches_are_alike(kind, small):
+    model_class = getattr(transformers, kind)
+    config = small_model(model_class.config_class(), model_class=model_class).model.config
+    assert config.image_size == small

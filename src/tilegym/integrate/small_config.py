@@ -12,6 +12,7 @@ from typing import Any
 
 HIDDEN, HEADS, HEAD_DIM, VOCAB, WINDOW = 64, 4, 16, 128, 8
 POSITIONS = 64  # at least, of texts: what a small model is run on, and generates, has to fit
+PATCHES = 16  # at most, on a side of an image: Mistral 3's have 110, and to attend to two takes gigabytes
 
 _LAYERS = re.compile(r"(num_(hidden_|decoder_|encoder_)?layers|(decoder|encoder)_layers|n_layers?|num_blocks)$")
 _PERIOD = re.compile(r"period|interval|pattern$|every_n|(sparse|moe_layer)_step$|moe_layer_freq|layer_group_size")
@@ -50,6 +51,14 @@ def _at_most(limit: int) -> Callable[[dict[str, Any], int], int]:
 
 def _like(other: str, same: int, different: int) -> Callable[[dict[str, Any], int], int]:
     return lambda config, value: same if config.get(other) == value else different
+
+
+def _image_size(config: dict[str, Any], value: int) -> int:
+    """Of square images, where every patch attends to all."""
+    patch, windowed = config.get("patch_size"), any("window" in name for name in config)
+    if windowed or "num_attention_heads" not in config or not type(patch) is type(config["image_size"]) is int:
+        return value
+    return min(value, PATCHES * patch)
 
 
 _SIZES: tuple[tuple[str, _Rule], ...] = (
@@ -99,6 +108,7 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"^window_size$", lambda config, value: value if "spatial_merge_size" in config else WINDOW),
     (r"(sliding_window|window_size|sliding_window_size|local_attention)$|window_len$", WINDOW),
     (r"attention_chunk_size", WINDOW),
+    (r"^image_size$", _image_size),
     (r"model_max_length", 4096),
     (r"^(max_position_embeddings|n_positions|n_ctx|max_target_positions)$", _at_least(POSITIONS)),
 )
