@@ -192,6 +192,11 @@ def replaced_by(recorder: Any) -> Iterator[bool]:
         _lock.release()
 
 
+def is_replaced() -> bool:
+    """Whether launches go elsewhere now: what runs meanwhile runs on zeros, and is neither to be timed nor kept."""
+    return not isinstance(active, Recorder | None)
+
+
 def ask(question: Callable[[], Any]) -> Any:
     """``question()``, for what a call depends on besides its kind: it is repeated for as long as the answer stays."""
     answer = question()

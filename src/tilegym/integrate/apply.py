@@ -30,6 +30,7 @@ from tilegym.integrate.plan import make_plan
 from tilegym.integrate.small_model import small_model
 from tilegym.integrate.verify import verify as verify_place
 from tilegym.transformers import computes
+from tilegym.transformers import first_call
 from tilegym.transformers import generated
 from tilegym.transformers import monkey_patch
 from tilegym.transformers import text_parts
@@ -137,6 +138,7 @@ def _apply_what_is_found(model: nn.Module, how: "_How", texts_by_hand: bool) -> 
                     with part.named(patches):
                         computes.decode_steps_in_model(patches, part.family, how.preferred, part.model)
         patches.require_match(type(model).__name__)
+        first_call.put(patches, model)
     return patches
 
 

@@ -29,6 +29,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import ModelOutput
 from transformers.utils.import_utils import is_tracing
 
+from tilegym.backend import recording
 from tilegym.backend.wrapped import is_wrapped
 from tilegym.transformers import packed_sizes
 from tilegym.transformers.attention import NAMES
@@ -229,6 +230,7 @@ def _may_replay(first: Tensor, inputs: dict[str, Any]) -> bool:
         and all(v.device == first.device if isinstance(v, Tensor) else isinstance(v, PLAIN) for v in inputs.values())
         and not torch.is_autocast_enabled(first.device.type)
         and not is_tracing(first)
+        and not recording.is_replaced()
         and not all_modules_are_hooked()
     )
 

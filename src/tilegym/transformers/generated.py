@@ -10,6 +10,7 @@ from types import ModuleType
 from torch import nn
 
 from tilegym.errors import PatchError
+from tilegym.transformers import first_call
 from tilegym.transformers.family import model_in
 from tilegym.transformers.patching import PatchSet
 
@@ -59,6 +60,7 @@ def apply_all(
             if chosen:
                 patch(model, use_cutile, patches)
         patches.require_match(type(model).__name__)
+        first_call.put(patches, model)
     return patches
 
 

@@ -141,9 +141,18 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def is_hooked(model: nn.Module) -> bool:
-    """Whether a module has hooks, which a replay would not call; those by which transformers records do not count."""
+    """Whether a module has hooks, which a replay would not call.
+
+    Those by which transformers records do not count, nor the one before a first call.
+    """
     hooks = (h for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks) for h in table.values())
-    return any(not (getattr(hook, "__module__", "") or "").startswith("transformers.") for hook in hooks)
+    own = (hook for hook in hooks if not is_first_call(hook))
+    return any(not (getattr(hook, "__module__", "") or "").startswith("transformers.") for hook in own)
+
+
+def is_first_call(hook: Any) -> bool:
+    """Whether a hook is that of :mod:`.first_call`."""
+    return getattr(hook, "__module__", None) == "tilegym.transformers.first_call"
 
 
 def all_modules_are_hooked() -> bool:

@@ -72,16 +72,12 @@ def collect(run: Callable[[], Any]) -> list[Job]:
     return list(collector.jobs.values())
 
 
-def collecting() -> bool:
-    """Whether launches are being collected: what runs meanwhile runs on zeros, and is not to be timed."""
-    return isinstance(recording.active, _Collector)
-
-
 def compile_ahead(run: Callable[[], Any], device: torch.device) -> int:
     """Compiles what ``run`` would launch on a GPU into cuTile's cache on disk, and tells how many kernels those were.
 
-    Nothing is done elsewhere, nor without that cache, and little where the last of them is in it: the others are likely
-    there, too. ``run`` must be one that may run on zeros, and leaves nothing behind that anybody reads.
+    Nothing is done elsewhere, nor without that cache, and little where the last of them, the first and the one in the
+    middle are in it: the others are likely there, too. ``run`` must be one that may run on zeros, and leaves nothing
+    behind that anybody reads.
     """
     if device.type != "cuda" or default_tile_context.config.cache_dir is None:
         return 0
@@ -99,9 +95,11 @@ def compile_jobs(jobs: list[Job], arch: str) -> int:
     from tilegym.backend.cutile.tuning_bench import parallel_compilation
 
     with parallel_compilation() as runs, ThreadPoolExecutor(compiler_threads()) as pool:
-        compile_one(jobs[-1], arch)
-        if runs:
-            list(pool.map(functools.partial(compile_one, arch=arch), jobs[:-1]))
+        for job in (jobs[-1], jobs[0], jobs[len(jobs) // 2]):
+            compile_one(job, arch)
+            if runs:
+                list(pool.map(functools.partial(compile_one, arch=arch), jobs))
+                break
         return len(runs)
 
 

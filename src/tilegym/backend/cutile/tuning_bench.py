@@ -15,7 +15,7 @@ import torch
 from cuda.tile import compilation
 
 from tilegym import env
-from tilegym.backend.cutile import compile_ahead
+from tilegym.backend import recording
 from tilegym.backend.cutile.compile_ahead import signature_of
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.tuning import Candidate
@@ -35,7 +35,7 @@ class GpuBench:
 
     def ready(self) -> bool:
         return not (
-            torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing() or compile_ahead.collecting()
+            torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing() or recording.is_replaced()
         )
 
     def compile(self, candidates: Sequence[Candidate]) -> list[Exception | None]:
