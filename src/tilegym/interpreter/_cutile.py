@@ -1,15 +1,14 @@
 """Every private name of ``cuda.tile`` that the interpreter uses, and the version that they belong to.
 
 The typed IR of cuTile's front end is not a public interface: a new minor version may rename an operation. All of it
-comes through this module, so that a new version is met in one place.
+comes through this module, so that a new version is met in one place; what of it is replaced stands in
+``_cutile_quicker``.
 """
 
 # The names imported here are for the other modules, and the private ones only once the version is known.
 # ruff: noqa: E402, F401
 
 from __future__ import annotations
-
-import functools
 
 from cuda import tile as ct
 
@@ -57,10 +56,10 @@ from cuda.tile._ir.type import ListTy
 from cuda.tile._ir.type import StridedViewTy
 from cuda.tile._ir.type import TileTy
 from cuda.tile._ir.type import TokenTy
-from cuda.tile._passes import hir2ir
 
-# It is asked for at every call in a kernel, of a few hundred functions, and was a fifth of the front end's time.
-hir2ir.get_signature = functools.lru_cache(4096)(hir2ir.get_signature)
+from . import _cutile_quicker
+
+_cutile_quicker.install()
 
 # The newest architecture and bytecode: what any GPU supports, the front end then accepts.
 FRONT_END_ARCH = "sm_100"
