@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import HAS_GPU
 from common import PyTestCase
+from common import assert_compiles
 from common import assert_launches_compile
 from common import backends
 from common import device
@@ -15,7 +16,6 @@ from common import recorded_launches
 from common import sanitized
 
 from tilegym.backend import recording
-from tilegym.interpreter import compile_kernel
 from tilegym.ops import fmha_decode
 from tilegym.ops import rope_and_cache
 from tilegym.ops import rope_fmha_decode
@@ -267,39 +267,43 @@ def test_a_position_outside_of_the_cache_touches_no_other_memory(position):
 PLAIN = (1e-6, 0.0, True, False, False, None, None)  # eps and form of the norms, of the rotation, window and sinks
 
 
-def launches():
-    for heads, kv_heads, dim, capacity in ((8, 2, 128, 250), (32, 8, 128, 16), (4, 2, 64, 200)):
-        q, k = (torch.zeros(1, h, 1, dim, dtype=torch.bfloat16) for h in (heads, kv_heads))
-        cache = torch.zeros(1, kv_heads, capacity, dim, dtype=torch.bfloat16)
-        angle, position = torch.zeros(1, 1, dim, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
-        given = (q, k, k, angle, angle, cache, cache.clone(), position, 0.1, True)
-        for norm in (None, torch.zeros(dim, dtype=torch.bfloat16)):
-            rope_decode_forward(*given, norm, norm, *PLAIN)
-        sinks = torch.zeros(heads, dtype=torch.bfloat16)
-        rope_decode_forward(*given, norm, norm, 1e-6, 1.0, False, True, False, 20, sinks)
-        narrow = (*given[:3], angle[..., :32], angle[..., :32], *given[5:])
-        for pairs in (False, True):
-            for weight in (None, norm):
-                rope_decode_forward(*narrow, weight, weight, 1e-6, 0.0, True, False, pairs, None, None)
-    rope_decode.filled_to(position, torch.zeros(3))
+SHAPES = [(8, 2, 128, 250), (32, 8, 128, 16), (4, 2, 64, 200)]  # query heads, kv heads, D, capacity
+
+
+def launches(heads, kv_heads, dim, capacity):
+    q, k = (torch.zeros(1, h, 1, dim, dtype=torch.bfloat16) for h in (heads, kv_heads))
+    cache = torch.zeros(1, kv_heads, capacity, dim, dtype=torch.bfloat16)
+    angle, position = torch.zeros(1, 1, dim, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+    given = (q, k, k, angle, angle, cache, cache.clone(), position, 0.1, True)
+    for norm in (None, torch.zeros(dim, dtype=torch.bfloat16)):
+        rope_decode_forward(*given, norm, norm, *PLAIN)
+    sinks = torch.zeros(heads, dtype=torch.bfloat16)
+    rope_decode_forward(*given, norm, norm, 1e-6, 1.0, False, True, False, 20, sinks)
+    narrow = (*given[:3], angle[..., :32], angle[..., :32], *given[5:])
+    for pairs in (False, True):
+        for weight in (None, norm):
+            rope_decode_forward(*narrow, weight, weight, 1e-6, 0.0, True, False, pairs, None, None)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-def test_compiles_for_every_architecture():
-    assert_launches_compile(launches)
-
-
-@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-def test_overlapping_launches_compile():
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_compiles_for_every_architecture(shape):
+    """As each launches it: from compute capability 9.0 on, all launches overlap."""
     with recorded_launches() as recorded:
-        launches()
+        launches(*shape)
     for kernel, args in distinct(recorded):
-        if kernel is rope_decode.filled_kernel:
-            continue
         merges = kernel is rope_decode.merge_kernel
-        for settled in (True,) if merges else (True, False):
-            args = (*args[:-1], True) if merges else (*args[:-2], settled, True)
-            assert compile_kernel(kernel, args, "sm_90")[:4] == b"\x7fELF"
+        assert args[-1] is False and (merges or args[-2] is True)  # overlap, settled
+        assert_compiles(kernel, args, ("sm_80",))
+        assert_compiles(kernel, (*args[:-1], True), ("sm_90", "sm_100", "sm_120"))
+        if not merges:
+            assert_compiles(kernel, (*args[:-2], False, True), ("sm_90",))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+def test_the_count_of_what_is_filled_compiles_for_every_architecture():
+    position = torch.zeros(1, dtype=torch.int64)
+    assert_launches_compile(lambda: rope_decode.filled_to(position, torch.zeros(3)))
 
 
 def test_operator():
