@@ -10,7 +10,6 @@ from types import ModuleType
 from torch import nn
 
 from tilegym.errors import PatchError
-from tilegym.transformers import first_call
 from tilegym.transformers.family import model_in
 from tilegym.transformers.patching import PatchSet
 
@@ -53,6 +52,8 @@ def apply_all(
     """
     if model is None:
         raise PatchError("generated patches are for one loaded model: pass model=")
+    from tilegym.transformers import first_call
+
     model = model_in(model)
     patches = PatchSet(model, maker=maker)
     with patches.all_or_nothing():

@@ -15,7 +15,6 @@ from tilegym.backend import PREFER_CUTILE
 from tilegym.backend import assert_backend_available
 from tilegym.errors import FlagError
 from tilegym.errors import ModelError
-from tilegym.transformers import first_call
 from tilegym.transformers import generated
 from tilegym.transformers.deepseek2 import DEEPSEEK_V2
 from tilegym.transformers.deepseek2 import DEEPSEEK_V3
@@ -222,5 +221,7 @@ def _patch(family: Family, model: nn.Module | None, use_cutile: bool, **wanted: 
                 compute.in_class(patches, family, backend)
         patches.require_match(family.modeling.__name__ if model is None else type(model).__name__)
         if model is not None:
+            from tilegym.transformers import first_call
+
             first_call.put(patches, model)
     return patches
