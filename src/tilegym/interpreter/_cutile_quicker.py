@@ -125,11 +125,11 @@ def _nested_blocks(operation) -> tuple:
 
 
 def _debug_attribute(attributes, location):
-    known = attributes.__dict__.setdefault("known", {})  # by identity: the operations keep their locations
+    known = attributes.__dict__.setdefault("known", {})  # by identity, with the location: no other one gets its id then
     found = known.get(id(location))
     if found is None:
-        found = known[id(location)] = _find_debug_attribute(attributes, location)
-    return found
+        found = known[id(location)] = location, _find_debug_attribute(attributes, location)
+    return found[1]
 
 
 # The functions of control flow import ``retarget_loc`` from its module when they are called.

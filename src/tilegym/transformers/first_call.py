@@ -54,7 +54,8 @@ def before_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
     if torch.compiler.is_compiling():
         return
     gradients, seen = torch.is_grad_enabled(), _seen.setdefault(model, set())
-    if gradients in seen or getattr(model, "_is_replica", False):
+    cached = any(kwargs.get(name) is not None for name in CACHES)
+    if gradients in seen or cached or getattr(model, "_is_replica", False):
         return
     device = _device_of(args, kwargs)
     if device is None:
@@ -67,13 +68,13 @@ def before_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
 
 
 def _device_of(args: tuple, kwargs: dict[str, Any]) -> torch.device | None:
-    """The GPU of a call's tensors; None of one that takes anything else than these and plain options, as a cache."""
+    """The GPU of a call's tensors; None of one that takes anything else than these and plain options."""
     values = tree_leaves((args, kwargs))
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not tensors or tensors[0].device.type not in DEVICES or unreadable(values) is not None or is_tracing(tensors[0]):
         return None
     plain = all(isinstance(value, PLAIN + (Tensor, torch.dtype)) for value in values)
-    return tensors[0].device if plain and all(kwargs.get(name) is None for name in CACHES) else None
+    return tensors[0].device if plain else None
 
 
 def _is_alone(model: nn.Module, device: torch.device) -> bool:
