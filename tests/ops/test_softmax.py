@@ -21,6 +21,7 @@ from tilegym.ops.cutile import parts
 from tilegym.ops.cutile import softmax as kernels
 from tilegym.ops.cutile import softmax_joint as joint
 from tilegym.ops.cutile import workspace
+from tilegym.ops.cutile.parts import parts_of
 from tilegym.ops.cutile.softmax import softmax_backward
 from tilegym.ops.cutile.softmax import softmax_forward
 from tilegym.ops.cutile.tiling import hinted
@@ -124,10 +125,10 @@ class Test_Softmax(PyTestCase):
 
     def test_what_is_left_over_takes_no_part_of_its_own(self):
         """If it is little: of Gemma 3's 262208 columns 64."""
-        assert [kernels.parts_of(n, 16384) for n in (262144, 262208, 151936, 16384, 16385, 64)] == [
+        assert [parts_of(n, 16384) for n in (262144, 262208, 151936, 16384, 16385, 64)] == [
             (16, 0), (16, 64), (10, 0), (1, 0), (1, 32), (1, 0)
         ]  # fmt: skip
-        assert [kernels.parts_of(n, 8192) for n in (33280, 33281)] == [(4, 512), (5, 0)]
+        assert [parts_of(n, 8192) for n in (33280, 33281)] == [(4, 512), (5, 0)]
 
     @pytest.fixture(params=["patient", "impatient"] if HAS_GPU else ["sequential", "shuffled", "threads"])
     def in_one_launch(self, request, multiprocessors, monkeypatch):
@@ -164,15 +165,14 @@ class Test_Softmax(PyTestCase):
         if not HAS_GPU:
             monkeypatch.setattr(parts, "shared_states", lambda like, number: workspace._next_turn(-1, number))
 
-    def test_launches_in_turns(self, in_turns, in_one_launch):
+    @pytest.mark.parametrize(("columns", "states"), [(49001, (3, 6)), (33001, (3, 4))], ids=["parts", "more"])
+    def test_launches_in_turns(self, columns, states, in_turns, in_one_launch):
         for seed, m in enumerate((8, 9, 8, 8, 8, 8, 9, 8)):
-            x = randn(m, 49001, dtype=torch.bfloat16, seed=seed) * 3
+            x = randn(m, columns, dtype=torch.bfloat16, seed=seed) * 3
             with recorded_launches(run=True) as launches:
                 self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"}, gradient=True)
             sizes = [t.numel() for _, args in launches for t in args if getattr(t, "dtype", None) == torch.int64]
-            more = (
-                [size - workspace.TURNS * m * n for size, n in zip(sizes, (3, 6), strict=True)] if not HAS_GPU else []
-            )
+            more = [size - workspace.TURNS * m * n for size, n in zip(sizes, states, strict=not HAS_GPU)]
             assert all(n // workspace.SPACING in range(workspace.TURNS) for n in more)
             if seed == 4:  # of another thread, or a launch that an exception prevents
                 parts.shared_states(x.to("cuda" if HAS_GPU else "cpu"), m * 3)

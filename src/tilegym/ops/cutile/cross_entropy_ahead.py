@@ -31,10 +31,12 @@ from tilegym.ops.cutile.cross_entropy_terms import unit_of
 from tilegym.ops.cutile.parts import bits
 from tilegym.ops.cutile.parts import clear_others
 from tilegym.ops.cutile.parts import exchange
+from tilegym.ops.cutile.parts import forward_tile
 from tilegym.ops.cutile.parts import high
 from tilegym.ops.cutile.parts import launch_parts
 from tilegym.ops.cutile.parts import look
 from tilegym.ops.cutile.parts import low
+from tilegym.ops.cutile.parts import parts_of
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
 from tilegym.ops.cutile.tiling import Bool
@@ -70,6 +72,12 @@ def _part(x, row, ignored, number, TILE_N: Int):
     return ct.gather(x, (row, cols), mask=inside, padding_value=-math.inf)
 
 
+def _tail(x, row, ignored, parts, TILE_N: Int, EXTRA: Int):
+    """The columns behind those of a row's parts."""
+    cols = parts * TILE_N + ct.arange(EXTRA, dtype=ct.int32)
+    return ct.gather(x, (row, cols), mask=cols < ct.where(ignored, 0, x.shape[1]), padding_value=-math.inf)
+
+
 def _state(part):
     top, total = state_of(part, part.dtype)
     return (bits(top) << 32) | bits(total)
@@ -92,14 +100,15 @@ def _scale(x, label, ignore_index, factor, inverse):
 
 @ct.kernel
 def gradient_kernel(
-    x, target, factors, losses, terms, dx, ignore_index, states, patience, TILE_N: Int, PARTS: Int, OVERLAP: Bool,
-    TURNS: Int,
+    x, target, factors, losses, terms, dx, ignore_index, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int,
+    OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
     """x, dx: [M, V]; target, losses: [M]; terms: [M, 2], a row's maximum in units, and one over the sum of its powers
     relative to it. Each block takes a part of a row, TILE_N columns of at most PARTS times as many, and writes its
-    gradient as if no logit were the target's. ``states`` and ``patience`` are those of softmax's kernels."""
+    gradient as if no logit were the target's. ``states``, ``patience`` and EXTRA are those of softmax's kernels."""
     let_next_begin(OVERLAP)
-    number, row, parts = ct.bid(1), ct.bid(2), ct.num_blocks(1)
+    number, row, blocks = ct.bid(1), ct.bid(2), ct.num_blocks(1)
+    parts = blocks + 1 if EXTRA else blocks
     label = ct.gather(target, row)
     ignored = label == ignore_index
     part = _part(x, row, ignored, number, TILE_N)
@@ -108,10 +117,16 @@ def gradient_kernel(
     if OVERLAP:
         ct.grid_dependency_control_wait()
     first = row * parts + turn * count
+    if EXTRA:
+        if number == 0:
+            # While the part is on its way.
+            publish(states, first + blocks, _state(_tail(x, row, ignored, blocks, TILE_N, EXTRA)))
     found, missing = exchange(states, first, number, parts, _state(part), patience, PARTS)
     if missing > 0:
-        for i in range(parts):
+        for i in range(blocks):
             publish(states, first + i, _state(_part(x, row, ignored, i, TILE_N)))
+        if EXTRA:
+            publish(states, first + blocks, _state(_tail(x, row, ignored, blocks, TILE_N, EXTRA)))
         while missing > 0:
             found, missing = look(states, first, parts, PARTS)
         part = _part(x, row, ignored, number, TILE_N)  # which takes no registers until now
@@ -121,8 +136,13 @@ def gradient_kernel(
     total = ct.sum(ct.where(there, low(found) * power_of(tops - base, x.dtype), 0.0))
     inverse, factor = 1.0 / total, ct.gather(factors, 0)
     if factor == factor:
-        out = _gradient(part, base, _scale(x, label, ignore_index, factor, inverse))
-        ct.scatter(dx, (row, span(number, TILE_N)), out.astype(dx.dtype))
+        scale = _scale(x, label, ignore_index, factor, inverse)
+        ct.scatter(dx, (row, span(number, TILE_N)), _gradient(part, base, scale).astype(dx.dtype))
+        if EXTRA:
+            if number == 0:
+                out = _gradient(_tail(x, row, ignored, blocks, TILE_N, EXTRA), base, scale)
+                cols = blocks * TILE_N + ct.arange(EXTRA, dtype=ct.int32)
+                ct.scatter(dx, (row, cols), out.astype(dx.dtype))
     if number == 0:
         unit = unit_of(x.dtype)
         logit = ct.gather(x, (row, label)).astype(ct.float32)
@@ -131,6 +151,8 @@ def gradient_kernel(
         ct.scatter(losses, row, ct.where(ignored, 0.0, loss))
         ct.scatter(terms, (row, 0), base)
         ct.scatter(terms, (row, 1), inverse)
+        if EXTRA:
+            clear_others(states, turn, row * parts + blocks, count, TURNS)
     clear_others(states, turn, row * parts + number, count, TURNS)
 
 
@@ -192,24 +214,21 @@ def correct_kernel(
         ct.scatter(expected, 0, scale)
 
 
-# Columns of a part, warps, blocks a multiprocessor, for 16-bit rows of up to MOST_NARROW columns, longer ones, fp32. On
-# an H200 in bf16 512x102400 takes 66.2 us, in WIDE parts 69.1, 512x262208 160.4 and 156.2.
-NARROW, WIDE, FP32 = (8192, 4, 8), (16384, 8, 4), (8192, 8, 4)
-MOST_NARROW = 24 * 8192
 MAX_ROWS = 65535  # of one launch: blocks along axis 2
 
 
 @functools.lru_cache(maxsize=1024)
-def ahead_plan(m: int, n: int, device: int, size: int) -> tuple[ct.kernel, int, int] | None:
-    """(kernel, parts of a row, TILE_N) for logits [m, n] on CUDA device ``device`` (-1: CPU). None where a row's parts
-    would not all run at the same time; for rows of one part; and for fewer blocks than run at once: in bf16 an H200
-    takes 20.9 us instead of 21.2 for 64x128256, 30.8 instead of 34.4 for 128x128256, 50.5 instead of 59.5 for
+def ahead_plan(m: int, n: int, device: int, size: int) -> tuple[ct.kernel, int, tuple[int, int]] | None:
+    """(kernel, parts of a row, (TILE_N, EXTRA)) for logits [m, n] on CUDA device ``device`` (-1: CPU). None where not
+    all parts of a row would run at the same time; for rows of one part; and for fewer blocks than run at once: in bf16
+    an H200 takes 20.9 us instead of 21.2 for 64x128256, 30.8 instead of 34.4 for 128x128256, 50.5 instead of 59.5 for
     2048x16384."""
-    tile_n, warps, occupancy = FP32 if size == 4 else NARROW if n <= MOST_NARROW else WIDE
-    parts, processors = ct.cdiv(n, tile_n), sm_count(device)
-    if parts < 2 or m > MAX_ROWS or parts > processors or m * parts < occupancy * processors:
+    tile_n, warps, occupancy = forward_tile(n, size)
+    parts, extra = parts_of(n, tile_n)
+    processors = sm_count(device)
+    if parts + (extra > 0) < 2 or m > MAX_ROWS or parts > processors or m * parts < occupancy * processors:
         return None
-    return hinted(gradient_kernel, num_worker_warps=warps, occupancy=occupancy), parts, tile_n
+    return hinted(gradient_kernel, num_worker_warps=warps, occupancy=occupancy), parts, (tile_n, extra)
 
 
 def serves(logits: torch.Tensor) -> bool:
@@ -245,11 +264,13 @@ def cross_entropy_forward_ahead(
     rows, target = rows_of(logits), target.reshape(-1)
     (m, n), device = rows.shape, logits.get_device()
     overlap, tile = overlaps(device), min(1024, max(128, next_power_of_2(m)))
-    kernel, parts, tile_n = ahead_plan(m, n, device, rows.element_size())
+    kernel, parts, (tile_n, extra) = ahead_plan(m, n, device, rows.element_size())
     launch(logits, (1,), expect_kernel, (target, expected, factors, ignore_index, tile, overlap))
     gradient = dx.view(rows.shape)
     arrays = (rows, target, factors, losses, terms, gradient, ignore_index)
-    launch_parts(logits, (1, parts, m), kernel, arrays, (tile_n, next_power_of_2(parts)), after_one=True)
+    more = m if extra else 0
+    tiles = (tile_n, next_power_of_2(parts + (extra > 0)), extra)
+    launch_parts(logits, (1, parts, m), kernel, arrays, tiles, after_one=True, more=more)
     arrays = (losses, target, factors, gradient, loss.view(1), number.view(1), ignore_index)
     launch(logits, (1,), finish_kernel, (*arrays, tile, overlap), overlap=overlap)
     return outputs

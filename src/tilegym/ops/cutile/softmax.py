@@ -21,10 +21,12 @@ from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.parts import bits
 from tilegym.ops.cutile.parts import clear_others
 from tilegym.ops.cutile.parts import exchange
+from tilegym.ops.cutile.parts import forward_tile
 from tilegym.ops.cutile.parts import high
 from tilegym.ops.cutile.parts import launch_parts
 from tilegym.ops.cutile.parts import look
 from tilegym.ops.cutile.parts import low
+from tilegym.ops.cutile.parts import parts_of
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
 from tilegym.ops.cutile.softmax_joint import MAX_ROWS
@@ -108,6 +110,12 @@ def _part_and_more(x, row, number, parts, TILE_N: Int, EXTRA: Int):
     return part
 
 
+def _tail(x, row, parts, TILE_N: Int, EXTRA: Int):
+    """The columns behind those of a row's parts."""
+    cols = parts * TILE_N + ct.arange(EXTRA, dtype=ct.int32)
+    return ct.gather(x, at(x, row, cols), padding_value=-math.inf)
+
+
 def _exps(part, base, dtype):
     """exp of a part's values, in fp32, less ``base``; if they had 16 bits, a fused multiplication and addition each."""
     if dtype == ct.float32:
@@ -134,24 +142,31 @@ def _backward_state(out, up, EXTRA: Int):
 
 @ct.kernel
 def softmax_wide_kernel(
-    x, y, states, patience, TILE_N: Int, PARTS: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool, OVERLAP: Bool,
-    TURNS: Int,
+    x, y, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool,
+    OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
     """Each block takes a part, TILE_N columns, of a row that has at most PARTS of them.
 
     PUBLISH: it writes the part's maximum and sum to ``states``, int64, [parts of all rows]. FINISH: it writes the part
     of y, from the states of all parts of the row. With both, states are zeros before, and the block waits for those of
-    others; if it has looked ``patience`` times in vain, it computes them itself.
+    others; if it has looked ``patience`` times in vain, it computes them itself. EXTRA, with both: the row has up to so
+    many columns more, a part which its first block takes, too, when it has no registers of its own part to hold.
     """
     if OVERLAP and not FINISH:
         ct.grid_dependency_control_launch_dependents()
-    number, row, parts = ct.bid(1), ct.bid(2), ct.num_blocks(1)
+    number, row, blocks = ct.bid(1), ct.bid(2), ct.num_blocks(1)
+    parts = blocks + 1 if EXTRA else blocks
     first = row * parts
     part = _part(x, row, number, TILE_N, -math.inf)
     count = parts * ct.num_blocks(2)
     turn = turn_of(states, count, TURNS)
     if OVERLAP and FINISH:
         ct.grid_dependency_control_wait()  # for what is written to states
+    if EXTRA:
+        if number == 0:
+            # While the part is on its way.
+            tail = _tail(x, row, blocks, TILE_N, EXTRA)
+            publish(states, first + turn * count + blocks, _state(tail))
     if PUBLISH:
         state = _state(part)
         if not FINISH:
@@ -161,8 +176,10 @@ def softmax_wide_kernel(
             first = first + turn * count
             found, missing = exchange(states, first, number, parts, state, patience, PARTS)
             if missing > 0:
-                for i in range(parts):
+                for i in range(blocks):
                     publish(states, first + i, _state(_part(x, row, i, TILE_N, -math.inf)))
+                if EXTRA:
+                    publish(states, first + blocks, _state(_tail(x, row, blocks, TILE_N, EXTRA)))
                 while missing > 0:
                     found, missing = look(states, first, parts, PARTS)
                 part = _part(x, row, number, TILE_N, -math.inf)  # which takes no registers until now
@@ -175,6 +192,12 @@ def softmax_wide_kernel(
         out = _exps(_again(part, TWICE), base, x.dtype) * (1.0 / total)
         ct.scatter(y, at(y, row, span(number, TILE_N)), out.astype(y.dtype))
         clear_others(states, turn, row * parts + number, count, TURNS)
+        if EXTRA:
+            if number == 0:
+                tail = _tail(x, row, blocks, TILE_N, EXTRA).astype(ct.float32)
+                out = _exps(tail, base, x.dtype) * (1.0 / total)
+                ct.scatter(y, at(y, row, blocks * TILE_N + ct.arange(EXTRA, dtype=ct.int32)), out.astype(y.dtype))
+                clear_others(states, turn, row * parts + blocks, count, TURNS)
 
 
 @ct.kernel
@@ -229,13 +252,13 @@ MAX_HELD = ({2: 32768, 4: 16384}, {2: 16384, 4: 16384})
 # How many blocks a multiprocessor has for 16-bit rows, by their columns, if their values are converted TWICE: forward,
 # backward. The fastest for 8192 rows on an H200, where shorter ones are as fast without.
 TWICE = ({16384: 3, 32768: 2}, {8192: 3, 16384: 2})
-# Columns of a part of longer rows, warps, blocks a multiprocessor: the fastest for 512 rows of 128256 and more.
-WIDE = ({2: (16384, 8, 4), 4: (8192, 8, 4)}, {2: (8192, 4, 4), 4: (4096, 4, 4)})
+# Columns of a part of longer rows, warps, blocks a multiprocessor, in the backward pass, by bytes a value: the fastest
+# for 512 rows of 128256 and more. In fp32 2048x262208 takes an H200 1572 us, with 4 warps to half the columns 1776.
+BACKWARD = {2: (8192, 4, 4), 4: (8192, 8, 2)}
 FEW = (4096, 4, None)
-# Forward, where more than a tenth of the columns of WIDE's parts would be idle: on an H200 512x102400 58.7 us instead
-# of 61.0, 4096x102400 415 instead of 417, 512x50304 33.5 instead of 36.3. With 8 % idle it is slower: 4096x151936 639,
-# not 630.
-NARROWER = (8192, 4, 8)
+# Forward, so many rows of up to so many parts are faster by four blocks a multiprocessor than by five: on an H200 in
+# bf16 8192x128256 1016 us instead of 1044, 4096x151936 617 instead of 639. But 2048x128256 262 instead of 259.
+MANY_ROWS, MOST_PARTS = 4096, 24
 MAX_COLUMNS = 2**25  # of more parts no block could hold the states
 
 
@@ -260,38 +283,24 @@ def plan(m: int, n: int, device: int, backward: bool, size: int) -> tuple[ct.ker
     return hinted(kernel, num_worker_warps=warps, occupancy=occupancy), grid, (tile_m, tile_n, twice)
 
 
-def parts_of(n: int, tile_n: int) -> tuple[int, int]:
-    """How many parts of ``tile_n`` columns a row of n has, and how many more, EXTRA, the last one takes: what is left
-    over and does not fill a 16th of a part. A block of its own would hold registers and wait for all the others: on an
-    H200 the backward pass takes 1682 us with one for 4096x262208, and 1604 so. Not the forward pass, which has no
-    registers left for it: 1212 instead of 1120.
-    """
-    left = n % tile_n
-    if n > tile_n and 0 < left <= tile_n // 16:
-        return n // tile_n, max(32, next_power_of_2(left))
-    return ct.cdiv(n, tile_n), 0
-
-
 @functools.lru_cache(maxsize=1024)
 def wide_plan(
     m: int, n: int, device: int, backward: bool, size: int
 ) -> tuple[ct.kernel, int, bool, tuple[int, ...], bool]:
     """(kernel, parts of a row, whether one launch takes them, tile constants, TWICE) for longer rows [m, n]."""
-    tile_n, warps, occupancy = WIDE[backward][size]
-    if not backward and size == 2 and 10 * tile_n * ct.cdiv(n, tile_n) > 11 * n:
-        tile_n, warps, occupancy = NARROWER
+    tile_n, warps, occupancy = BACKWARD[size] if backward else forward_tile(n, size)
+    if not backward and occupancy == 5 and m >= MANY_ROWS and n <= MOST_PARTS * tile_n:
+        occupancy = 4
     few = m * ct.cdiv(n, tile_n) < 2 * sm_count(device)
     if few:
         tile_n, warps, occupancy = FEW
-    parts, extra = ct.cdiv(n, tile_n), 0
-    if backward and not few:
-        parts, extra = parts_of(n, tile_n)
     # Blocks do not wait for others of which it is not sure that they run at the same time.
-    at_once = not few and parts <= sm_count(device)
+    at_once = not few and ct.cdiv(n, tile_n) <= sm_count(device)
+    parts, extra = parts_of(n, tile_n) if at_once else (ct.cdiv(n, tile_n), 0)
     kernel = softmax_backward_wide_kernel if backward else softmax_wide_kernel
     kernel = hinted(kernel, num_worker_warps=warps, occupancy=occupancy)
-    tiles = (tile_n, next_power_of_2(parts))
-    return kernel, parts, at_once, (*tiles, extra) if backward else tiles, size == 2
+    states = parts + 1 if extra and not backward else parts
+    return kernel, parts, at_once, (tile_n, next_power_of_2(states), extra), size == 2
 
 
 def _launch(like, arrays, rows, backward):
@@ -314,7 +323,8 @@ def _launch(like, arrays, rows, backward):
     kernel, parts, at_once, tiles, twice = wide_plan(m, n, device, backward, size)
     grid = (1, parts, m)
     if at_once:
-        launch_parts(like, grid, kernel, arrays, (*tiles, True, True, twice))
+        more = m if tiles[-1] and not backward else 0
+        launch_parts(like, grid, kernel, arrays, (*tiles, True, True, twice), more=more)
         return
     overlap = overlaps(device)
     states = torch.empty(parts * m, dtype=torch.int64, device=like.device)
