@@ -172,7 +172,9 @@ class Test_Softmax(PyTestCase):
             with recorded_launches(run=True) as launches:
                 self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"}, gradient=True)
             sizes = [t.numel() for _, args in launches for t in args if getattr(t, "dtype", None) == torch.int64]
-            more = [size - workspace.TURNS * m * n for size, n in zip(sizes, states, strict=not HAS_GPU)]
+            more = (
+                [size - workspace.TURNS * m * n for size, n in zip(sizes, states, strict=True)] if not HAS_GPU else []
+            )
             assert all(n // workspace.SPACING in range(workspace.TURNS) for n in more)
             if seed == 4:  # of another thread, or a launch that an exception prevents
                 parts.shared_states(x.to("cuda" if HAS_GPU else "cpu"), m * 3)
