@@ -105,12 +105,10 @@ class Test_LayerNorm(PyTestCase):
         """In one launch up to four rows."""
         self.assertCorrectness(layer_norm, reference, arguments(*shape), {"backend": "cutile"}, gradient=True)
 
-    @pytest.mark.parametrize(
-        ("n", "rows"), [*((n, 35) for n in (640, 768, 1288, 1536, 1608, 2048, 2560, 2568, 4096)), (2560, 121)]
-    )
-    def test_gradients_of_many_rows(self, n, rows):
-        """Two ahead, without checks or with them, or one in four pieces; so many rows a multiprocessor."""
-        kwargs = arguments(rows * sm_count(0 if HAS_GPU else -1), n, dtype=torch.bfloat16)
+    @pytest.mark.parametrize("n", [640, 768, 1288, 1536, 1608, 2048, 2560, 2568, 4096])
+    def test_gradients_of_many_rows(self, n):
+        """Two ahead, without checks or with them, or one in four pieces."""
+        kwargs = arguments(35 * sm_count(0 if HAS_GPU else -1), n, dtype=torch.bfloat16)
         kwargs["input"] = kwargs["input"] * 3 + 2
         self.assertCorrectness(layer_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
@@ -201,7 +199,7 @@ class Test_LayerNorm(PyTestCase):
         torch.library.opcheck(layer_norm_forward_save.operator, (x, None, w, 1e-5, 2))
         torch.library.opcheck(norm_backward.operator, (dy, x, None, w, mean, rstd, 0.0, 2, True, False, torch.float32))
 
-    @pytest.mark.parametrize(("m", "n"), [(64, 2048), (64, 2560), (121, 2560), (64, 4096), (64, 20000)])
+    @pytest.mark.parametrize(("m", "n"), [(64, 2048), (30, 2560), (64, 2560), (64, 4096), (64, 20000)])
     def test_compiles_for_every_architecture(self, m, n):
         x, dy = (torch.empty(m, n, dtype=torch.bfloat16) for _ in range(2))
         w, b, mean, rstd = (torch.empty(size) for size in (n, n, m, m))

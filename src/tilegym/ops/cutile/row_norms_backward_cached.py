@@ -202,8 +202,8 @@ def backward_plan(
     8192x1024 18.7 instead of 18.9; with a mean no faster. 65536x512 where something is added takes 74.0 us without
     checks by five blocks, one ahead, instead of 80.3; 8192x1536 33.7 in three pieces, instead of 34.7. Two ahead, rows
     of 2880 take 45.4 us with 8 warps, with a mean 48.5, one ahead 46.8 and 48.9; rows of 3072 as long as one ahead, of
-    2560 longer, but 32768 of them with a mean 123 instead of 134. Rows of 4096 with a mean 62.6 us in four pieces, 64.1
-    in two.
+    2560 longer, but with a mean 34.8 instead of 36.8, and 32768 of them 123 instead of 134. Rows of 4096 with a mean
+    62.6 us in four pieces, 64.1 in two.
 
     In place the compiler's pipeline loads no row before the one before it is stored, and what it makes of plain rows in
     one tile of 2048 neither: they are read into registers, in pieces.
@@ -273,7 +273,7 @@ def backward_plan(
     check = not whole and (not exact or bulk or tile_m > 1 or n != tile_n * pieces)
     # Several rows a tile leave registers for it: 8192x1024 20.5 us instead of 22.9, 65536x512 62.7 instead of 67.1.
     fused = four or three or added or (itemsize == 2 and tile_m > 1 and not (two or add or in_place))
-    deep = deep or (five and many and rows >= 120 * most)
+    deep = deep or (five and many)
     ahead = 0 if latency else 2 if deep or three or short or thirds else 1
     # 8192x1024 19.9 us instead of 20.6, with a mean 21.2 instead of 22.0, x1536 30.7 instead of 31.4, x2880 where
     # something is added 56.7 instead of 57.4. But x2560 with a mean 46.9 instead of 44.5, and through pipelines, which
