@@ -91,6 +91,13 @@ MODELS = {
     "siglip2, whole": (
         "Siglip2Model", dict(text_config=_TEXT, vision_config=_IMAGE | dict(num_patches=16)), _ENCODER
     ),
+    "pix2struct": ("Pix2StructForConditionalGeneration", dict(
+        text_config=dict(vocab_size=61, hidden_size=64, d_ff=96, d_kv=16, num_layers=2, num_heads=4),
+        vision_config=_IMAGE | dict(patch_embed_hidden_size=48, d_ff=96, d_kv=16, seq_len=32),
+    ), {"attn", "geglu", "linear", "rms_norm"}),
+    "perceiver": ("PerceiverForMaskedLM", dict(
+        vocab_size=61, d_latents=64, d_model=48, num_latents=16, num_self_attends_per_block=2, max_position_embeddings=32
+    ), {"gelu", "layer_norm", "linear"}),
     "stablelm": ("StableLmForSequenceClassification", _DECODER, {"attn", "layer_norm", "linear", "rope", "swiglu"}),
 }  # fmt: skip
 models = pytest.mark.parametrize("name", MODELS)
@@ -163,7 +170,7 @@ def test_verified_on_the_models_own_tensors(name):
     model = make(name)
     with tilegym.apply(model, use_cutile=False, by_hand=False, verify=True, linear=True) as report:
         patched = {entry.compute for entry in report.patched}
-        assert patched >= MODELS[name][2] - ({"attn"} if name == "t5" else set())
+        assert patched >= MODELS[name][2] - ({"attn"} if name in ("t5", "pix2struct") else set())
 
 
 @pytest.mark.parametrize("verify", [False, True])

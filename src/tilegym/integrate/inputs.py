@@ -148,6 +148,18 @@ def _image(config: Any, batch: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(*shape, getattr(config, "num_channels", 3), height, width, generator=generator)
 
 
+def _patches_in_places(config: Any, batch: int, generator: torch.Generator, padded: bool) -> torch.Tensor:
+    """[images, patches, numbers], each patch behind its row and its column, as Pix2Struct reads them; 0 is padding."""
+    rows, columns = 4, 3
+    patches = torch.randn(batch, rows * columns, config.patch_embed_hidden_size, generator=generator)
+    row, column = torch.meshgrid(torch.arange(1.0, rows + 1), torch.arange(1.0, columns + 1), indexing="ij")
+    places = torch.stack((row, column), -1).reshape(1, -1, 2).expand(batch, -1, -1)
+    patches = torch.cat((places, patches), -1)
+    if padded:
+        patches[1, (rows - 1) * columns :] = 0
+    return patches
+
+
 def _sound(name: str, config: Any, known: Collection[str]) -> tuple[int, ...] | None:
     """The shape of a sound: samples, those of each channel, or numbers for frequencies at each time; None for what is
     no sound. ``known``: what a forward pass takes."""
@@ -214,6 +226,8 @@ def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> di
     elif name == "pixel_values":
         images = config if hasattr(config, "patch_size") else getattr(config, "vision_config", config)
         inputs = _images(model, images, batch, generator, padded)
+    elif name == "flattened_patches":
+        inputs = {name: _patches_in_places(getattr(config, "vision_config", config), batch, generator, padded)}
     elif (shape := _sound(name, config, known)) is not None:
         inputs = {name: torch.randn(batch, *shape, generator=generator)}
     else:

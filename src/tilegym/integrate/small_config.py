@@ -93,7 +93,7 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"(mamba_)?(n_|n)groups$|^n_group$|num_expert_group", _at_most(2)),
     (r"^topk_group$", lambda config, value: min(value, 2) if value == config.get("n_group") else 1),
     (r"^attention_head_dim", lambda config, value: _attention_width(config) // HEADS),
-    (r"^attention_hidden_size", lambda config, value: _attention_width(config)),
+    (r"^(cross_)?attention_hidden_size", lambda config, value: _attention_width(config)),
     (r"(^|_)head_dim$|dim_head|d_head|attention_head_size|kv_channels|d_kv", _head_dim),
     (r"kv_n_heads|num_kv_heads|num_key_value_heads|num_query_groups", _kv_heads),
     (r"attention_heads$|^n_heads?$", HEADS),
