@@ -96,7 +96,7 @@ MODELS = {
         vision_config=_IMAGE | dict(patch_embed_hidden_size=48, d_ff=96, d_kv=16, seq_len=32),
     ), {"attn", "geglu", "linear", "rms_norm"}),
     "perceiver": ("PerceiverForMaskedLM", dict(
-        vocab_size=61, d_latents=64, d_model=48, num_latents=16, num_self_attends_per_block=2, max_position_embeddings=32
+        vocab_size=61, d_latents=64, d_model=48, num_latents=8, num_self_attends_per_block=2, max_position_embeddings=32
     ), {"gelu", "layer_norm", "linear"}),
     "stablelm": ("StableLmForSequenceClassification", _DECODER, {"attn", "layer_norm", "linear", "rope", "swiglu"}),
 }  # fmt: skip
