@@ -87,6 +87,12 @@ def test_what_is_no_causal_language_model_is_refused(family):
         small_model(family)
 
 
+def test_what_takes_no_text_without_an_image_is_no_language_model():
+    with pytest.raises(ModelError, match="GitForCausalLM takes no text without an image: tilegym.apply serves it"):
+        small_model("git")
+    assert type(small_model("git", model_class=transformers.GitForCausalLM).model) is transformers.GitForCausalLM
+
+
 def test_a_config_that_contradicts_itself_is_refused():
     config = AutoConfig.for_model("llama", hidden_act="no_such_activation")
     with pytest.raises(ModelError, match="no_such_activation"):

@@ -19,6 +19,7 @@ from tilegym.integrate.inputs import decoding_step
 from tilegym.integrate.inputs import example
 from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.inputs import text_alone
+from tilegym.integrate.inputs import writes_about_images
 from tilegym.integrate.small_config import RECIPES
 from tilegym.integrate.small_config import filled
 from tilegym.integrate.small_config import gaps_filled
@@ -113,6 +114,8 @@ def _first_that_runs(
                 if at_once and values.get("pad_token_id", 0) is None:
                     values["pad_token_id"] = 0  # else classifiers that were decoders take one text at a time
                 model = _build(type(candidate), make, values, seed)
+                if model_class is None and writes_about_images(type(model), model.config):
+                    raise ModelError(f"{type(model).__name__} takes no text without an image: tilegym.apply serves it")
                 whole = candidate
                 if recipe is gaps_filled or (getattr(candidate, "is_decoder", None) is False and not encodes):
                     whole = type(candidate).from_dict(filled(candidate.to_dict(), recipe is gaps_filled))
