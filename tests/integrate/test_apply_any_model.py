@@ -91,6 +91,13 @@ MODELS = {
     "siglip2, whole": (
         "Siglip2Model", dict(text_config=_TEXT, vision_config=_IMAGE | dict(num_patches=16)), _ENCODER
     ),
+    "pix2struct": ("Pix2StructForConditionalGeneration", dict(
+        text_config=dict(vocab_size=61, hidden_size=64, d_ff=96, d_kv=16, num_layers=2, num_heads=4),
+        vision_config=_IMAGE | dict(patch_embed_hidden_size=48, d_ff=96, d_kv=16, seq_len=32),
+    ), {"attn", "geglu", "linear", "rms_norm"}),
+    "perceiver": ("PerceiverForMaskedLM", dict(
+        vocab_size=61, d_latents=64, d_model=48, num_latents=8, num_self_attends_per_block=2, max_position_embeddings=32
+    ), {"gelu", "layer_norm", "linear"}),
     "stablelm": ("StableLmForSequenceClassification", _DECODER, {"attn", "layer_norm", "linear", "rope", "swiglu"}),
 }  # fmt: skip
 models = pytest.mark.parametrize("name", MODELS)
@@ -163,7 +170,7 @@ def test_verified_on_the_models_own_tensors(name):
     model = make(name)
     with tilegym.apply(model, use_cutile=False, by_hand=False, verify=True, linear=True) as report:
         patched = {entry.compute for entry in report.patched}
-        assert patched >= MODELS[name][2] - ({"attn"} if name == "t5" else set())
+        assert patched >= MODELS[name][2] - ({"attn"} if name in ("t5", "pix2struct") else set())
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -314,18 +321,37 @@ def test_the_attention_stays_where_the_model_fails_by_itself(monkeypatch):
     assert any("the model by itself fails: AttributeError: its config lacks" in entry.why for entry in report.skipped)
 
 
+class _OfASession(transformers.BlipForConditionalGeneration):
+    """As SAM 2 of videos, it is run with an object of its own."""
+
+    def forward(self, pixel_values, session, **kwargs):
+        return super().forward(pixel_values, **kwargs)
+
+
+class _Unrunnable(transformers.BlipVisionModel):
+    def forward(self, session):
+        raise NotImplementedError
+
+
 def test_what_cannot_be_run_is_refused():
-    """BLIP wants an image with every text."""
-    text = {name: value for name, value in _TEXT.items() if name != "pad_token_id"}
-    model = transformers.BlipForConditionalGeneration(transformers.BlipConfig(text_config=text, vision_config=_IMAGE))
+    config = transformers.BlipConfig(text_config=_TEXT, vision_config=_IMAGE)
+    model = _OfASession(config)
+    model.other = _Unrunnable(config.vision_config)
     before = [dict(vars(module)) for module in model.modules()]
     with pytest.raises(ModelError) as refused:
         tilegym.apply(model, use_cutile=False)
-    for part in ("no small model of type 'blip' can be made", "'pixel_values'", "give a part", "model.vision_model"):
+    for part in (
+        "no small model of type 'blip' can be made",
+        "argument: 'session'",
+        "give a part of it that is a model",
+    ):
         assert part in str(refused.value)
     assert [dict(vars(module)) for module in model.modules()] == before
-    with tilegym.apply(model.vision_model, use_cutile=False) as report:
-        assert "layer_norm" in {entry.compute for entry in report.patched}
+    named = str(refused.value).rpartition("by itself: ")[2].split(", ")
+    assert named == ["model.vision_model", "model.text_decoder"], "what can be run, and nothing else"
+    for path in named:
+        with tilegym.apply(model.get_submodule(path.removeprefix("model.")), use_cutile=False) as report:
+            assert "layer_norm" in {entry.compute for entry in report.patched}
 
 
 def test_what_has_several_output_layers_is_refused_for_what_it_reads():

@@ -1,5 +1,7 @@
 """Small models: every family by one recipe, with every kind of layer of the original."""
 
+import operator
+
 import pytest
 import torch
 import transformers
@@ -9,9 +11,11 @@ from transformers import LlamaConfig
 
 from tilegym.errors import ModelError
 from tilegym.integrate.inputs import example
+from tilegym.integrate.inputs import has_loss
 from tilegym.integrate.small_model import MAX_PARAMETERS
 from tilegym.integrate.small_model import default_config
 from tilegym.integrate.small_model import small_model
+from tilegym.integrate.trace import record
 
 # Families whose layers differ from each other: dense and sparse, sliding and full, recurrent and attention.
 MIXED = [
@@ -83,6 +87,12 @@ def test_what_is_no_causal_language_model_is_refused(family):
         small_model(family)
 
 
+def test_what_takes_no_text_without_an_image_is_no_language_model():
+    with pytest.raises(ModelError, match="GitForCausalLM takes no text without an image: tilegym.apply serves it"):
+        small_model("git")
+    assert type(small_model("git", model_class=transformers.GitForCausalLM).model) is transformers.GitForCausalLM
+
+
 def test_a_config_that_contradicts_itself_is_refused():
     config = AutoConfig.for_model("llama", hidden_act="no_such_activation")
     with pytest.raises(ModelError, match="no_such_activation"):
@@ -142,3 +152,65 @@ def test_large_images_are_made_small_where_patches_are_alike(kind, small):
     model_class = getattr(transformers, kind)
     config = small_model(model_class.config_class(), model_class=model_class).model.config
     assert config.image_size == small
+
+
+@pytest.mark.parametrize(
+    "kind, image, same",
+    [
+        (
+            "SamModel",
+            "vision_config.image_size",
+            ("vision_config.output_channels", "prompt_encoder_config.hidden_size"),
+        ),
+        (
+            "Sam2Model",
+            "prompt_encoder_config.image_size",
+            ("vision_config.fpn_hidden_size", "mask_decoder_config.hidden_size"),
+        ),
+        ("Sam3ViTModel", "image_size", ()),
+    ],
+)
+def test_widths_and_sides_stay_in_proportion(kind, image, same):
+    model_class = getattr(transformers, kind, None)
+    if model_class is None:
+        pytest.skip(f"this transformers has no {kind}")
+    config = model_class.config_class()
+    small = small_model(config, model_class=model_class)
+    assert small.model.num_parameters() < MAX_PARAMETERS
+    side, now = small.changes[image]
+    assert now == side // 4 and operator.attrgetter(image)(small.model.config) == now
+    assert len({operator.attrgetter(name)(small.model.config) for name in same}) <= 1
+    with torch.device("meta"):
+        assert _kinds(small.model) == _kinds(model_class._from_config(config, attn_implementation="eager"))
+
+
+def test_windows_and_what_sees_the_whole_image_are_kept():
+    small = small_model(transformers.SamVisionConfig(), model_class=transformers.SamVisionModel).model.config
+    assert (small.num_hidden_layers, list(small.global_attn_indexes), small.window_size) == (3, [2], 14)
+
+
+@pytest.mark.parametrize(
+    "family, kind",
+    [
+        ("hrm_text", None),  # its layers are run several times
+        ("xlstm", None),
+        ("mimi", "MimiModel"),
+        ("omniasr_ctc", "OmniASRForCTC"),
+        ("perceiver", "PerceiverForMaskedLM"),
+    ],
+)
+def test_families_whose_sizes_or_inputs_are_their_own(family, kind):
+    if family not in transformers.CONFIG_MAPPING or (kind and not hasattr(transformers, kind)):
+        pytest.skip(f"this transformers has no {family}")
+    small = small_model(family, model_class=kind and getattr(transformers, kind))
+    assert small.model.num_parameters() < MAX_PARAMETERS
+
+
+def test_a_loss_that_is_not_of_text_is_left_out():
+    if not hasattr(transformers, "CsmForConditionalGeneration"):
+        pytest.skip("this transformers has no CSM")
+    model = small_model("csm", model_class=transformers.CsmForConditionalGeneration).model
+    assert not has_loss(model, example(model))
+    assert {call.stage for call in record(model).modules} == {"prefill", "decode"}
+    llama = small_model("llama").model
+    assert has_loss(llama, example(llama))

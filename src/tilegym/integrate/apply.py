@@ -24,6 +24,7 @@ from tilegym.integrate.inputs import example
 from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.inputs import main_input
 from tilegym.integrate.inputs import mask_of
+from tilegym.integrate.inputs import writes_about_images
 from tilegym.integrate.plan import Item
 from tilegym.integrate.plan import Plan
 from tilegym.integrate.plan import make_plan
@@ -66,13 +67,14 @@ def apply(
     put in where it computes the same, and compared with what it stands in for on a few numbers before. Decoding steps
     are replayed as CUDA graphs (``graph``) where a small model generates the same tokens so; of models that are run
     once, such as encoders, whole calls without gradients are, from the third of one shape on, and hidden states out of
-    a convolution are laid out by tokens (``layout``). The parts by which a model that continues text reads images or
-    sounds are served as such models, and its part for text by the patch of its family, if it has one.
+    a convolution are laid out by tokens (``layout``). The parts by which a model that generates text reads images or
+    sounds are served as such models; in one that continues text, also without an image, its part for text is by the
+    patch of its family, if it has one.
 
     Args:
-        model: of transformers, or of one's own: a language model, with images or sounds in its texts or without, a
-            classifier, an encoder of text, images or sound, or one of an encoder and a decoder; or one of peft's around
-            it, which is patched.
+        model: of transformers, or of one's own: a language model, with images or sounds in its texts or without, one
+            that writes about images or cuts out of them, a classifier, an encoder of text, images or sound, or one of
+            an encoder and a decoder; or one of peft's around it, which is patched.
         use_cutile: run what is patched on the ``cutile`` backend, but for calls that were measured to be faster in
             PyTorch; else on the one that is chosen when it runs.
         verify: also run each kernel on tensors that are captured while the model generates, in prefill and decoding,
@@ -114,7 +116,7 @@ def _apply_what_is_found(model: nn.Module, how: "_How", texts_by_hand: bool) -> 
     try:
         plan = make_plan(model, trust_remote_code, look_up=False)
     except ModelError as error:
-        held = [f"model.{name}" for name, part in model.named_children() if hasattr(part, "_from_config")]
+        held = [f"model.{path}" for path in _models_in(model, trust_remote_code)]
         remedy = f"; or give a part of it that is a model by itself: {', '.join(held)}" if held else ""
         raise ModelError(f"{error}{remedy}") from error
     parts = _parts(model, trust_remote_code)
@@ -193,8 +195,9 @@ class _Part:
 
 
 def _parts(model: nn.Module, trust_remote_code: bool) -> list[_Part]:
-    """The parts by which a model that continues text reads images or sound: run once, they are served as such."""
-    if not continues_text(type(model), model.config):
+    """The parts by which a model that generates text reads images or sound: run once, they are served as such."""
+    kind = type(model), model.config
+    if not (continues_text(*kind) or writes_about_images(*kind)):
         return []
     parts: list[_Part] = []
     for path, module in model.named_modules():
@@ -209,6 +212,23 @@ def _parts(model: nn.Module, trust_remote_code: bool) -> list[_Part]:
         except ModelError as error:
             parts.append(_Part(path, module, why=f"transformers' stays: {error}"))
     return parts
+
+
+def _models_in(model: nn.Module, trust_remote_code: bool) -> list[str]:
+    """The outermost parts of a model that are models with something to put a kernel into."""
+    found: list[str] = []
+    refused: set[type] = set()
+    for path, module in model.named_modules():
+        within = any(path.startswith(f"{held}.") for held in found)
+        if not path or within or type(module) in refused or not hasattr(module, "_from_config"):
+            continue
+        try:
+            plan = make_plan(module, trust_remote_code, look_up=False)
+        except Exception:  # whatever its code does when it is run by itself
+            refused.add(type(module))
+        else:
+            found += [path] if plan.computes else []
+    return found
 
 
 def _texts(model: nn.Module) -> list[_Part]:
@@ -271,7 +291,8 @@ def _put_plan(patches: PatchSet, model: nn.Module, plan: Plan, how: _How, parts:
         if path is not None:
             token_layout.put(patches, model, path, Entry(path, LAYOUT, how.backend))
     if flags.get(GRAPH, True) and at_once:
-        put_forward_graph(model, how.use_cutile, patches)
+        if not writes_about_images(type(model), model.config):  # whose steps are others' than its forward passes
+            put_forward_graph(model, how.use_cutile, patches)
     elif flags.get(GRAPH, True) and "attn" in chosen:
         _put_graph(model, how, patches)
     _report_rest(patches, plan, why, left, how.backend, parts)

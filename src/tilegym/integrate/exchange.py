@@ -25,6 +25,7 @@ from tilegym.transformers.patching import PatchSet
 
 # Of the mean square. Rounding in fp32 comes to 1e-3 where a model cuts off what is small; a wrong mask, to a tenth.
 _ALLOWED = 1e-2
+_CACHES = {"growing cache": {}, "static cache": {"cache_implementation": "static", "disable_compile": True}}
 
 
 def attention_misfit(model: nn.Module) -> str:
@@ -37,18 +38,15 @@ def attention_misfit(model: nn.Module) -> str:
         expected = _logits(model)
     except Exception as error:  # such as of padding, for which its config lacks something
         return f"the model by itself fails: {_told(error)}"
-    static = attempt(lambda: _logits_over_a_static_cache(model))  # None: of itself it does not generate so
-    if static is not None:
-        expected["static cache"] = static
+    by_itself = {cache: attempt(lambda c=cache: _logits_over(model, c)) for cache in _CACHES}
+    generated = {cache: logits for cache, logits in by_itself.items() if logits is not None}
     with PatchSet(model, maker=__name__) as patches, use_backend("pytorch"):
         patches.use_attention(model, name_for(model, None), Entry("", "attn"))
         try:
-            got = _logits(model)
-            if static is not None:
-                got["static cache"] = _logits_over_a_static_cache(model)
+            got = _logits(model) | {cache: _logits_over(model, cache) for cache in generated}
         except Exception as error:  # whatever a model does with a mask that is none of its own
             return f"with another attention the whole model fails: {_told(error)}"
-    for call, logits in expected.items():
+    for call, logits in (expected | generated).items():
         if not (got[call] - logits).square().mean() <= (_ALLOWED**2) * logits.square().mean():
             return f"with another attention the whole model gives something else ({call}): the mask is not left to it"
     return ""
@@ -113,9 +111,9 @@ def _logits(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _logits_over_a_static_cache(model: nn.Module) -> torch.Tensor | None:
-    """[2, B, vocabulary], of the prefill and a step of ``generate``, which makes the masks itself then; None if the
-    model has none."""
+def _logits_over(model: nn.Module, cache: str) -> torch.Tensor | None:
+    """[2, B, vocabulary], of the prefill and a step of ``generate``, which makes the masks itself over a static cache;
+    None if the model does not generate."""
     if not getattr(model, "can_generate", lambda: False)():
         return None
     if continues_text(type(model), model.config):
@@ -125,7 +123,7 @@ def _logits_over_a_static_cache(model: nn.Module) -> torch.Tensor | None:
         inputs = forward_inputs(model, padded=True)
     greedy = GenerationConfig(
         do_sample=False, pad_token_id=0, decoder_start_token_id=0, max_new_tokens=2, min_new_tokens=2,
-        return_dict_in_generate=True, output_logits=True, cache_implementation="static", disable_compile=True,
+        return_dict_in_generate=True, output_logits=True, **_CACHES[cache],
     )  # fmt: skip
     with quiet_transformers():
         return torch.stack(model.generate(**inputs, generation_config=greedy).logits)

@@ -1,7 +1,9 @@
 """What one forward pass of a model takes: token ids of a decoder that continues text, or what other models read."""
 
 import inspect
+from collections.abc import Collection
 from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,18 +20,39 @@ _PADDED = 5  # tokens of the second row of a padded batch, or half of it
 
 def continues_text(model_class: type, config: Any) -> bool:
     """Whether models of a class generate text by themselves: decoders with an output layer. Others are run once:
-    encoders, classifiers, models of images or sound, and those of an encoder and a decoder."""
+    encoders, classifiers, models of images or sound, those of an encoder and a decoder, and those that write about
+    images."""
+    if not _generates(model_class, config) or getattr(config, "is_encoder_decoder", False):
+        return False
+    read = inspect.signature(model_class.forward).parameters
+    if writes_about_images(model_class, config):
+        return False
+    # Of sound alone: what writes down speech, by CTC.
+    return "input_ids" in read or getattr(model_class, "main_input_name", "input_ids") not in read
+
+
+def writes_about_images(model_class: type, config: Any) -> bool:
+    """Whether models of a class generate text, and take none without an image."""
+    read = inspect.signature(model_class.forward).parameters
+    return _generates(model_class, config) and _takes_texts_with_images(read, config) and text_alone(config) is None
+
+
+def _generates(model_class: type, config: Any) -> bool:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     generates = getattr(model_class, "can_generate", lambda: False)() or model_class in _classes(
         MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     )
     # Code that comes with a model may be older than that rule of transformers.
-    generates = generates or model_class.__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    if not generates or getattr(config, "is_encoder_decoder", False):
-        return False
-    read = inspect.signature(model_class.forward).parameters  # of sound alone: what writes down speech, by CTC
-    return "input_ids" in read or getattr(model_class, "main_input_name", "input_ids") not in read
+    return generates or model_class.__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def text_alone(config: Any) -> Any | None:
+    """The part of a config of several modalities that is for text, if it makes a language model by itself."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config(decoder=True)
+    return text if type(text) is not type(config) and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
 def _classes(of_config: Any) -> tuple:
@@ -61,12 +84,19 @@ def _vocabulary(model: nn.Module) -> int:
         return getattr(model.config.get_text_config(decoder=True), "vocab_size", VOCAB)
 
 
-def _reads_texts_and_images(model: nn.Module) -> bool:
-    """Whether it compares texts with images, as CLIP does: not whether images may stand within texts."""
-    config = model.config
-    within = any(getattr(config, f"image_token_{kind}", None) is not None for kind in ("id", "index"))
-    read = inspect.signature(model.forward).parameters
-    return "vision_config" in vars(config) and {"input_ids", "pixel_values"} <= read.keys() and not within
+def _takes_texts_with_images(read: Mapping[str, inspect.Parameter], config: Any) -> bool:
+    """Whether what reads these arguments compares texts with images, as CLIP does, or writes about images, as BLIP
+    does: not whether images may stand within texts."""
+    if not {"input_ids", "pixel_values"} <= read.keys():
+        return False
+    required = read["pixel_values"].default is inspect.Parameter.empty
+    return required or ("vision_config" in vars(config) and _image_token(config) is None)
+
+
+def _image_token(config: Any) -> int | None:
+    """The token that stands for an image, or for a part of one, in texts."""
+    tokens = (getattr(config, f"image_token_{kind}", None) for kind in ("id", "index"))
+    return next((token for token in tokens if token is not None), None)
 
 
 def _ended(ids: torch.Tensor, config: Any) -> torch.Tensor:
@@ -74,6 +104,23 @@ def _ended(ids: torch.Tensor, config: Any) -> torch.Tensor:
     end = getattr(config, "eos_token_id", None)
     ids[:, -1] = config.vocab_size - 1 if end in (None, 2) else end
     return ids
+
+
+def _texts_with_images(
+    model: nn.Module, ids: torch.Tensor, generator: torch.Generator, padded: bool
+) -> dict[str, torch.Tensor]:
+    """Texts and an image for each, with the tokens that stand for it behind the padding, where there are any."""
+    config, known = model.config, inspect.signature(model.forward).parameters
+    inputs = {"input_ids": _ended(ids, config.get_text_config())}
+    inputs |= _images(model, getattr(config, "vision_config", config), ids.shape[0], generator, padded)
+    if "image_embeds_position_mask" in known:
+        mask = inputs["image_embeds_position_mask"] = torch.zeros_like(ids)
+        mask[:, _PADDED : _PADDED + config.latent_query_num] = 1
+    elif _image_token(config) is not None:
+        ids[:, _PADDED : _PADDED + config.num_query_tokens] = _image_token(config)
+    if "qformer_input_ids" in known:
+        inputs["qformer_input_ids"] = example(model, ids.shape[0]) % config.qformer_config.vocab_size
+    return inputs
 
 
 def _images(
@@ -101,11 +148,26 @@ def _image(config: Any, batch: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(*shape, getattr(config, "num_channels", 3), height, width, generator=generator)
 
 
-def _sound(name: str, config: Any) -> tuple[int, ...] | None:
-    """The shape of a sound: samples, or numbers for frequencies at each time; None for what is no sound."""
+def _patches_in_places(config: Any, batch: int, generator: torch.Generator, padded: bool) -> torch.Tensor:
+    """[images, patches, numbers], each patch behind its row and its column, as Pix2Struct reads them; 0 is padding."""
+    rows, columns = 4, 3
+    patches = torch.randn(batch, rows * columns, config.patch_embed_hidden_size, generator=generator)
+    row, column = torch.meshgrid(torch.arange(1.0, rows + 1), torch.arange(1.0, columns + 1), indexing="ij")
+    places = torch.stack((row, column), -1).reshape(1, -1, 2).expand(batch, -1, -1)
+    patches = torch.cat((places, patches), -1)
+    if padded:
+        patches[1, (rows - 1) * columns :] = 0
+    return patches
+
+
+def _sound(name: str, config: Any, known: Collection[str]) -> tuple[int, ...] | None:
+    """The shape of a sound: samples, those of each channel, or numbers for frequencies at each time; None for what is
+    no sound. ``known``: what a forward pass takes."""
     if name == "input_values":
-        spectrum = hasattr(config, "num_mel_bins") and hasattr(config, "max_length")  # as images are
-        return (config.max_length, config.num_mel_bins) if spectrum else (4000,)
+        if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # as images are
+            return config.max_length, config.num_mel_bins
+        channels = "padding_mask" in known or hasattr(config, "codebook_size")  # as what puts sound into codes
+        return (getattr(config, "audio_channels", 1), 4000) if channels else (4000,)
     if name != "input_features":
         return None
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):  # Whisper's kind
@@ -117,8 +179,11 @@ def _sound(name: str, config: Any) -> tuple[int, ...] | None:
 
 
 def main_input(model: nn.Module) -> str:
-    """The name of what ``model`` reads first: transformers' name for it, if that is more than its default."""
+    """The name of what ``model`` reads first: transformers' name for it, if that is more than its default, or another
+    name of it that says what it is."""
     name, known = getattr(model, "main_input_name", "input_ids"), inspect.signature(model.forward).parameters
+    if name == "inputs" and (plain := [n for n in ("input_ids", "pixel_values") if n in known]):
+        return plain[0]
     return next(iter(known), name) if name == "input_ids" and name not in known else name
 
 
@@ -149,24 +214,27 @@ def forward_inputs(model: nn.Module, padded: bool = False, batch: int = 2) -> di
         ModelError: it reads neither tokens nor images nor sound.
     """
     name, config = main_input(model), model.config
-    generator = torch.Generator().manual_seed(1)
+    known, generator = inspect.signature(model.forward).parameters, torch.Generator().manual_seed(1)
     if reads_packed_images(model):
         inputs = _packed_images(model, generator)
-    elif name == "input_ids":
+    elif name == "input_ids" or (name == "pixel_values" and _takes_texts_with_images(known, config)):
         inputs = {"input_ids": example(model, batch)}
-        if _reads_texts_and_images(model):
-            inputs["input_ids"] = _ended(inputs["input_ids"], config.get_text_config())
-            inputs |= _images(model, config.vision_config, batch, generator, padded)
+        if _takes_texts_with_images(known, config):
+            inputs |= _texts_with_images(model, inputs["input_ids"], generator, padded)
         if padded:
             inputs["attention_mask"] = mask_of(inputs["input_ids"])
     elif name == "pixel_values":
         images = config if hasattr(config, "patch_size") else getattr(config, "vision_config", config)
         inputs = _images(model, images, batch, generator, padded)
-    elif (shape := _sound(name, config)) is not None:
+    elif name == "flattened_patches":
+        inputs = {name: _patches_in_places(getattr(config, "vision_config", config), batch, generator, padded)}
+    elif (shape := _sound(name, config, known)) is not None:
         inputs = {name: torch.randn(batch, *shape, generator=generator)}
     else:
         raise ModelError(f"{type(model).__name__} reads {name!r}: give a model of tokens, images or sound")
-    if getattr(config, "is_encoder_decoder", False):
+    if "input_points" in known:  # of what to cut out of the images
+        inputs["input_points"] = torch.rand(batch, 1, 2, 2, generator=generator) * inputs["pixel_values"].shape[-1]
+    if getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" in known:
         inputs["decoder_input_ids"] = example(model, batch)
         if type(model).__name__.endswith("ForSequenceClassification"):  # which looks where the text ends
             inputs["input_ids"][:, -1] = config.eos_token_id
@@ -181,6 +249,16 @@ def decoding_step(model: nn.Module, ids: torch.Tensor, prefill: Any) -> Any | No
     if cache is None:
         return None
     return model(input_ids=ids[:, -1:], use_cache=True, **{cache_argument(type(model)): cache})
+
+
+@torch.no_grad()
+def has_loss(model: nn.Module, ids: torch.Tensor) -> bool:
+    """Whether a decoder has a loss of text: that of CSM, which speaks, is of sounds."""
+    try:
+        model(input_ids=ids, labels=ids, use_cache=False)
+    except Exception:  # whatever a model does with labels of another kind
+        return False
+    return True
 
 
 def mask_of(ids: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,14 @@ from typing import Any
 HIDDEN, HEADS, HEAD_DIM, VOCAB, WINDOW = 64, 4, 16, 128, 8
 POSITIONS = 64  # at least, of texts: what a small model is run on, and generates, has to fit
 PATCHES = 16  # at most, on a side of an image: Mistral 3's have 110, and to attend to two takes gigabytes
+LARGE = 1000  # an image's side that is not made small by its patches: a SAM's takes minutes
+_SHARE = 4  # of widths and sides that is left in proportion to each other, where there are at least
+_LEAST = 32
 
-_LAYERS = re.compile(r"(num_(hidden_|decoder_|encoder_)?layers|(decoder|encoder)_layers|n_layers?|num_blocks)$")
+_LAYERS = re.compile(r"(^layers|num_(hidden_|decoder_|encoder_)?layers|(decoder|encoder)_layers|n_layers?|num_blocks)$")
 _PERIOD = re.compile(r"period|interval|pattern$|every_n|(sparse|moe_layer)_step$|moe_layer_freq|layer_group_size")
 _FIRST = re.compile(r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|_layer_offset$|per_attn_res_block")
-_INDICES = re.compile(r"(_layers|_idxs|_layer_ids)$")
+_INDICES = re.compile(r"(_layers|_idxs|_layer_ids|^global_attn_indexes)$")
 _TOKEN = re.compile(r"_(token_id|token_index|index|id)$")
 
 # Name of a size -> small value; the first that matches. Functions get the config's dictionary and the old value.
@@ -84,10 +87,13 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"mamba_d_ssm", 2 * HIDDEN),
     (r"(mamba_d_state|state_size)$", 16),
     (r"mamba_dt_rank|time_step_rank", 4),
+    (r"^upsample_groups$", lambda config, value: HIDDEN if value == config.get("hidden_size") else value),
+    (r"^num_filters$", _at_most(16)),
+    (r"^codebook_size$", _at_most(VOCAB)),
     (r"(mamba_)?(n_|n)groups$|^n_group$|num_expert_group", _at_most(2)),
     (r"^topk_group$", lambda config, value: min(value, 2) if value == config.get("n_group") else 1),
-    (r"attention_head_dim", lambda config, value: _attention_width(config) // HEADS),
-    (r"attention_hidden_size", lambda config, value: _attention_width(config)),
+    (r"^attention_head_dim", lambda config, value: _attention_width(config) // HEADS),
+    (r"^(cross_)?attention_hidden_size", lambda config, value: _attention_width(config)),
     (r"(^|_)head_dim$|dim_head|d_head|attention_head_size|kv_channels|d_kv", _head_dim),
     (r"kv_n_heads|num_kv_heads|num_key_value_heads|num_query_groups", _kv_heads),
     (r"attention_heads$|^n_heads?$", HEADS),
@@ -98,6 +104,7 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"(num|n_routed|num_local|moe_num)_experts$|zero_expert_num", _at_most(8)),
     (r"experts_per_tok(en)?$|moe_top_?k|moe_k$", _at_most(2)),
     (r"^num_queries$", _at_most(16)),
+    (r"^(latent_query_num|num_query_tokens)$", _at_most(8)),
     (r"^num_frames$", _at_most(4)),
     (r"rotary_dim", 8),
     (r"lru_width", HIDDEN),
@@ -115,6 +122,11 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
 _SIZES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _SIZES)
 _LEFT_OUT = ("architectures", "transformers_version", "quantization_config", "dtype")
 _NOT_OURS = re.compile(r"vision|audio|vq_config|label|quantization")
+# What is a width in any family, and what depends on the side of an image.
+_WIDTH = re.compile(
+    r"(hidden|intermediate|embedding)_(size|dim)s?$|(^|_)(dim|ffn_dim|channels|channel_list|pos_feats)$|^d_|dim_per_stage"
+)
+_SIDE = re.compile(r"image_(embedding_)?size$|feat(ure)?_sizes$|mask_size$")
 # What else is a size in the parts of models that read texts and images.
 _BESIDE_IMAGES = {"depth": 2, "embed_dim": HIDDEN, "out_hidden_size": HIDDEN, "projection_size": HIDDEN}
 _NOT_OURS_WITH_SOUNDS = re.compile(r"vq_config|label|quantization")
@@ -130,7 +142,7 @@ def small_everywhere(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def heads_from_width(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     values, changes = _shrink(config, lambda name: True)
-    for part in _parts(values):
+    for _, part in _named_parts(values):
         for name in ("head_dim", "attention_head_dim"):
             if isinstance(part.get(name), int):
                 part[name] = HEAD_DIM
@@ -142,7 +154,7 @@ def original_heads(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def few_layers(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _shrink(config, lambda name: "experts" in name or name.endswith(("vocab_size", "num_queries")))
+    return _shrink(config, _is_count)
 
 
 def gaps_filled(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -205,17 +217,48 @@ def _with_images(config: dict[str, Any], left: re.Pattern) -> tuple[dict[str, An
     return values, changes
 
 
+def in_proportion(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For models whose parts' widths, and sides of large images, depend on each other, whatever they are called, as
+    SAM's: a share of each, for as many heads."""
+    values, changes = _shrink(config, _is_count, left=_NOT_OURS_WITH_SOUNDS)
+    large = has_large_images(config)
+    for prefix, part in _named_parts(values):
+        for name, value in part.items():
+            if _WIDTH.search(name) or (large and _SIDE.search(name)):
+                small = _share(value)
+                if small != value:
+                    part[name], changes[f"{prefix}{name}"] = small, (value, small)
+    return values, changes
+
+
+def _is_count(name: str) -> bool:
+    return "experts" in name or name.endswith(("vocab_size", "num_queries"))
+
+
+def _share(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_share, value))
+    return value // _SHARE if type(value) is int and value >= _LEAST else value
+
+
+def has_large_images(config: dict[str, Any]) -> bool:
+    """Whether only :func:`in_proportion` makes its images small."""
+    sizes = ((part, part.get("image_size")) for _, part in _named_parts(config))
+    sides = (_image_size(part, size) if type(size) is int else size for part, size in sizes)
+    return any(max(side) >= LARGE if isinstance(side, (list, tuple)) else (side or 0) >= LARGE for side in sides)
+
+
 RECIPES = (
     small_everywhere, heads_from_width, gaps_filled, twice_as_deep, original_heads, few_layers, images_too,
-    images_and_sounds_too,
+    images_and_sounds_too, in_proportion,
 )  # fmt: skip
 
 
-def _parts(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield values
-    for value in values.values():
+def _named_parts(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield prefix, values
+    for name, value in values.items():
         if isinstance(value, dict) and "model_type" in value:
-            yield from _parts(value)
+            yield from _named_parts(value, f"{prefix}{name}.")
 
 
 def _shrink(
@@ -238,8 +281,8 @@ def _shrink(
             continue
         if name == "per_layer_config" and isinstance(value, dict):
             new = {i: _shrink(part, wanted)[0] for i, part in value.items() if int(i) < layers}
-        elif isinstance(value, list):
-            new = _shrink_list(config, name, value, depth, layers, wanted)
+        elif isinstance(value, (list, tuple)):
+            new = type(value)(_shrink_list(config, name, list(value), depth, layers, wanted))
         elif isinstance(value, int):
             new = _shrink_number(config, name, value, layers, wanted)
         if new != value:
@@ -266,6 +309,9 @@ def _read_layers(values: dict[str, Any], depth: int) -> Iterator[tuple[str, list
 
 def _shrink_number(config: dict[str, Any], name: str, value: int, layers: int, wanted: Callable) -> int:
     if _LAYERS.search(name):
+        stack = config.get("num_layers_per_stack")  # of which each is run several times
+        return value // stack * min(stack, layers) if stack else min(value, layers)
+    if name == "num_layers_per_stack":
         return min(value, layers)
     if name == "num_kv_shared_layers":
         return min(value, layers // 2)
@@ -303,7 +349,7 @@ def _depth(values: dict[str, Any]) -> tuple[int, int]:
     if not depths:
         return 0, 2
     depth = max(depths)
-    lists = {name: v for name, v in values.items() if isinstance(v, list) and v}
+    lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v}
     indices = [v for name, v in lists.items() if _are_indices(name, v)]
     columns = [v for name, v in lists.items() if len(v) == depth and not _are_indices(name, v)]
     special = values.get("per_layer_config") or {}

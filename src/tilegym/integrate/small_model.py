@@ -18,9 +18,13 @@ from tilegym.integrate.inputs import continues_text
 from tilegym.integrate.inputs import decoding_step
 from tilegym.integrate.inputs import example
 from tilegym.integrate.inputs import forward_inputs
+from tilegym.integrate.inputs import text_alone
+from tilegym.integrate.inputs import writes_about_images
 from tilegym.integrate.small_config import RECIPES
 from tilegym.integrate.small_config import filled
 from tilegym.integrate.small_config import gaps_filled
+from tilegym.integrate.small_config import has_large_images
+from tilegym.integrate.small_config import in_proportion
 
 MAX_PARAMETERS = 40_000_000  # a model that the recipes leave larger than this is not small
 _TOO_LARGE = "parameters are too many for a small model"
@@ -74,7 +78,7 @@ def small_model(
     text = config.get_text_config(decoder=True)
     failures: list[str] = []
     with torch.device("cpu"):
-        candidates = _candidates(config, text, trust_remote_code, model_class)
+        candidates = _candidates(config, trust_remote_code, model_class)
         small = _first_that_runs(candidates, RECIPES if recipes is None else recipes, seed, failures, model_class)
     if small is not None:
         return small
@@ -95,10 +99,13 @@ def _first_that_runs(
     failures: list[str],
     model_class: type | None,
 ) -> SmallModel | None:
+    without_loss: SmallModel | None = None
     for candidate, make in candidates:
         at_once = model_class is not None and not continues_text(model_class, candidate)
         encodes = at_once and hasattr(candidate, "is_decoder")
-        for recipe in recipes:
+        large = has_large_images(candidate.to_dict())
+        for recipe in sorted(recipes, key=lambda recipe: large and recipe is not in_proportion):
+            small = None
             try:
                 values, changes = recipe(candidate.to_dict())
                 if encodes:
@@ -107,16 +114,21 @@ def _first_that_runs(
                 if at_once and values.get("pad_token_id", 0) is None:
                     values["pad_token_id"] = 0  # else classifiers that were decoders take one text at a time
                 model = _build(type(candidate), make, values, seed)
+                if model_class is None and writes_about_images(type(model), model.config):
+                    raise ModelError(f"{type(model).__name__} takes no text without an image: tilegym.apply serves it")
+                whole = candidate
+                if recipe is gaps_filled or (getattr(candidate, "is_decoder", None) is False and not encodes):
+                    whole = type(candidate).from_dict(filled(candidate.to_dict(), recipe is gaps_filled))
+                small = SmallModel(model, whole, make, changes, tuple(failures))
                 run(model)
             except Exception as error:  # each architecture checks its config in its own way, or fails in its forward
                 reason = str(error).strip().splitlines()
                 failures.append(f"{recipe.__name__}: {type(error).__name__}: {reason[-1] if reason else ''}"[:300])
+                if small is not None and without_loss is None and not at_once and _runs_without_loss(model):
+                    without_loss = small
             else:
-                whole = candidate
-                if recipe is gaps_filled or (getattr(candidate, "is_decoder", None) is False and not encodes):
-                    whole = type(candidate).from_dict(filled(candidate.to_dict(), recipe is gaps_filled))
-                return SmallModel(model, whole, make, changes, tuple(failures))
-    return None
+                return small
+    return without_loss
 
 
 def default_config(model_type: str) -> Any:
@@ -136,7 +148,7 @@ def default_config(model_type: str) -> Any:
 
 
 def _candidates(
-    config: Any, text: Any, trust_remote_code: bool, model_class: type | None
+    config: Any, trust_remote_code: bool, model_class: type | None
 ) -> Iterator[tuple[Any, Callable[..., nn.Module]]]:
     """Configs, and what makes a model of them.
 
@@ -147,8 +159,8 @@ def _candidates(
 
     options = {"trust_remote_code": True} if trust_remote_code else {}
     automatic = functools.partial(AutoModelForCausalLM.from_config, **options)
-    if type(text) is not type(config) and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        yield text, automatic
+    if text_alone(config) is not None:
+        yield text_alone(config), automatic
     if model_class is not None and MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is not model_class:
         yield config, model_class._from_config
     else:
@@ -156,16 +168,29 @@ def _candidates(
 
 
 @torch.no_grad()
-def run(model: nn.Module) -> None:
+def run(model: nn.Module, loss: bool = True) -> None:
     """One training forward, one prefill and one decoding step, or one forward pass of a model that does not continue
-    text; raises what they raise."""
+    text; raises what they raise.
+
+    Args:
+        loss: False: no training forward, for models whose loss is not one of text, as CSM's.
+    """
     if not continues_text(type(model), model.config):
         model(**forward_inputs(model))
         return
     ids = example(model)
-    model(input_ids=ids, labels=ids, use_cache=False)
+    if loss:
+        model(input_ids=ids, labels=ids, use_cache=False)
     prefill = model(input_ids=ids, use_cache=True)
     decoding_step(model, ids, prefill)
+
+
+def _runs_without_loss(model: nn.Module) -> bool:
+    try:
+        run(model, loss=False)
+    except Exception:  # as in the run with it
+        return False
+    return True
 
 
 def _build(config_class: type, make: Callable[..., nn.Module], values: dict[str, Any], seed: int) -> nn.Module:

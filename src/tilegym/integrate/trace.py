@@ -18,6 +18,7 @@ from tilegym.integrate.inputs import continues_text
 from tilegym.integrate.inputs import decoding_step
 from tilegym.integrate.inputs import example
 from tilegym.integrate.inputs import forward_inputs
+from tilegym.integrate.inputs import has_loss
 
 
 @dataclass
@@ -168,12 +169,15 @@ def _profiled(trace: Trace, functions: dict[types.CodeType, types.FunctionType],
 
 
 def record(model: nn.Module) -> Trace:
-    """Runs ``model``: a training forward, a prefill of two rows, one decoding step; or a forward pass alone, as a
-    prefill, if it does not continue text.
+    """Runs ``model``: a training forward if it has a loss of text, a prefill of two rows, one decoding step; or a
+    forward pass alone, as a prefill, if it does not continue text.
 
     Raises whatever the model raises.
     """
     trace, stack, stage, handles = Trace(), [], ["train"], []
+    continues = continues_text(type(model), model.config)
+    ids = example(model) if continues else None
+    trains = continues and has_loss(model, ids)
 
     def before(path: str) -> Callable:
         def hook(module, args, kwargs):
@@ -192,7 +196,6 @@ def record(model: nn.Module) -> Trace:
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
-    continues = continues_text(type(model), model.config)
     functions = functions_of(modeling_files(model)) | _library_functions(model)
     try:
         with torch.no_grad(), _profiled(trace, functions, stack, stage), _Steps(trace, stack):
@@ -200,8 +203,8 @@ def record(model: nn.Module) -> Trace:
                 stage[0] = "prefill"
                 model(**forward_inputs(model))
                 return trace
-            ids = example(model)
-            model(input_ids=ids, labels=ids, use_cache=False)
+            if trains:
+                model(input_ids=ids, labels=ids, use_cache=False)
             stage[0] = "prefill"
             output = model(input_ids=ids, use_cache=True)
             stage[0] = "decode"
