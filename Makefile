@@ -1,4 +1,4 @@
-# make run: the main job.  make test: all tests.  make lint: ruff.  Each sets up .venv first, once.
+# make run: the main job.  make test: the tests.  make lint: ruff.  Each sets up .venv first, once.
 # PYTHON=python3.12 chooses the interpreter; ARGS="..." is passed on to pytest.
 
 SHELL := /bin/bash
@@ -9,11 +9,11 @@ OUT := out/tiny_llama
 # One process a core up to four: beyond that, processes that share one GPU get in each other's way.
 JOBS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$(( n > 4 ? 4 : n )))
 
-.PHONY: help setup run test lint format clean
+.PHONY: help setup run test test-all lint format clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 $(SETUP): pyproject.toml scripts/setup.sh
 	@PYTHON="$(PYTHON)" scripts/setup.sh
@@ -27,9 +27,12 @@ run: $(SETUP) ## Find, verify and measure the kernels for the shipped model
 	@# Its matrices are so small that a second thread costs more than it does.
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/tilegym integrate $(MODEL) --force --restart --output $(OUT)
 
-test: $(SETUP) ## Run all tests; ARGS="tests/ops -k rope" runs some
+test: $(SETUP) ## Run the tests; ARGS="tests/ops -k rope" runs some
 	@echo "==> pytest in $(JOBS) processes"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-all: override ARGS += --all
+test-all: test ## Run slow tests, too, and tests for all that their parameters can be combined to
 
 lint: $(SETUP) ## Check the code with ruff
 	@echo "==> ruff check"

@@ -10,6 +10,7 @@ import functools
 import re
 import struct
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +85,11 @@ def recorded_launches(run: bool = False) -> Iterator[list[tuple[Any, tuple]]]:
         yield launches
     finally:
         interpreter.launch = real
+
+
+def some(values: Iterable, *quick: Any) -> list:
+    """Values of a parameter, of which all but ``quick`` are those of slow tests."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def assert_compiles(kernel: Any, args: tuple, architectures: tuple[str, ...] = ARCHITECTURES) -> None:

@@ -17,6 +17,7 @@ import torch
 from tilegym.backend import recording
 from tilegym.backend import slower
 
+pytest_plugins = ["selection"]
 WAITS = (5, 20, 60)  # seconds; other processes' large tests end within them
 
 

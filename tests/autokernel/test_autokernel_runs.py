@@ -121,7 +121,6 @@ def make_batches(model, tokenizer):
     return batches_of(model, tokenizer, 5)
 
 
-@pytest.mark.slow
 def test_bad_proposals_leave_nothing_and_the_good_one_is_kept(host, repository, tmp_path):
     names = ["wrong", "mutates_inputs", "reads_files", "good"]
 

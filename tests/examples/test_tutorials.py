@@ -12,6 +12,7 @@ import pytest
 import torch
 from common import ARCHITECTURES
 from common import assert_compiles
+from common import some
 
 from tilegym import interpreter
 
@@ -70,7 +71,7 @@ def test_runs_as_a_script(path, tmp_path):
     assert max(map(len, result.stdout.splitlines())) <= 400
 
 
-@pytest.mark.parametrize("path", [SCRIPTS[0], SCRIPTS[-1]], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", some([SCRIPTS[0], SCRIPTS[-1]], SCRIPTS[0]), ids=lambda path: path.stem)
 def test_runs_under_the_interpreters_command(path, tmp_path):
     """Where torch.cuda says that there is a GPU, and there is none: no speed is printed."""
     result = _run(path, tmp_path, "-m", "tilegym.interpreter")

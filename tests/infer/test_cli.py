@@ -378,7 +378,10 @@ class Test_Bad_Input:
         assert all(line.startswith("...") for line in progress)
 
 
-@pytest.mark.parametrize("program", [["-m", "tilegym", "infer"], ["modeling/transformers/infer.py"]])
+@pytest.mark.parametrize(
+    "program",
+    [["-m", "tilegym", "infer"], pytest.param(["modeling/transformers/infer.py"], marks=pytest.mark.slow)],
+)
 def test_as_a_program(program):
     command = [sys.executable, *program, "--model_id", TINY_LLAMA, *SHORT, "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -45,6 +45,7 @@ def test_is_small_and_has_grouped_queries():
     assert model.config.num_key_value_heads < model.config.num_attention_heads
 
 
+@pytest.mark.slow
 def test_the_script_makes_this_model(tmp_path):
     """Two steps of training, to see that text, tokenizer and architecture are those of the shipped files."""
     command = [sys.executable, str(FOLDER / "train.py"), "--output", str(tmp_path), "--steps", "2", "--threads", "1"]

@@ -165,6 +165,7 @@ def test_on_the_cutile_kernels(name, monkeypatch):
     assert HAS_GPU or not any(backend == "pytorch" for _, backend in served)
 
 
+@pytest.mark.slow
 @models
 def test_verified_on_the_models_own_tensors(name):
     model = make(name)

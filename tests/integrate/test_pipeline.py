@@ -204,6 +204,7 @@ def _only(names, real):
     return judge
 
 
+@pytest.mark.slow
 def test_code_that_comes_with_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = Path(remote(tmp_path / "model")).name

@@ -180,6 +180,7 @@ def test_what_is_found_and_how_it_is_called(name):
             assert difference(*values) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CATALOG.definitions))
 def test_every_definition_of_the_catalog_is_its_own_best_match(name):
     best = match(CATALOG.definitions[name], CATALOG)[0]
@@ -232,7 +233,11 @@ o = s.float().softmax(-1).to(q.dtype) @ v
 
 @pytest.mark.parametrize(
     "left_out, found",
-    [(None, {"gemma_attention"}), ("tanh", {"attention_window"}), ("4096", {"gemma_attention"})],
+    [
+        (None, {"gemma_attention"}),
+        pytest.param("tanh", {"attention_window"}, marks=pytest.mark.slow),
+        pytest.param("4096", {"gemma_attention"}, marks=pytest.mark.slow),
+    ],
     ids=["cap and window", "window alone", "cap alone"],
 )
 def test_limits_that_short_calls_do_not_reach_are_not_overlooked(left_out, found):

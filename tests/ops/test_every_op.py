@@ -198,6 +198,7 @@ def test_compiles_once_for_all_lengths(op):
 LOOPS = {"recurrent_gated_delta_rule"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", sorted(set(samples.SAMPLES) - LOOPS))
 def test_references_compile_once_for_all_lengths(op):
     """They serve calls in compiled code, too: without a GPU, and those that the kernels do not support."""

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from common import HAS_GPU
+from common import some
 from test_decode_graph import generate
 from test_decode_graph import logits_of_steps
 from test_decode_graph import one_by_one
@@ -235,15 +236,15 @@ def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_
     ("family", "options"),
     [
         ("qwen2", {}),
-        ("mistral", {}),
-        ("qwen3", {}),
+        pytest.param("mistral", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3", {}, marks=pytest.mark.slow),
         ("qwen3_moe", {"sliding_window": None}),
         ("gpt_oss", {}),
         ("gemma3", {}),
-        ("olmo2", {}),
-        ("olmo3", {}),
-        ("glm4", {}),
-        ("granite", {}),
+        pytest.param("olmo2", {}, marks=pytest.mark.slow),
+        pytest.param("olmo3", {}, marks=pytest.mark.slow),
+        pytest.param("glm4", {}, marks=pytest.mark.slow),
+        pytest.param("granite", {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -262,7 +263,7 @@ def test_steps_by_the_kernels(family, options, sequences, monkeypatch):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="watches the interpreter")
-@pytest.mark.parametrize("family", ["mistral", "qwen3_moe", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", some(["mistral", "qwen3_moe", "gemma3", "gpt_oss"], "gpt_oss"))
 def test_what_a_prompt_and_its_steps_launch_is_compiled_ahead(family, monkeypatch):
     """Side by side, where one launch after the other would wait for its compiler."""
     ahead, launched, real = set(), set(), interpreter.launch

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from common import HAS_GPU
-from tiny_models import FAMILIES
 from tiny_models import assert_close
+from tiny_models import few_families
 from tiny_models import make_model
 from tiny_models import observed
 from tiny_models import ops_of
@@ -15,7 +15,7 @@ from tilegym.transformers import monkey_patch
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="on a GPU the other files run the kernels themselves")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@few_families
 def test_prefill_and_decoding(family, monkeypatch):
     """A left-padded batch, prompts longer than the window, then greedy tokens one by one."""
     monkeypatch.setenv("DISABLE_FALLBACK", "1")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from common import HAS_GPU
 from common import device
+from common import some
 from late_loss import FUSED
 from late_loss import WHOLE
 from late_loss import count_whole
@@ -40,7 +41,7 @@ def computed(monkeypatch):
     return count_whole(monkeypatch)
 
 
-@pytest.mark.parametrize("in_class", [False, True])
+@pytest.mark.parametrize("in_class", some([False, True], True))
 def test_compiled_models_have_whole_logits(in_class):
     model, ids = make_model("llama").train(), tokens(2, 9)
     expected = loss_and_gradients(model)

@@ -24,6 +24,7 @@ from tilegym.backend import recording
 from tilegym.transformers import monkey_patch
 
 OWN = {family.name: family for family in (V2, V3, QWEN3_5)}
+QUICK = {(family, torch.float32) for family in ("llama", "deepseek_v2", "qwen3_5")} | {("gemma3", torch.bfloat16)}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -65,8 +66,14 @@ def written(monkeypatch):
 @pytest.mark.filterwarnings("ignore::tilegym.errors.FallbackWarning")
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [(family, torch.float32) for family in (*FAMILIES, *OWN)]
-    + [(family, torch.bfloat16) for family in ("llama", "gemma3", "qwen3", "phi3", "deepseek_v2")],
+    [
+        pytest.param(family, dtype, marks=() if (family, dtype) in QUICK else pytest.mark.slow)
+        for dtype, families in (
+            (torch.float32, (*FAMILIES, *OWN)),
+            (torch.bfloat16, ("llama", "gemma3", "qwen3", "phi3", "deepseek_v2")),
+        )
+        for family in families
+    ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_the_same_step(family, dtype, written):

@@ -9,6 +9,7 @@ from test_decode_capture import session_of
 from test_decode_graph import generate
 from tiny_models import FAMILIES
 from tiny_models import families
+from tiny_models import few_families
 from tiny_models import make_model
 from tiny_models import padded
 from tiny_models import tokens
@@ -43,7 +44,7 @@ def test_room():
         assert 0 <= prompt_graph.room_for(n) - n < max(16, n / 8)
 
 
-@families
+@few_families
 def test_same_tokens(family):
     """The third prompt of a form and those behind it, shorter and longer, padded and not, of the caller's positions."""
     model = make_model(family)

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from common import gpu
+from common import some
 from transformers import BertConfig
 from transformers import BertModel
 from transformers import LlamaConfig
@@ -127,7 +128,7 @@ def mesh(tmp_path):
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("patched_first", [True, False])
+@pytest.mark.parametrize("patched_first", some([True, False], True))
 def test_weights_that_are_spread_over_processes(mesh, patched_first):
     """No kernel reads them as if all were here, and no graph holds them, sharded or gathered."""
     from torch.distributed.fsdp import fully_shard

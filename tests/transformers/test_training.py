@@ -8,6 +8,7 @@ from tiny_models import backends
 from tiny_models import computes
 from tiny_models import default_attention
 from tiny_models import families
+from tiny_models import few_families
 from tiny_models import make_model
 from tiny_models import observed
 from tiny_models import padded
@@ -173,7 +174,7 @@ def test_a_patch_that_fails_half_way_leaves_the_model_in_training_mode(monkeypat
     assert all(module.training for module in model.modules())
 
 
-@families
+@few_families
 @pytest.mark.usefixtures("warned_anew")
 def test_functional_gradients(family):
     """By torch.func, whose tensors no kernel can read: PyTorch serves all ops."""

@@ -9,6 +9,7 @@ import torch
 import transformers
 from common import HAS_GPU
 from common import device
+from common import some
 
 from tilegym.backend import observe_calls
 from tilegym.transformers import monkey_patch
@@ -92,6 +93,7 @@ _MODELS = {
 }
 FAMILIES = list(_MODELS)
 families = pytest.mark.parametrize("family", FAMILIES)
+few_families = pytest.mark.parametrize("family", some(FAMILIES, "llama", "gemma3", "qwen3_moe", "gpt_oss", "olmo2"))
 # The cuTile kernels themselves run here on a GPU; without one, test_in_interpreter.py runs them.
 backends = pytest.mark.parametrize(
     "backend",
