@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import os
+from collections.abc import Collection
 from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import field
@@ -135,10 +136,12 @@ class Run:
         for what, taken in seconds.items():
             known[what] = round(known.get(what, 0.0) + taken, 3)
 
-    @property
-    def wrong(self) -> list[Result | HostResult]:
-        """Results of ours that are wrong or failed: a run that has any is a failure."""
-        return [row for row in (*self.results, *self.host) if row.provider in (OURS, IN_PLACE) and row.status != OK]
+    def wrong(self, plugged: Collection[str] = ()) -> list[Result | HostResult]:
+        """Results of ours that are wrong or failed, and wrong ones of ``plugged`` providers: a run that has any is a
+        failure."""
+        rows = (*self.results, *self.host)
+        ours = [row for row in rows if row.provider in (OURS, IN_PLACE) and row.status != OK]
+        return ours + [row for row in self.results if row.provider in plugged and row.status == "WRONG"]
 
 
 def _is_unsteady(row: Result) -> bool:
