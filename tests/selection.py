@@ -44,6 +44,7 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run every test, slow ones and all combinations of parameters")
 
 
+@pytest.hookimpl(trylast=True)  # among those that -m has left
 def pytest_collection_modifyitems(config, items):
     """Whoever names a test or a part of their names gets all of those."""
     if config.getoption("all") or config.option.keyword or any("::" in arg for arg in config.args):
