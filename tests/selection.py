@@ -31,13 +31,13 @@ def fewest(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for i, item in enumerate(items) if i in chosen]
 
 
-def quick(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Those of ``items`` that run without ``--all``, in their order."""
+def quick(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Those of ``items`` that run without ``--all``."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow") is None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [one for same in tests.values() for one in (fewest(same) if hasattr(same[0], "callspec") else same)]
+    return {one for same in tests.values() for one in (fewest(same) if hasattr(same[0], "callspec") else same)}
 
 
 def pytest_addoption(parser):
@@ -49,7 +49,6 @@ def pytest_collection_modifyitems(config, items):
     """Whoever names a test or a part of their names gets all of those."""
     if config.getoption("all") or config.option.keyword or any("::" in arg for arg in config.args):
         return
-    chosen = quick(items)
-    kept = set(chosen)
+    kept = quick(items)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
