@@ -116,7 +116,7 @@ def test_gradients_that_are_wrong_in_place_alone_are_wrong(toy, monkeypatch):
     assert found[IN_PLACE, BOTH].status == "WRONG" and found[IN_PLACE, BOTH].seconds is None
     assert found[OURS, BOTH].status == "ok"
     run = Run({}, {}, results=list(found.values()))
-    assert {row.provider for row in run.wrong} == {IN_PLACE}
+    assert {row.provider for row in run.wrong()} == {IN_PLACE}
 
 
 def test_it_compiles_ahead_where_it_is_measured(toy):

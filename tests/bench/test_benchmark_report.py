@@ -106,7 +106,7 @@ def test_table(run):
 
 
 def test_what_of_ours_is_not_right_makes_the_run_a_failure(run):
-    assert [result.mode for result in run.wrong] == ["backward"]
+    assert [result.mode for result in run.wrong()] == ["backward"]
 
 
 def test_pictures(run, tmp_path):
@@ -406,7 +406,7 @@ def test_a_peer_that_is_a_little_too_far_off_is_shown_so(run):
     run.results[2] = row("liger", 50e-6, status="inexact", note="result 3: error")
     assert "liger 50.0 (1.25x) inexact" in report.table(run)
     assert "rms_norm 8192x4096, liger inexact: result 3: error" in report.table(run)
-    assert [result.mode for result in run.wrong] == ["backward"], "a peer does not fail the run"
+    assert [result.mode for result in run.wrong()] == ["backward"], "a peer does not fail the run"
 
 
 def test_what_took_the_time_is_kept_by_op(run):
