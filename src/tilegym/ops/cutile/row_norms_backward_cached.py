@@ -273,8 +273,7 @@ def backward_plan(
     check = not whole and (not exact or bulk or tile_m > 1 or n != tile_n * pieces)
     # Several rows a tile leave registers for it: 8192x1024 20.5 us instead of 22.9, 65536x512 62.7 instead of 67.1.
     fused = four or three or added or (itemsize == 2 and tile_m > 1 and not (two or add or in_place))
-    deep = deep or (five and many)
-    ahead = 0 if latency else 2 if deep or three or short or thirds else 1
+    ahead = 0 if latency else 2 if deep or three or short or thirds or (five and many) else 1
     # 8192x1024 19.9 us instead of 20.6, with a mean 21.2 instead of 22.0, x1536 30.7 instead of 31.4, x2880 where
     # something is added 56.7 instead of 57.4. But x2560 with a mean 46.9 instead of 44.5, and through pipelines, which
     # the barrier breaks up, twice as long and more.

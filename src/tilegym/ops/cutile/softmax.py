@@ -150,7 +150,7 @@ def softmax_wide_kernel(
     PUBLISH: it writes the part's maximum and sum to ``states``, int64, [parts of all rows]. FINISH: it writes the part
     of y, from the states of all parts of the row. With both, states are zeros before, and the block waits for those of
     others; if it has looked ``patience`` times in vain, it computes them itself. EXTRA, with both: the row has up to so
-    many columns more, a part which its first block takes, too, when it has no registers of its own part to hold.
+    many columns more, a part which its first block takes, too, and reads twice: it has no registers to keep it in.
     """
     if OVERLAP and not FINISH:
         ct.grid_dependency_control_launch_dependents()
