@@ -1,6 +1,7 @@
 """Small models: every family by one recipe, with every kind of layer of the original."""
 
 import operator
+import types
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tilegym.integrate.inputs import has_loss
 from tilegym.integrate.small_model import MAX_PARAMETERS
 from tilegym.integrate.small_model import default_config
 from tilegym.integrate.small_model import small_model
+from tilegym.integrate.trace import functions_of
 from tilegym.integrate.trace import record
 
 # Families whose layers differ from each other: dense and sparse, sliding and full, recurrent and attention.
@@ -214,3 +216,10 @@ def test_a_loss_that_is_not_of_text_is_left_out():
     assert {call.stage for call in record(model).modules} == {"prefill", "decode"}
     llama = small_model("llama").model
     assert has_loss(llama, example(llama))
+
+
+def test_functions_of_no_python_module_are_nobodys():
+    file = types.ModuleType("modeling_mine")
+    exec("def own(): ...\n\ndef generated(): ...", vars(file))
+    file.generated.__module__ = None
+    assert list(functions_of([file]).values()) == [file.own]

@@ -216,7 +216,7 @@ def test_a_trial_that_fails_leaves_the_model_in_training(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_step(family, monkeypatch):
+def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_step(family, monkeypatch, no_run_ahead):
     """The first of the tokens that are tried is off; a formula that is another one is off for all."""
     same, tried = decode_trial._same_behind, []
     monkeypatch.setattr(

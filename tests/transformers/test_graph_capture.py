@@ -105,14 +105,15 @@ class FakeCuda:
             capture_begin=lambda pool, capture_error_mode: self.events.append("begin"),
             capture_end=lambda: self.events.append("end"),
         )
-        stream = types.SimpleNamespace(wait_stream=lambda other: None)
+        waits = {"synchronize": lambda: self.events.append("wait")}
+        stream = types.SimpleNamespace(wait_stream=lambda other: None, **waits)
         for name, fake in {
             "CUDAGraph": lambda: graph,
             "Stream": lambda device: stream,
             "current_stream": lambda: stream,
             "current_device": lambda: 0,
             "stream": lambda stream: contextlib.nullcontext(),
-            "synchronize": lambda: self.events.append("wait"),
+            **waits,
             "empty_cache": lambda: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)

@@ -306,7 +306,7 @@ def test_a_loss_function_that_computes_something_else_is_refused(monkeypatch):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_a_call_may_say(options, computed):
+def test_what_a_call_may_say(options, computed, no_run_ahead):
     model, (ids, mask) = make_model("llama").train(), padded([9, 6], "right")
     labels = ids.clone()
     if "ignore_index" in options:

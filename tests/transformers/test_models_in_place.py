@@ -88,7 +88,7 @@ def test_the_same_step(family, dtype, written):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
-def test_what_is_overwritten(family, written):
+def test_what_is_overwritten(family, written, no_run_ahead):
     """In two layers: gate and up, q and k, and what goes into norms but for embeddings that are left alone."""
     model, ids = patched(family, torch.float32), tokens(2, 8)
     config = model.config

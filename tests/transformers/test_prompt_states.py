@@ -112,8 +112,12 @@ def test_decoding_goes_on_from_replayed_states(family):
 def test_only_the_sessions_own_calls_are_moved():
     """Not those that another thread makes meanwhile; and nothing stays behind."""
     model, ids, seen = make(QWEN3_5), tokens(1, 9), []
+
+    def hooks():
+        return [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()]
+
     with monkey_patch.apply(model, use_cutile=False), torch.no_grad():
-        expected = model(ids).logits
+        before, expected = hooks(), model(ids).logits
         compute = prompt_graph.PromptGraphs._compute
 
         def compute_beside(self, model, prompt):
@@ -126,7 +130,7 @@ def test_only_the_sessions_own_calls_are_moved():
             for _ in range(3):
                 generate(model, ids)
         assert seen and all(seen)
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert hooks() == before
 
 
 @pytest.mark.parametrize("looks", [True, False])

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from transformers import LlamaConfig
 from transformers import LlamaForCausalLM
 
 import tilegym
+from tilegym.errors import FallbackWarning
 from tilegym.transformers import decode_graph
 from tilegym.transformers import monkey_patch
+from tilegym.transformers import prompt_graph
+from tilegym.transformers.graph_capture import capture
 from tilegym.transformers.side_stream import LateFlag
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -93,12 +97,41 @@ def test_threads_with_a_model_each(second):
         for _ in range(6):
             found[index].append(generated(models[index]))
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        for ended in [pool.submit(work, index) for index in range(2)]:
+            ended.result()
     assert found == [[expected[0]] * 6, [expected[1]] * 6]
+
+
+@gpu
+def test_a_prompt_while_another_thread_captures(monkeypatch):
+    """CUDA lets nobody wait for a whole device meanwhile."""
+
+    def refused(*_):
+        raise RuntimeError("would wait for the other capture")
+
+    def run():
+        number.add_(1)
+        if torch.cuda.is_current_stream_capturing():
+            begun.set()
+            assert done.wait(60)
+
+    begun, done, number = threading.Event(), threading.Event(), torch.zeros(1, device="cuda")
+    model = llama().to("cuda")
+    expected = generated(model)
+    for module in (decode_graph, prompt_graph):
+        monkeypatch.setattr(module, "capture", refused)
+    with monkey_patch.apply(model), ThreadPoolExecutor(1) as pool:
+        captured = pool.submit(capture, run, [number], number.device)
+        try:
+            assert begun.wait(60)
+            with pytest.warns(FallbackWarning, match="would wait"):
+                assert generated(model) == expected
+        finally:
+            done.set()
+        graph, _ = captured.result()
+    graph.replay()
+    assert number.item() == 1
 
 
 def test_the_flag_is_read_on_its_own_gpu(monkeypatch):

@@ -141,7 +141,7 @@ def test_a_single_token_step_has_gradients(family):
 
 
 @families
-def test_dropout_is_left_to_pytorch(family, monkeypatch):
+def test_dropout_is_left_to_pytorch(family, monkeypatch, no_run_ahead):
     """With the same seed SDPA draws the same numbers, if it is given masks of the same shape."""
     calls = []
 

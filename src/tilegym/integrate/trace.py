@@ -134,7 +134,7 @@ def functions_of(files: list[types.ModuleType]) -> dict[types.CodeType, types.Fu
     found = {}
     for file in files:
         for value in vars(file).values():
-            if isinstance(value, types.FunctionType) and _is_modeling(value.__module__):
+            if isinstance(value, types.FunctionType) and _is_modeling(value.__module__ or "torch"):  # generated code
                 found[inspect.unwrap(value).__code__] = value
     return found
 

@@ -101,11 +101,10 @@ def _capture(
             for _ in range(2):  # compiles and tunes kernels, and lets libraries make their workspaces
                 run()
                 restore()
-        torch.cuda.current_stream().wait_stream(stream)
+        stream.synchronize()
         # Not by torch.cuda.graph, whose stream is of the GPU that was current when the process first used it.
         stream = _capture_stream(torch.cuda.current_device())
         with _one_at_a_time, torch.cuda.stream(stream), _NumbersAreFilledIn():
-            torch.cuda.synchronize()
             torch.cuda.empty_cache()
             # What other threads do meanwhile (loaders that pin memory, say) is not the graph's business, nor forbidden.
             graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -117,7 +116,8 @@ def _capture(
                 raise
             graph.capture_end()
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+        # The first error is the one to tell. No device can be waited for while another thread captures on it.
+        with contextlib.suppress(RuntimeError), _one_at_a_time:
             torch.cuda.synchronize()
         if device.type == "cuda":
             _end_for_generator(device)

@@ -197,12 +197,13 @@ class PromptGraphs:
         device = given.tokens.device
         on_gpu = device.type == "cuda"
         if on_gpu:
-            torch.cuda.synchronize(device)
+            # Not the whole device: another thread may be capturing on it.
+            torch.cuda.current_stream(device).synchronize()
         start = time.perf_counter()
         results = prefill()
         launched = time.perf_counter()
         if on_gpu:
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()
             if launched - start < BOUND_BY_HOST * (time.perf_counter() - start):
                 self.left.add(form)
                 return results

@@ -49,7 +49,7 @@ class GpuBench:
     def run(self, candidate: Candidate, args: tuple) -> None:
         with ct.compiler_timeout(env.tune_timeout()):
             self._launch(candidate, args)
-        torch.cuda.synchronize(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
 
     def time(self, candidate: Candidate, args: tuple, reset: Callable[[], None], samples: int) -> list[float]:
         events = []
@@ -63,7 +63,7 @@ class GpuBench:
                 self._launch(candidate, args)
                 end.record()
                 events.append((start, end))
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in events]
 
     def _launch(self, candidate: Candidate, args: tuple) -> None:
