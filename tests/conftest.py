@@ -16,6 +16,7 @@ import torch
 
 from tilegym.backend import recording
 from tilegym.backend import slower
+from tilegym.backend.cutile import compile_ahead
 
 pytest_plugins = ["selection"]
 WAITS = (5, 20, 60)  # seconds; other processes' large tests end within them
@@ -29,6 +30,7 @@ def gpu_order(gpus: list[str], worker: str) -> list[str]:
 
 def pytest_configure():
     gc.set_threshold(50_000, 20, 20)
+    torch.backends.cudnn.allow_tf32 = False  # convolutions of fp32: what a test compares is to be fp32 throughout
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else sorted(p.name[6:] for p in Path("/dev").glob("nvidia[0-9]*"))
     if len(gpus) > 1 and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
@@ -76,3 +78,9 @@ def nothing_recorded():
     """A test may change what the implementations of ops are made of, or look at how a call is served first."""
     recording.forget()
     yield
+
+
+@pytest.fixture
+def no_run_ahead(monkeypatch):
+    """For tests that count what is run: on a GPU a first call runs once more, to compile ahead."""
+    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda *_: 0)

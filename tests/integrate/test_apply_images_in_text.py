@@ -44,7 +44,7 @@ def state_of(model):
 
 @models
 @pytest.mark.parametrize("images", [True, False])
-def test_logits_stay_and_attention_is_served(name, images):
+def test_logits_stay_and_attention_is_served(name, images, no_run_ahead):
     model = make(name)
     inputs = inputs_of(name, model)
     if not images:

@@ -163,11 +163,12 @@ class CudaTimer:
         """Bytes allocated at the worst moment of a call beyond those that were there before it."""
         state = setup()
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call(state)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        with _no_garbage_collection():  # which would free what was there before
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call(state)
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - before
 
     def host_time(self, call: Callable[[], Any]) -> Timing:
         """Seconds of the host for one call; give it tiny tensors.
