@@ -196,8 +196,8 @@ class Test_Patched:
         assert coverage["measure"] == "gpu_time_in_own_kernels"
         own = {entry["name"]: entry["calls"] for entry in coverage["entries"] if entry["own"]}
         assert len(own) >= 4, own
-        # 2 norms in each of 4 layers and a last one, in 6 forward passes; in steps within what follows them.
-        assert sum(calls for name, calls in own.items() if "norm" in name) == 54, own
+        # 2 norms in each of 4 layers and a last one, in 6 forward passes; in one kernel with what follows them, or not.
+        assert sum(calls for name, calls in own.items() if "norm" in name) >= 54, own
 
     def test_without_attention(self):
         _, summary = infer_json("--model_id", TINY_LLAMA, "--use_tilegym", *SHORT)
@@ -232,7 +232,7 @@ class Test_Patched:
         def refuse(*args, **kwargs):
             raise UnsupportedError("a reason of its own")
 
-        monkeypatch.setitem(ops.rms_norm.op.impls, "cutile", refuse)
+        monkeypatch.setitem(ops.fmha.op.impls, "cutile", refuse)
         result, summary = infer_json(
             *("--model_id", TINY_LLAMA, *TILEGYM, "--interpret"),
             *("--output_length", "1", "--num_runs", "1", "--warmup_runs", "0"),

@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 
+import models_with_images
 import pytest
 import torch
 import transformers
@@ -105,7 +106,8 @@ class _Shifted(transformers.LlavaForConditionalGeneration):
 
 
 def test_steps_that_need_what_the_prompt_was_given_are_left_to_transformers(steps, monkeypatch):
-    monkeypatch.setattr(transformers, "LlavaForConditionalGeneration", _Shifted)
+    # transformers is not one module: it puts another in its place at the first class that it is asked for.
+    monkeypatch.setattr(models_with_images.transformers, "LlavaForConditionalGeneration", _Shifted)
     model = make("llava")
     inputs = inputs_of("llava", model)
     given = inputs | {"spatial_shapes": torch.tensor(3)}

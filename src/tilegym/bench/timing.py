@@ -163,6 +163,7 @@ class CudaTimer:
         """Bytes allocated at the worst moment of a call beyond those that were there before it."""
         state = setup()
         torch.cuda.synchronize()
+        time.sleep(1e-3)  # autograd's thread may still hold what the call before has returned
         with _no_garbage_collection():  # which would free what was there before
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
