@@ -54,7 +54,7 @@ class Test_CrossEntropyAhead(PyTestCase):
             monkeypatch.setattr(parts, "PATIENCE", 0)  # blocks run one after the other
 
     @dtypes()
-    @pytest.mark.parametrize("shape", [(M, V), (2, 4, 40000)], ids=str)
+    @pytest.mark.parametrize("shape", [(M, V), (16, V), (2, 4, 40000)], ids=str)
     def test_op(self, shape, dtype):
         """With a gradient of the loss that is not the expected one."""
         kwargs = arguments(*shape, dtype=dtype)

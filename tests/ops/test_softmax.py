@@ -112,7 +112,7 @@ class Test_Softmax(PyTestCase):
         return lambda number: monkeypatch.setattr(kernels, "sm_count", lambda device: number)
 
     @dtypes()
-    @pytest.mark.parametrize("shape", [(1, 33001), (2, 1, 40000), (3, 20000)], ids=str)
+    @pytest.mark.parametrize("shape", [(1, 33001), (8, 33001), (2, 1, 40000), (3, 20000)], ids=str)
     def test_few_wide_rows(self, shape, dtype, multiprocessors):
         multiprocessors(132)
         kwargs = {"x": randn(*shape, dtype=dtype) * 3 - 300}  # parts that are not there have another maximum
@@ -120,7 +120,7 @@ class Test_Softmax(PyTestCase):
 
     def test_parts_that_fill_the_row(self):
         """Wide ones, unless more than a tenth of their columns were idle."""
-        widths = [kernels.wide_plan(512, n, -1, False, 2)[3][0] for n in (102400, 128256, 151936)]
+        widths = [kernels.wide_plan(512, n, -1, False, 2, 0)[4][0] for n in (102400, 128256, 151936)]
         assert widths == [8192, 16384, 16384]
 
     def test_what_is_left_over_takes_no_part_of_its_own(self):
@@ -146,7 +146,7 @@ class Test_Softmax(PyTestCase):
         torch.set_num_threads(number)
 
     @dtypes()
-    @pytest.mark.parametrize("shape", [(8, 33001), (2, 4, 40000)], ids=str)
+    @pytest.mark.parametrize("shape", [(8, 33001), (9, 33001), (2, 4, 40000)], ids=str)
     def test_wide_rows_in_one_launch(self, shape, dtype, in_one_launch):
         x = randn(*shape, dtype=dtype) * 3
         x[0, ..., :20000] = -INF  # a whole part without a maximum
@@ -165,9 +165,13 @@ class Test_Softmax(PyTestCase):
         if not HAS_GPU:
             monkeypatch.setattr(parts, "shared_states", lambda like, number: workspace._next_turn(-1, number))
 
-    @pytest.mark.parametrize(("columns", "states"), [(49001, (3, 6)), (33001, (3, 4))], ids=["parts", "more"])
-    def test_launches_in_turns(self, columns, states, in_turns, in_one_launch):
-        for seed, m in enumerate((8, 9, 8, 8, 8, 8, 9, 8)):
+    @pytest.mark.parametrize(
+        ("columns", "states", "other"),
+        [(49008, (3, 6), 9), (33008, (3, 4), 9), (33001, (4, 5), 16)],
+        ids=["parts", "more", "edges"],
+    )
+    def test_launches_in_turns(self, columns, states, other, in_turns, in_one_launch):
+        for seed, m in enumerate((8, other, 8, 8, 8, 8, other, 8)):
             x = randn(m, columns, dtype=torch.bfloat16, seed=seed) * 3
             with recorded_launches(run=True) as launches:
                 self.assertCorrectness(softmax, reference, {"x": x}, {"backend": "cutile"}, gradient=True)

@@ -39,6 +39,11 @@ from tilegym.ops.cutile.parts import low
 from tilegym.ops.cutile.parts import parts_of
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
+from tilegym.ops.cutile.row_groups import group_size
+from tilegym.ops.cutile.row_groups import load_edges
+from tilegym.ops.cutile.row_groups import load_groups
+from tilegym.ops.cutile.row_groups import store_edges
+from tilegym.ops.cutile.row_groups import store_groups
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import begin
@@ -65,17 +70,26 @@ def expect_kernel(target, expected, factors, ignore_index, TILE: Int, OVERLAP: B
     ct.scatter(factors, 1, scale)
 
 
-def _part(x, row, ignored, number, TILE_N: Int):
-    # A row that is ignored is not read.
-    cols = span(number, TILE_N)
-    inside = cols < ct.where(ignored, 0, x.shape[1])
-    return ct.gather(x, (row, cols), mask=inside, padding_value=-math.inf)
+# A row that is ignored is not read.
+def _part(x, row, n, ignored, number, TILE_N: Int, V: Int):
+    if V:
+        part = load_groups(x, row, n, ct.where(ignored, 0, n), number, TILE_N, V, -math.inf)
+    else:
+        cols = span(number, TILE_N)
+        # Of the shape it is known what divides it, not of n.
+        inside = cols < ct.where(ignored, 0, x.shape[1])
+        part = ct.gather(x, (row, cols), mask=inside, padding_value=-math.inf)
+    return part
 
 
-def _tail(x, row, ignored, parts, TILE_N: Int, EXTRA: Int):
-    """The columns behind those of a row's parts."""
-    cols = parts * TILE_N + ct.arange(EXTRA, dtype=ct.int32)
-    return ct.gather(x, (row, cols), mask=cols < ct.where(ignored, 0, x.shape[1]), padding_value=-math.inf)
+def _rest(x, row, n, ignored, parts, TILE_N: Int, EXTRA: Int, V: Int):
+    """What a row has beside its parts."""
+    if V:
+        rest = load_edges(x, row, n, ct.where(ignored, 0, n) > 0, V, -math.inf)
+    else:
+        cols = parts * TILE_N + ct.arange(EXTRA, dtype=ct.int32)
+        rest = ct.gather(x, (row, cols), mask=cols < ct.where(ignored, 0, x.shape[1]), padding_value=-math.inf)
+    return rest
 
 
 def _state(part):
@@ -92,26 +106,26 @@ def _target_gradient(loss, factor):
     return (ct.exp(-loss) - 1.0) * factor
 
 
-def _scale(x, label, ignore_index, factor, inverse):
-    """What the powers of a row's logits are multiplied with."""
-    is_class = (label >= 0) & (label < x.shape[1])
+def _scale(n, label, ignore_index, factor, inverse):
+    """What the powers of a row's n logits are multiplied with."""
+    is_class = (label >= 0) & (label < n)
     return ct.where(label == ignore_index, 0.0, ct.where(is_class, factor * inverse, math.nan))
 
 
 @ct.kernel
 def gradient_kernel(
-    x, target, factors, losses, terms, dx, ignore_index, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int,
-    OVERLAP: Bool, TURNS: Int,
+    x, target, factors, losses, terms, dx, n, ignore_index, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int,
+    V: Int, OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
-    """x, dx: [M, V]; target, losses: [M]; terms: [M, 2], a row's maximum in units, and one over the sum of its powers
+    """x, dx: [M, n]; target, losses: [M]; terms: [M, 2], a row's maximum in units, and one over the sum of its powers
     relative to it. Each block takes a part of a row, TILE_N columns of at most PARTS times as many, and writes its
-    gradient as if no logit were the target's. ``states``, ``patience`` and EXTRA are those of softmax's kernels."""
+    gradient as if no logit were the target's. ``states``, ``patience``, EXTRA and V are those of softmax's kernels."""
     let_next_begin(OVERLAP)
     number, row, blocks = ct.bid(1), ct.bid(2), ct.num_blocks(1)
     parts = blocks + 1 if EXTRA else blocks
     label = ct.gather(target, row)
     ignored = label == ignore_index
-    part = _part(x, row, ignored, number, TILE_N)
+    part = _part(x, row, n, ignored, number, TILE_N, V)
     count = parts * ct.num_blocks(2)
     turn = turn_of(states, count, TURNS)
     if OVERLAP:
@@ -120,33 +134,41 @@ def gradient_kernel(
     if EXTRA:
         if number == 0:
             # While the part is on its way.
-            publish(states, first + blocks, _state(_tail(x, row, ignored, blocks, TILE_N, EXTRA)))
+            publish(states, first + blocks, _state(_rest(x, row, n, ignored, blocks, TILE_N, EXTRA, V)))
     found, missing = exchange(states, first, number, parts, _state(part), patience, PARTS)
     if missing > 0:
         for i in range(blocks):
-            publish(states, first + i, _state(_part(x, row, ignored, i, TILE_N)))
+            publish(states, first + i, _state(_part(x, row, n, ignored, i, TILE_N, V)))
         if EXTRA:
-            publish(states, first + blocks, _state(_tail(x, row, ignored, blocks, TILE_N, EXTRA)))
+            publish(states, first + blocks, _state(_rest(x, row, n, ignored, blocks, TILE_N, EXTRA, V)))
         while missing > 0:
             found, missing = look(states, first, parts, PARTS)
-        part = _part(x, row, ignored, number, TILE_N)  # which takes no registers until now
+        part = _part(x, row, n, ignored, number, TILE_N, V)  # which takes no registers until now
     there = ct.arange(PARTS, dtype=ct.int32) < parts
     tops = ct.where(there, high(found), -math.inf)
     base = base_of(ct.max(tops))
     total = ct.sum(ct.where(there, low(found) * power_of(tops - base, x.dtype), 0.0))
     inverse, factor = 1.0 / total, ct.gather(factors, 0)
     if factor == factor:
-        scale = _scale(x, label, ignore_index, factor, inverse)
-        ct.scatter(dx, (row, span(number, TILE_N)), _gradient(part, base, scale).astype(dx.dtype))
+        scale = _scale(n, label, ignore_index, factor, inverse)
+        out = _gradient(part, base, scale)
+        if V:
+            store_groups(dx, row, n, number, out, TILE_N, V)
+        else:
+            ct.scatter(dx, (row, span(number, TILE_N)), out.astype(dx.dtype))
         if EXTRA:
             if number == 0:
-                out = _gradient(_tail(x, row, ignored, blocks, TILE_N, EXTRA), base, scale)
-                cols = blocks * TILE_N + ct.arange(EXTRA, dtype=ct.int32)
-                ct.scatter(dx, (row, cols), out.astype(dx.dtype))
+                out = _gradient(_rest(x, row, n, ignored, blocks, TILE_N, EXTRA, V), base, scale)
+                if V:
+                    store_edges(dx, row, n, True, out, V)
+                else:
+                    cols = blocks * TILE_N + ct.arange(EXTRA, dtype=ct.int32)
+                    ct.scatter(dx, (row, cols), out.astype(dx.dtype))
     if number == 0:
         unit = unit_of(x.dtype)
-        logit = ct.gather(x, (row, label)).astype(ct.float32)
-        is_class = (label >= 0) & (label < x.shape[1])
+        is_class = (label >= 0) & (label < n)
+        place = row * n + ct.where(is_class, label, 0)
+        logit = ct.gather(x, place if V else (row, label)).astype(ct.float32)
         loss = ct.where(is_class, ct.log(total), math.nan) - above(logit, base, unit) * (1.0 / unit)
         ct.scatter(losses, row, ct.where(ignored, 0.0, loss))
         ct.scatter(terms, (row, 0), base)
@@ -180,7 +202,7 @@ def _correct_tile(x, target, losses, terms, dx, ignore_index, factor, row, first
     index = ct.arange(TILE_N, dtype=ct.int32)
     part = ct.gather(x, (row, first + index), check_bounds=not INSIDE)
     label, base, inverse = ct.gather(target, row), ct.gather(terms, (row, 0)), ct.gather(terms, (row, 1))
-    out = _gradient(part, base, _scale(x, label, ignore_index, factor, inverse))
+    out = _gradient(part, base, _scale(x.shape[1], label, ignore_index, factor, inverse))
     if (label == ignore_index) | ((label >= first) & (label < first + TILE_N)):
         own = _target_gradient(ct.gather(losses, row), factor)
         chosen = index == (label - first).astype(ct.int32)
@@ -218,13 +240,13 @@ MAX_ROWS = 65535  # of one launch: blocks along axis 2
 
 
 @functools.lru_cache(maxsize=1024)
-def ahead_plan(m: int, n: int, device: int, size: int) -> tuple[ct.kernel, int, tuple[int, int]] | None:
-    """(kernel, parts of a row, (TILE_N, EXTRA)) for logits [m, n] on CUDA device ``device`` (-1: CPU). None where not
-    all parts of a row would run at the same time; for rows of one part; and for fewer blocks than run at once: in bf16
-    an H200 takes 20.9 us instead of 21.2 for 64x128256, 30.8 instead of 34.4 for 128x128256, 50.5 instead of 59.5 for
-    2048x16384."""
+def ahead_plan(m: int, n: int, device: int, size: int, v: int) -> tuple[ct.kernel, int, tuple[int, int]] | None:
+    """(kernel, parts of a row, (TILE_N, EXTRA)) for logits [m, n] on CUDA device ``device`` (-1: CPU), in groups of
+    ``v`` if that is not 0. None where not all parts of a row would run at the same time; for rows of one part; and for
+    fewer blocks than run at once: in bf16 an H200 takes 20.9 us instead of 21.2 for 64x128256, 30.8 instead of 34.4 for
+    128x128256, 50.5 instead of 59.5 for 2048x16384."""
     tile_n, warps, occupancy = forward_tile(n, size)
-    parts, extra = parts_of(n, tile_n)
+    parts, extra = (ct.cdiv(n // v * v, tile_n), 2 * v) if v else parts_of(n, tile_n)
     processors = sm_count(device)
     if parts + (extra > 0) < 2 or m > MAX_ROWS or parts > processors or m * parts < occupancy * processors:
         return None
@@ -237,7 +259,7 @@ def serves(logits: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or in_place.wanted() or in_place.hooks_save():
         return False
     m, n = logits.shape[:-1].numel(), logits.shape[-1]
-    return ahead_plan(m, n, logits.get_device(), logits.element_size()) is not None
+    return ahead_plan(m, n, logits.get_device(), logits.element_size(), group_size(n, logits)) is not None
 
 
 @functools.cache
@@ -264,12 +286,14 @@ def cross_entropy_forward_ahead(
     rows, target = rows_of(logits), target.reshape(-1)
     (m, n), device = rows.shape, logits.get_device()
     overlap, tile = overlaps(device), min(1024, max(128, next_power_of_2(m)))
-    kernel, parts, (tile_n, extra) = ahead_plan(m, n, device, rows.element_size())
+    v = group_size(n, logits)
+    kernel, parts, (tile_n, extra) = ahead_plan(m, n, device, rows.element_size(), v)
     launch(logits, (1,), expect_kernel, (target, expected, factors, ignore_index, tile, overlap))
     gradient = dx.view(rows.shape)
-    arrays = (rows, target, factors, losses, terms, gradient, ignore_index)
+    grouped = (x.view(-1) if v else x for x in (rows, gradient))
+    arrays = (next(grouped), target, factors, losses, terms, next(grouped), n, ignore_index)
     more = m if extra else 0
-    tiles = (tile_n, next_power_of_2(parts + (extra > 0)), extra)
+    tiles = (tile_n, next_power_of_2(parts + (extra > 0)), extra, v)
     launch_parts(logits, (1, parts, m), kernel, arrays, tiles, after_one=True, more=more)
     arrays = (losses, target, factors, gradient, loss.view(1), number.view(1), ignore_index)
     launch(logits, (1,), finish_kernel, (*arrays, tile, overlap), overlap=overlap)

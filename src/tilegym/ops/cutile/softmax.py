@@ -29,6 +29,11 @@ from tilegym.ops.cutile.parts import low
 from tilegym.ops.cutile.parts import parts_of
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
+from tilegym.ops.cutile.row_groups import group_size
+from tilegym.ops.cutile.row_groups import load_edges
+from tilegym.ops.cutile.row_groups import load_groups
+from tilegym.ops.cutile.row_groups import store_edges
+from tilegym.ops.cutile.row_groups import store_groups
 from tilegym.ops.cutile.softmax_joint import MAX_ROWS
 from tilegym.ops.cutile.softmax_joint import base_of
 from tilegym.ops.cutile.softmax_joint import exp_of
@@ -92,28 +97,47 @@ def _written(states, first, parts, PARTS: Int):
     return ct.gather(states, ct.where(index < parts, first + index, -1))
 
 
-def _part(x, row, number, TILE_N: Int, padding):
-    return ct.gather(x, at(x, row, span(number, TILE_N)), padding_value=padding)
-
-
-def _extra_columns(number, parts, TILE_N: Int, EXTRA: Int):
-    """The columns behind those of a row's parts, if part ``number`` is the last: it takes them too. Else -1."""
-    return ct.where(number == parts - 1, parts * TILE_N + ct.arange(EXTRA, dtype=ct.int32), -1)
-
-
-def _part_and_more(x, row, number, parts, TILE_N: Int, EXTRA: Int):
-    """A part as one tile, or two: the second is of the columns that the last part takes beyond its own."""
-    part = (_part(x, row, number, TILE_N, 0),)
-    if EXTRA:
-        cols = _extra_columns(number, parts, TILE_N, EXTRA)
-        part = (*part, ct.gather(x, at(x, row, cols), padding_value=0))
+def _part(x, row, n, number, TILE_N: Int, V: Int, padding):
+    if V:
+        part = load_groups(x, row, n, n, number, TILE_N, V, padding)
+    else:
+        part = ct.gather(x, at(x, row, span(number, TILE_N)), padding_value=padding)
     return part
 
 
-def _tail(x, row, parts, TILE_N: Int, EXTRA: Int):
-    """The columns behind those of a row's parts."""
-    cols = parts * TILE_N + ct.arange(EXTRA, dtype=ct.int32)
-    return ct.gather(x, at(x, row, cols), padding_value=-math.inf)
+def _store_part(y, row, n, number, out, TILE_N: Int, V: Int):
+    if V:
+        store_groups(y, row, n, number, out, TILE_N, V)
+    else:
+        ct.scatter(y, at(y, row, span(number, TILE_N)), out.astype(y.dtype))
+
+
+def _rest_columns(parts, wanted, TILE_N: Int, EXTRA: Int):
+    return ct.where(wanted, parts * TILE_N + ct.arange(EXTRA, dtype=ct.int32), -1)
+
+
+def _rest(x, row, n, parts, wanted, TILE_N: Int, EXTRA: Int, V: Int, padding):
+    """What a row has beside its parts, up to EXTRA numbers, if that is ``wanted``."""
+    if V:
+        rest = load_edges(x, row, n, wanted, V, padding)
+    else:
+        rest = ct.gather(x, at(x, row, _rest_columns(parts, wanted, TILE_N, EXTRA)), padding_value=padding)
+    return rest
+
+
+def _store_rest(y, row, n, parts, wanted, out, TILE_N: Int, EXTRA: Int, V: Int):
+    if V:
+        store_edges(y, row, n, wanted, out, V)
+    else:
+        ct.scatter(y, at(y, row, _rest_columns(parts, wanted, TILE_N, EXTRA)), out.astype(y.dtype))
+
+
+def _part_and_rest(x, row, n, number, parts, TILE_N: Int, EXTRA: Int, V: Int):
+    """A part as one tile, or two: the last one takes what its row has beside the parts, too."""
+    part = (_part(x, row, n, number, TILE_N, V, 0),)
+    if EXTRA:
+        part = (*part, _rest(x, row, n, parts, number == parts - 1, TILE_N, EXTRA, V, 0))
+    return part
 
 
 def _exps(part, base, dtype):
@@ -142,31 +166,35 @@ def _backward_state(out, up, EXTRA: Int):
 
 @ct.kernel
 def softmax_wide_kernel(
-    x, y, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool,
+    x, y, n, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int, V: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool,
     OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
-    """Each block takes a part, TILE_N columns, of a row that has at most PARTS of them.
+    """Each block takes a part, TILE_N columns, of a row of n that has at most PARTS of them.
 
     PUBLISH: it writes the part's maximum and sum to ``states``, int64, [parts of all rows]. FINISH: it writes the part
     of y, from the states of all parts of the row. With both, states are zeros before, and the block waits for those of
-    others; if it has looked ``patience`` times in vain, it computes them itself. EXTRA, with both: the row has up to so
-    many columns more, a part which its first block takes, too, and reads twice: it has no registers to keep it in.
+    others; if it has looked ``patience`` times in vain, it computes them itself. EXTRA: the row has up to so many
+    numbers more, a part which its first block takes, too, and reads twice: it has no registers to keep it in. V: arrays
+    are of groups of so many numbers, and these are the row's edges (``row_groups.py``); else those behind its parts.
     """
     if OVERLAP and not FINISH:
         ct.grid_dependency_control_launch_dependents()
     number, row, blocks = ct.bid(1), ct.bid(2), ct.num_blocks(1)
     parts = blocks + 1 if EXTRA else blocks
     first = row * parts
-    part = _part(x, row, number, TILE_N, -math.inf)
+    part = _part(x, row, n, number, TILE_N, V, -math.inf)
     count = parts * ct.num_blocks(2)
     turn = turn_of(states, count, TURNS)
     if OVERLAP and FINISH:
         ct.grid_dependency_control_wait()  # for what is written to states
-    if EXTRA:
+    if EXTRA and PUBLISH:
         if number == 0:
             # While the part is on its way.
-            tail = _tail(x, row, blocks, TILE_N, EXTRA)
-            publish(states, first + turn * count + blocks, _state(tail))
+            state = _state(_rest(x, row, n, blocks, True, TILE_N, EXTRA, V, -math.inf))
+            if FINISH:
+                publish(states, first + turn * count + blocks, state)
+            else:
+                ct.scatter(states, first + blocks, state)
     if PUBLISH:
         state = _state(part)
         if not FINISH:
@@ -177,12 +205,13 @@ def softmax_wide_kernel(
             found, missing = exchange(states, first, number, parts, state, patience, PARTS)
             if missing > 0:
                 for i in range(blocks):
-                    publish(states, first + i, _state(_part(x, row, i, TILE_N, -math.inf)))
+                    publish(states, first + i, _state(_part(x, row, n, i, TILE_N, V, -math.inf)))
                 if EXTRA:
-                    publish(states, first + blocks, _state(_tail(x, row, blocks, TILE_N, EXTRA)))
+                    rest = _rest(x, row, n, blocks, True, TILE_N, EXTRA, V, -math.inf)
+                    publish(states, first + blocks, _state(rest))
                 while missing > 0:
                     found, missing = look(states, first, parts, PARTS)
-                part = _part(x, row, number, TILE_N, -math.inf)  # which takes no registers until now
+                part = _part(x, row, n, number, TILE_N, V, -math.inf)  # which takes no registers until now
         else:
             found = _written(states, first, parts, PARTS)
         there = ct.arange(PARTS, dtype=ct.int32) < parts
@@ -190,29 +219,29 @@ def softmax_wide_kernel(
         base = base_of(ct.max(tops))
         total = ct.sum(ct.where(there, low(found) * exp_of(tops - base, x.dtype), 0.0))
         out = _exps(_again(part, TWICE), base, x.dtype) * (1.0 / total)
-        ct.scatter(y, at(y, row, span(number, TILE_N)), out.astype(y.dtype))
+        _store_part(y, row, n, number, out, TILE_N, V)
         clear_others(states, turn, row * parts + number, count, TURNS)
         if EXTRA:
             if number == 0:
-                tail = _tail(x, row, blocks, TILE_N, EXTRA).astype(ct.float32)
-                out = _exps(tail, base, x.dtype) * (1.0 / total)
-                ct.scatter(y, at(y, row, blocks * TILE_N + ct.arange(EXTRA, dtype=ct.int32)), out.astype(y.dtype))
+                rest = _rest(x, row, n, blocks, True, TILE_N, EXTRA, V, -math.inf).astype(ct.float32)
+                out = _exps(rest, base, x.dtype) * (1.0 / total)
+                _store_rest(y, row, n, blocks, True, out, TILE_N, EXTRA, V)
                 clear_others(states, turn, row * parts + blocks, count, TURNS)
 
 
 @ct.kernel
 def softmax_backward_wide_kernel(
-    dy, y, dx, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int, PUBLISH: Bool, FINISH: Bool, TWICE: Bool,
-    OVERLAP: Bool, TURNS: Int,
+    dy, y, dx, n, states, patience, TILE_N: Int, PARTS: Int, EXTRA: Int, V: Int, PUBLISH: Bool, FINISH: Bool,
+    TWICE: Bool, OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
-    """As :func:`softmax_wide_kernel`; the state of a part is its sum of y * dy. The last part has up to EXTRA columns
+    """As :func:`softmax_wide_kernel`; the state of a part is its sum of y * dy. The last part has up to EXTRA numbers
     more."""
     if OVERLAP and not FINISH:
         ct.grid_dependency_control_launch_dependents()
     number, row, parts = ct.bid(1), ct.bid(2), ct.num_blocks(1)
     first = row * parts
-    out = _part_and_more(y, row, number, parts, TILE_N, EXTRA)
-    up = _part_and_more(dy, row, number, parts, TILE_N, EXTRA)
+    out = _part_and_rest(y, row, n, number, parts, TILE_N, EXTRA, V)
+    up = _part_and_rest(dy, row, n, number, parts, TILE_N, EXTRA, V)
     count = parts * ct.num_blocks(2)
     turn = turn_of(states, count, TURNS)
     if OVERLAP and FINISH:
@@ -227,13 +256,13 @@ def softmax_backward_wide_kernel(
             found, missing = exchange(states, first, number, parts, state, patience, PARTS)
             if missing > 0:
                 for i in range(parts):
-                    y_part = _part_and_more(y, row, i, parts, TILE_N, EXTRA)
-                    dy_part = _part_and_more(dy, row, i, parts, TILE_N, EXTRA)
+                    y_part = _part_and_rest(y, row, n, i, parts, TILE_N, EXTRA, V)
+                    dy_part = _part_and_rest(dy, row, n, i, parts, TILE_N, EXTRA, V)
                     publish(states, first + i, _backward_state(y_part, dy_part, EXTRA))
                 while missing > 0:
                     found, missing = look(states, first, parts, PARTS)
-                out = _part_and_more(y, row, number, parts, TILE_N, EXTRA)
-                up = _part_and_more(dy, row, number, parts, TILE_N, EXTRA)
+                out = _part_and_rest(y, row, n, number, parts, TILE_N, EXTRA, V)
+                up = _part_and_rest(dy, row, n, number, parts, TILE_N, EXTRA, V)
         else:
             found = _written(states, first, parts, PARTS)
         there = ct.arange(PARTS, dtype=ct.int32) < parts
@@ -241,9 +270,9 @@ def softmax_backward_wide_kernel(
         grad = _again(out[0], TWICE) * (_again(up[0], TWICE) - total)
         if EXTRA:
             more = _again(out[1], TWICE) * (_again(up[1], TWICE) - total)
-        ct.scatter(dx, at(dx, row, span(number, TILE_N)), grad.astype(dx.dtype))
+        _store_part(dx, row, n, number, grad, TILE_N, V)
         if EXTRA:
-            ct.scatter(dx, at(dx, row, _extra_columns(number, parts, TILE_N, EXTRA)), more.astype(dx.dtype))
+            _store_rest(dx, row, n, parts, number == parts - 1, more, TILE_N, EXTRA, V)
         clear_others(states, turn, row * parts + number, count, TURNS)
 
 
@@ -285,9 +314,10 @@ def plan(m: int, n: int, device: int, backward: bool, size: int) -> tuple[ct.ker
 
 @functools.lru_cache(maxsize=1024)
 def wide_plan(
-    m: int, n: int, device: int, backward: bool, size: int
-) -> tuple[ct.kernel, int, bool, tuple[int, ...], bool]:
-    """(kernel, parts of a row, whether one launch takes them, tile constants, TWICE) for longer rows [m, n]."""
+    m: int, n: int, device: int, backward: bool, size: int, v: int
+) -> tuple[ct.kernel, int, int, bool, tuple[int, ...], bool]:
+    """(kernel, parts of a row, states of a row, whether one launch takes them, tile constants, TWICE) for longer rows
+    [m, n], in groups of ``v`` numbers if that is not 0."""
     tile_n, warps, occupancy = BACKWARD[size] if backward else forward_tile(n, size)
     if not backward and occupancy == 5 and m >= MANY_ROWS and n <= MOST_PARTS * tile_n:
         occupancy = 4
@@ -297,10 +327,12 @@ def wide_plan(
     # Blocks do not wait for others of which it is not sure that they run at the same time.
     at_once = not few and ct.cdiv(n, tile_n) <= sm_count(device)
     parts, extra = parts_of(n, tile_n) if at_once else (ct.cdiv(n, tile_n), 0)
+    if v:
+        parts, extra = ct.cdiv(n // v * v, tile_n), 2 * v
     kernel = softmax_backward_wide_kernel if backward else softmax_wide_kernel
     kernel = hinted(kernel, num_worker_warps=warps, occupancy=occupancy)
     states = parts + 1 if extra and not backward else parts
-    return kernel, parts, at_once, (tile_n, next_power_of_2(states), extra), size == 2
+    return kernel, parts, states, at_once, (tile_n, next_power_of_2(states), extra, v), size == 2
 
 
 def _launch(like, arrays, rows, backward):
@@ -320,14 +352,14 @@ def _launch(like, arrays, rows, backward):
         for some in zip(*(array.split(MAX_ROWS) for array in arrays), strict=True):
             _launch(like, some, some[-1], backward)
         return
-    kernel, parts, at_once, tiles, twice = wide_plan(m, n, device, backward, size)
-    grid = (1, parts, m)
+    v = group_size(n, *arrays)
+    kernel, parts, states, at_once, tiles, twice = wide_plan(m, n, device, backward, size, v)
+    grid, arrays = (1, parts, m), (*(x.view(-1) if v else x for x in arrays), n)
     if at_once:
-        more = m if tiles[-1] and not backward else 0
-        launch_parts(like, grid, kernel, arrays, (*tiles, True, True, twice), more=more)
+        launch_parts(like, grid, kernel, arrays, (*tiles, True, True, twice), more=(states - parts) * m)
         return
     overlap = overlaps(device)
-    states = torch.empty(parts * m, dtype=torch.int64, device=like.device)
+    states = torch.empty(states * m, dtype=torch.int64, device=like.device)
     args = (*arrays, states, 0, *tiles)
     launch(like, grid, kernel, (*args, True, False, twice, overlap, 1))
     launch(like, grid, kernel, (*args, False, True, twice, overlap, 1), overlap=overlap)

@@ -1,0 +1,57 @@
+"""Long rows that begin anywhere in memory, as those of GPT-2's 50257 logits, read and written 16 bytes at a time.
+
+Taken row by row, their numbers would be read one by one. So all rows together are an array of groups of V numbers, 16
+bytes each, and the parts of a row are of the groups that lie in it. What is left of a row, its edges, lies in a group
+before these and in one behind, which hold numbers of the rows beside it, too: they are read and written one by one.
+"""
+
+import cuda.tile as ct
+import torch
+
+from tilegym.ops.cutile.tiling import LINE
+from tilegym.ops.cutile.tiling import Int
+
+MAX_NUMBERS = 2**31 - 2**20  # which 32 bits count, and those of a part that begins behind them
+
+
+def group_size(n: int, *arrays: torch.Tensor) -> int:
+    """V of arrays of one shape whose rows have n numbers, if groups serve them better than rows, else 0."""
+    v, numbers = LINE // arrays[0].element_size(), arrays[0].numel()
+    served = n % v and numbers % v == 0 and numbers <= MAX_NUMBERS and all(x.is_contiguous() for x in arrays)
+    return v if served else 0
+
+
+def _places(row, n, limit, number, TILE_N: Int, V: Int):
+    """Where the numbers of part ``number`` of a row of n are, and which are of groups in its first ``limit``."""
+    # Multiplied with V last: that is how the compiler knows what divides them.
+    first = ((row * n + V - 1) // V + number * (TILE_N // V)) * V
+    index = ct.arange(TILE_N, dtype=ct.int32)
+    return first + index, index < (row * n + limit) // V * V - first
+
+
+def load_groups(x, row, n, limit, number, TILE_N: Int, V: Int, padding):
+    place, there = _places(row, n, limit, number, TILE_N, V)
+    return ct.gather(x, place, mask=there, padding_value=padding, check_bounds=False)
+
+
+def store_groups(y, row, n, number, out, TILE_N: Int, V: Int):
+    place, there = _places(row, n, n, number, TILE_N, V)
+    ct.scatter(y, place, out.astype(y.dtype), mask=there, check_bounds=False)
+
+
+def _edges(row, n, V: Int):
+    """Where a row's edges are, [2 * V], and which of these places are some; a row has more numbers than that."""
+    start, end, index = row * n, row * n + n, ct.arange(2 * V, dtype=ct.int32)
+    place = ct.where(index < V, start + index, end // V * V + index - V)
+    return place, place < ct.where(index < V, (start + V - 1) // V * V, end)
+
+
+def load_edges(x, row, n, wanted, V: Int, padding):
+    """A row's edges if they are ``wanted``; ``padding`` in all other places of [2 * V]."""
+    place, there = _edges(row, n, V)
+    return ct.gather(x, place, mask=there & wanted, padding_value=padding, check_bounds=False)
+
+
+def store_edges(y, row, n, wanted, out, V: Int):
+    place, there = _edges(row, n, V)
+    ct.scatter(y, place, out.astype(y.dtype), mask=there & wanted, check_bounds=False)
