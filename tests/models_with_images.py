@@ -31,6 +31,9 @@ MODELS = {
     "voxtral": ("VoxtralForConditionalGeneration", "llama", "voxtral_encoder", 8,
                 dict(audio_token_id=IMAGE, hidden_size=64)),
 }  # fmt: skip
+# Enough where a test takes seconds: masks of its own, none, positions in three planes and features of several layers,
+# and sounds.
+FEW = ("gemma3", "llava", "qwen3_vl", "voxtral")
 PACKED = ("qwen2_5_vl", "qwen3_vl", "glm4v")  # images of any sizes, patch behind patch
 PARTS = {  # of those whose parts have other sizes
     "qwen2_5_vl_text": dict(rope_parameters=ROPE),

@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 import transformers
+from common import some
+from models_with_images import FEW
 from models_with_images import MODELS
 from models_with_images import config_of
 from typer.testing import CliRunner
@@ -39,7 +41,7 @@ def options(model_id, *image, **others):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, *FEW))
 def test_patched_model_is_as_exact_behind_images(name, config_file):
     result = job.run_job(options(config_file(name), "32x32", "56x28"))
     assert result.comparison.passed and result.comparison.unpatched_max_error < 1e-6

@@ -14,6 +14,7 @@ import pytest
 import torch
 from bench.tiny import CONFIG
 from common import HAS_GPU
+from common import some
 from typer.testing import CliRunner
 
 from tilegym import ops
@@ -109,7 +110,9 @@ class Test_Variants:
             assert side["losses"] == sorted(side["losses"], reverse=True)  # it learns the batch
         assert 0 <= summary["largest_loss_difference"] < 0.1
 
-    @pytest.mark.parametrize("flags", [["--gradients_in_place"], ["--precision", "fp32"]])
+    @pytest.mark.parametrize(
+        "flags", some([["--gradients_in_place"], ["--precision", "fp32"]], ["--gradients_in_place"])
+    )
     def test_interpreted_kernels(self, model, flags):
         result, summary = train_json(*model, "--compare", "--interpret", *flags)
         assert result.exit_code == 0, summary["reason"]

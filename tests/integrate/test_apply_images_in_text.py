@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 from common import device
+from common import some
+from models_with_images import FEW
 from models_with_images import MODELS
 from models_with_images import PARTS
 from models_with_images import ROPE
@@ -22,6 +24,7 @@ from tilegym.errors import FallbackWarning
 from tilegym.transformers import decode_graph
 
 models = pytest.mark.parametrize("name", MODELS)
+few_models = pytest.mark.parametrize("name", some(MODELS, *FEW))
 
 
 @contextlib.contextmanager
@@ -77,7 +80,7 @@ def steps(monkeypatch):
     return made
 
 
-@models
+@few_models
 def test_tokens_stay(name, steps):
     model = make(name)
     inputs = inputs_of(name, model)
@@ -126,7 +129,7 @@ def test_steps_that_need_what_the_prompt_was_given_are_left_to_transformers(step
         assert len(steps) == 5
 
 
-@models
+@few_models
 def test_others_of_the_same_config_stay(name):
     """The parts' configs, which models share, are theirs."""
     model = make(name)
@@ -138,7 +141,7 @@ def test_others_of_the_same_config_stay(name):
         assert not {other.config._attn_implementation, other.config.text_config._attn_implementation} & {"tilegym"}
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", some(["gemma3", "llava", "qwen2_5_vl"], "gemma3", "qwen2_5_vl"))
 def test_the_part_for_images_by_itself(name):
     model = make(name)
     inputs = inputs_of(name, model)

@@ -33,16 +33,17 @@ FAMILIES = [
     "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3", "stablelm",
     "starcoder2",
 ]  # fmt: skip
+LIKE_OTHERS = {"mistral", "qwen2", "qwen3", "olmo2", "olmoe", "deepseek_v2"}  # of the families of EXPECTED
 
 
-@pytest.mark.parametrize("family", EXPECTED)
+@pytest.mark.parametrize("family", some(EXPECTED, *(EXPECTED.keys() - LIKE_OTHERS)))
 def test_exact_parts(family):
     found = research(family)
     assert sorted(told(requirement) for requirement in found.requirements) == EXPECTED[family]
     assert not [u for u in found.unrecognised if u.resembles]
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, *FAMILIES[::4], "bamba", "gemma3_text", "gpt_oss", "mamba2"))
+@pytest.mark.parametrize("family", some(FAMILIES, *FAMILIES[::8], "bamba", "gemma3_text", "gpt_oss", "mamba2"))
 def test_nothing_known_is_missed(family):
     found = research(family)
     assert not [u for u in found.unrecognised if u.resembles]
@@ -57,7 +58,9 @@ def test_nothing_known_is_missed(family):
     assert Research.from_json(found.to_json()) == found
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma2", "gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", some(["deepseek_v3", "gemma2", "gpt_oss", "qwen3_5_text"], "deepseek_v3", "qwen3_5_text")
+)
 def test_drafts_are_definitions(family):
     model = small_model(family).model
     drafts = [requirement.definition for requirement in research(model).requirements]

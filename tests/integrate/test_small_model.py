@@ -105,8 +105,8 @@ def test_a_config_that_contradicts_itself_is_refused():
     "kind, sections",
     [
         ("CLIPModel", None),
-        ("SiglipModel", None),
-        ("Qwen2VLForConditionalGeneration", [16, 24, 24]),
+        pytest.param("SiglipModel", None, marks=pytest.mark.slow),
+        pytest.param("Qwen2VLForConditionalGeneration", [16, 24, 24], marks=pytest.mark.slow),
         ("Qwen2_5_VLForConditionalGeneration", [16, 24, 24]),
         ("Glm4vForConditionalGeneration", [8, 12, 12]),
         ("Glm5NextForConditionalGeneration", None),

@@ -3,6 +3,7 @@
 import hypothesis
 import pytest
 import torch
+from common import some
 from hypothesis import strategies as st
 
 from interpreter import functions as F
@@ -15,6 +16,7 @@ from tilegym.interpreter import launch
 
 settings = hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
 DTYPES = (torch.bool, *F.INTEGER_DTYPES, *F.FLOAT_DTYPES, *FLOAT8)
+ONE_OF_EACH_SIZE = (torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn)
 PADDING = (0.0, -0.0, torch.nan, torch.inf, -torch.inf)
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -31,7 +33,7 @@ def cdiv(n: int, m: int) -> int:
     return -(-n // m)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", some(DTYPES, *ONE_OF_EACH_SIZE), ids=str)
 @settings
 @hypothesis.given(data=st.data())
 def test_tiles_of_a_ragged_matrix(dtype, data):

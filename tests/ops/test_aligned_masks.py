@@ -10,6 +10,7 @@ from common import device
 from common import dtypes
 from common import randn
 from common import recorded_launches
+from common import some
 
 from tilegym.ops import fmha
 from tilegym.ops import fmha_decode
@@ -86,7 +87,7 @@ class Test_AlignedMasks(PyTestCase):
         op, tensors, options = CALLS[name]
         self.assertCorrectness(op, with_pytorch(op), tensors(dtype) | options, {"backend": "cutile"})
 
-    @dtypes(torch.float32, torch.bfloat16)
+    @dtypes(*some((torch.float32, torch.bfloat16), torch.bfloat16))
     def test_gradients(self, dtype):
         op, tensors, options = CALLS["prefill"]
         kwargs = tensors(dtype) | options

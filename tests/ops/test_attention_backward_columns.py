@@ -5,6 +5,7 @@ import torch
 from common import PyTestCase
 from common import assert_launches_compile
 from common import recorded_launches
+from common import some
 from test_attention import OPTIONS
 from test_attention import tensors
 from test_attention_backward import QKV
@@ -37,13 +38,19 @@ def with_widths(columns, columns_dv, dtype=torch.bfloat16):
 
 class Test_FMHA_Backward_In_Two_Tiles(PyTestCase):
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    @pytest.mark.parametrize("widths", WIDTHS, ids=str)
+    @pytest.mark.parametrize("widths", some(WIDTHS, (72, 72), (40, 96), (128, 80), (144, 144)), ids=str)
     def test_op(self, widths, is_causal):
         kwargs = with_widths(*widths) | {"is_causal": is_causal}
         self.assertCorrectness(fmha, reference, kwargs, {"backend": "cutile"}, gradient=QKV)
         assert backward_kernels(kwargs) == TWO
 
-    @pytest.mark.parametrize("name", ["window", "window, not causal", "soft cap", "padding mask", "lengths", "sinks"])
+    @pytest.mark.parametrize(
+        "name",
+        some(
+            ["window", "window, not causal", "soft cap", "padding mask", "lengths", "sinks"],
+            *("window", "padding mask", "sinks"),
+        ),
+    )
     @pytest.mark.parametrize("widths", [(72, 72), (80, 96)], ids=str)
     def test_options(self, widths, name):
         kwargs = with_widths(*widths, dtype=torch.float16) | with_sinks_of(torch.float16, OPTIONS[name])

@@ -11,6 +11,7 @@ from common import dtypes
 from common import gpu
 from common import randn
 from common import sanitized
+from common import some
 
 from tilegym.backend import dispatcher
 from tilegym.errors import FallbackWarning
@@ -136,7 +137,7 @@ class Test_FmhaVarlen(PyTestCase):
         kwargs = tensors(sequences, 2, 1, 16, 16) | {"max_seqlen_q": max_seqlen_q}
         self.assertCorrectness(fmha_varlen, reference, kwargs, {"backend": "cutile"})
 
-    @pytest.mark.parametrize("max_seqlen_q", [None, 1])
+    @pytest.mark.parametrize("max_seqlen_q", some([None, 1], 1))
     def test_more_sequences_than_are_looked_through_at_once(self, max_seqlen_q, monkeypatch):
         monkeypatch.setattr(decode_varlen, "MOST_AT_ONCE", 256)
         sequences = [(1, 3 + n) if n % 40 == 7 else (0, 0) for n in range(300)] + [(1, 700), (1, 9)]

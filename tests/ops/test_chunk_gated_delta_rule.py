@@ -14,6 +14,7 @@ from common import gpu
 from common import randn
 from common import recorded_launches
 from common import sanitized
+from common import some
 from delta_rule import EMPTY
 from delta_rule import arguments
 from delta_rule import final_in_dtype
@@ -128,14 +129,16 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
         self.check(repeated_keys(dtype, seed))
 
     @pytest.mark.skipif(HAS_GPU, reason="it has tensor cores")
-    @pytest.mark.parametrize("seed", [0, 2])
+    @pytest.mark.parametrize("seed", some([0, 2], 2))
     def test_repeated_keys_on_tensor_cores(self, seed):
         """What they cut off of a token's numbers beside another's, one after the other, adds up."""
         with tensor_cores():
             self.check(repeated_keys(torch.float32, seed))
 
     @backends("chunk_gated_delta_rule")
-    @pytest.mark.parametrize("g", [0.0, -1e-30, -30.0, -1e4, -1e12, -3e38, -math.inf])
+    @pytest.mark.parametrize(
+        "g", some([0.0, -1e-30, -30.0, -1e4, -1e12, -3e38, -math.inf], 0.0, -1e-30, -30.0, -3e38, -math.inf)
+    )
     def test_extreme_decays(self, backend, g):
         """Decays whose quotients would overflow, and sums that leave those of the other tokens no digits."""
         kwargs = arguments(*SHAPES[0])

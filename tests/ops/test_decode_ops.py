@@ -15,6 +15,7 @@ from common import gpu
 from common import randn
 from common import recorded_launches
 from common import sanitized
+from common import some
 
 from tilegym import ops
 from tilegym.backend import recording
@@ -245,7 +246,7 @@ def test_overlapping_launches_compile():
         assert compile_kernel(kernel, (*args[:-1], True), "sm_90")[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_operators(dtype):
     x, norm, weight = randn(1, 24, dtype=dtype), randn(24, dtype=dtype), randn(9, 24, dtype=dtype)
     torch.library.opcheck(norm_gemv.operator, (x, norm, 1e-5, [weight, weight], [], 0.0, True))
@@ -322,7 +323,7 @@ def rows_at_once(dtype, k=128):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", some([torch.bfloat16, torch.float16], torch.bfloat16))
 def test_rows_that_registers_hold_change_no_bit(dtype, monkeypatch):
     held, kernels = rows_at_once(dtype)
     assert kernels == [linear.at_once_gemv_kernel] * 2 + [stream_gemv.stream_norm_gemv_kernel] * 2

@@ -18,6 +18,7 @@ from common import HAS_GPU
 from common import PyTestCase
 from common import gpu
 from common import sanitized
+from common import some
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym import interpreter
@@ -26,8 +27,10 @@ from tilegym.backend import get_available_backends_for_op
 from tilegym.backend import get_registry_info
 from tilegym.errors import UnsupportedError
 
+DIFFERENTIABLE = sorted(set(samples.SAMPLES) - samples.NOT_DIFFERENTIABLE)
+LOOPS = {"recurrent_gated_delta_rule"}  # its reference takes a step a token
 every_op = pytest.mark.parametrize("op", sorted(samples.SAMPLES))
-differentiable_op = pytest.mark.parametrize("op", sorted(set(samples.SAMPLES) - samples.NOT_DIFFERENTIABLE))
+differentiable_op = pytest.mark.parametrize("op", DIFFERENTIABLE)
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +128,8 @@ def test_three_runs_are_equal(op, monkeypatch):
         assert_same(run(call), first)
 
 
-@differentiable_op
+# The gradients of the recurrent rule are those of the chunked one.
+@pytest.mark.parametrize("op", some(DIFFERENTIABLE, *(op for op in DIFFERENTIABLE if op not in LOOPS)))
 @pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # that they are not fp64
 def test_gradcheck(op):
     """In fp32, with steps that are large for it: a wrong formula is off by far more."""
@@ -192,10 +196,6 @@ def test_compiles_once_for_all_lengths(op):
         torch.testing.assert_close(results, expected, **({} if HAS_GPU else {"rtol": 0, "atol": 0}))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "it was compiled again for another length"
     torch.compiler.reset()
-
-
-# Its reference takes a step a token.
-LOOPS = {"recurrent_gated_delta_rule"}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from common import assert_compiles
 from common import randn
 from common import recorded_launches
 from common import sanitized
+from common import some
 from test_decode_ops import one_row
 from test_decode_ops import weights_of
 
@@ -114,7 +115,7 @@ def test_plans_of_several_rows():
     assert few_rows_norm.gpu_plan(8, 4096, 16, True) == (8, 64, 128, 2, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_operators(dtype):
     weight = randn(9, 24, dtype=dtype)
     x = randn(3, 1, 24, dtype=dtype)

@@ -10,6 +10,7 @@ from common import device
 from common import dtypes
 from common import gpu
 from common import randn
+from common import some
 from delta_rule import EMPTY
 from delta_rule import arguments
 from delta_rule import final_in_dtype
@@ -70,7 +71,7 @@ class Test_RecurrentGatedDeltaRule(PyTestCase):
         recurrent_gated_delta_rule(**kwargs, backend="cutile")
         assert torch.equal(kwargs["initial_state"], before)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
     def test_gradients(self, dtype):
         """They are the chunked op's, whose tests say more."""
         kwargs = in_one_dtype(arguments(2, 5, 2, 4, 16, 16, dtype=dtype))

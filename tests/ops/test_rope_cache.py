@@ -11,6 +11,7 @@ from common import distinct
 from common import dtypes
 from common import randn
 from common import recorded_launches
+from common import some
 
 from tilegym.interpreter import compile_kernel
 from tilegym.ops import modules
@@ -164,7 +165,7 @@ def test_overlapping_launches_compile():
         assert compile_kernel(kernel, (*args[:-1], True), "sm_90")[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_operator(dtype):
     q, k, cache, angle = (randn(1, *s, dtype=dtype) for s in ((4, 1, 8), (2, 1, 8), (2, 5, 8), (1, 8)))
     position = torch.tensor([3], device=device())

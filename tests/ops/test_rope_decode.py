@@ -230,7 +230,7 @@ def two_ops(q, k, v, cos, sin, keys, values, position):
 CLOSE = {"rtol": 2**-7, "atol": 2**-9}  # scores are sums over the two halves of D
 
 
-@pytest.mark.parametrize("dim", [32, 128])
+@pytest.mark.parametrize("dim", some([32, 128], 128))
 @pytest.mark.parametrize("capacity", some([40, 240], 40))
 def test_it_is_the_two_ops(capacity, dim):
     """Steps one after the other, what the caches hold to the last bit."""
@@ -287,7 +287,7 @@ def launches(heads, kv_heads, dim, capacity):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", some(SHAPES, *SHAPES[:2]), ids=str)
 def test_compiles_for_every_architecture(shape):
     """As each launches it: from compute capability 9.0 on, all launches overlap."""
     with recorded_launches() as recorded:

@@ -11,6 +11,7 @@ from common import dtypes
 from common import gpu
 from common import randn
 from common import recorded_launches
+from common import some
 
 from tilegym import interpreter
 from tilegym.backend import recording
@@ -31,6 +32,7 @@ SHAPES = [(1, 1), (3, 5), (37, 128), (2, 7, 96), (5, 4099)]
 # Fewer rows would leave the largest error of a gradient in fp16 to how the one largest probability was rounded.
 GPU_SHAPES = [(16, 4096), (8192, 4096), (100000, 64), (64, 128256)]
 INF = float("inf")
+ORDERS = ["patient", "impatient"] if HAS_GPU else ["sequential", "shuffled", "threads"]
 HINTS = {"num_worker_warps": 4, "occupancy": 4}  # of softmax_joint_kernel on a CPU
 
 
@@ -130,7 +132,7 @@ class Test_Softmax(PyTestCase):
         ]  # fmt: skip
         assert [parts_of(n, 8192) for n in (33280, 33281)] == [(4, 512), (5, 0)]
 
-    @pytest.fixture(params=["patient", "impatient"] if HAS_GPU else ["sequential", "shuffled", "threads"])
+    @pytest.fixture(params=ORDERS)
     def in_one_launch(self, request, multiprocessors, monkeypatch):
         """Wide rows in blocks that wait for others. Where those run later, or they are impatient, they do it all."""
         multiprocessors(12)
@@ -170,6 +172,7 @@ class Test_Softmax(PyTestCase):
         [(49008, (3, 6), 9), (33008, (3, 4), 9), (33001, (4, 5), 16)],
         ids=["parts", "more", "edges"],
     )
+    @pytest.mark.parametrize("in_one_launch", some(ORDERS, *(o for o in ORDERS if o != "shuffled")), indirect=True)
     def test_launches_in_turns(self, columns, states, other, in_turns, in_one_launch):
         for seed, m in enumerate((8, other, 8, 8, 8, 8, other, 8)):
             x = randn(m, columns, dtype=torch.bfloat16, seed=seed) * 3

@@ -235,10 +235,10 @@ def test_a_router_that_chooses_otherwise_for_a_rounding_keeps_no_layer_from_its_
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("qwen2", {}),
+        pytest.param("qwen2", {}, marks=pytest.mark.slow),
         pytest.param("mistral", {}, marks=pytest.mark.slow),
         pytest.param("qwen3", {}, marks=pytest.mark.slow),
-        ("qwen3_moe", {"sliding_window": None}),
+        pytest.param("qwen3_moe", {"sliding_window": None}, marks=pytest.mark.slow),
         ("gpt_oss", {}),
         ("gemma3", {}),
         pytest.param("olmo2", {}, marks=pytest.mark.slow),

@@ -5,6 +5,7 @@ import importlib
 
 import pytest
 import torch
+from common import some
 from family_parity import Family
 from family_parity import Parity
 from family_parity import logits
@@ -70,6 +71,7 @@ V2 = Family(
     **SIZES,
 )
 V3 = Family("deepseek_v3", "deepseek_v3", COMPUTES, q_lora_rank=24, rope_parameters=YARN, **SIZES)
+one_family = pytest.mark.parametrize("family", some([V2, V3], V3), ids=repr)  # with the weights that the other lacks
 
 
 @pytest.fixture(params=[V2, V3], ids=repr)
@@ -97,6 +99,10 @@ class Test_Deepseek(Parity):
             return former(self, latents, 0 * kpe)
 
         monkeypatch.setattr(cls, "expand_kv", without_position)
+
+    @one_family
+    def test_cutile_in_the_interpreter(self, family, monkeypatch):
+        super().test_cutile_in_the_interpreter(family, monkeypatch)
 
     def test_layers_are_refused_and_keep_what_they_compute(self):
         """Where kv_b_proj is more than its weight, the weight may not be taken for it."""
@@ -227,6 +233,7 @@ def test_one_sequence_takes_rows_of_the_rotary_embedding(family, monkeypatch):
         assert counts[-1] == 8 and set(counts[:-1]) == {11, 16}
 
 
+@one_family
 def test_prompts_of_similar_lengths_share_a_graph(family):
     model = make(family)
     prompts = [(tokens(2, n, seed=n), None) for n in (11, 9, 16, 7)] + [padded(n, "left") for n in ([5, 11], [3, 9])]
@@ -237,6 +244,7 @@ def test_prompts_of_similar_lengths_share_a_graph(family):
         assert decode_graph._sessions[model].prompts.forms.keys() == {(False, 16), (True, 16)}
 
 
+@one_family
 @torch.no_grad()
 def test_steps_by_the_kernels(family, monkeypatch):
     """In bf16: three tokens, one after the other."""

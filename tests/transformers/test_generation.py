@@ -6,6 +6,7 @@ from common import some
 from tiny_models import assert_close
 from tiny_models import backends
 from tiny_models import families
+from tiny_models import few_families
 from tiny_models import make_model
 from tiny_models import observed
 from tiny_models import padded
@@ -46,7 +47,7 @@ def test_greedy_tokens_of_a_left_padded_batch(family, backend, cache):
         assert torch.equal(generate(model, ids[1:2], **options), alone[1:2])  # nothing padded: no mask at all
 
 
-@families
+@few_families
 def test_the_steps_that_a_graph_replays(family):
     model = make_model(family)
     if not type(model)._can_compile_fullgraph:

@@ -15,6 +15,7 @@ from tiny_models import assert_close
 from tiny_models import backends
 from tiny_models import default_attention
 from tiny_models import families
+from tiny_models import few_families
 from tiny_models import make_model
 from tiny_models import padded
 from tiny_models import tokens
@@ -346,7 +347,7 @@ def test_a_custom_4d_mask_is_obeyed(dtype):
         assert not torch.allclose(run(model, ids), expected, atol=1e-2)
 
 
-@families
+@few_families
 def test_attention_in_both_directions(family):
     eager = make_model(family, attn_implementation="eager", is_causal=False)
     model, ids = make_model(family, is_causal=False), tokens(2, 9)

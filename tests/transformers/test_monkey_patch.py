@@ -11,6 +11,7 @@ from tiny_models import backends
 from tiny_models import computes
 from tiny_models import default_attention
 from tiny_models import families
+from tiny_models import few_families
 from tiny_models import make_model
 from tiny_models import observed
 from tiny_models import ops_by_compute
@@ -65,7 +66,7 @@ def test_logits_are_those_of_the_unpatched_model(family, backend):
         assert_close(logits(model), expected, backend)
 
 
-@families
+@few_families
 def test_other_models_are_bit_identical_and_revert_restores(family):
     model, other = make_model(family), make_model(family)
     expected = logits(other)
@@ -354,7 +355,7 @@ def test_a_copy_of_a_patched_model_is_a_patched_model(copied):
     assert not ops_called(other) and torch.equal(logits(other), expected)
 
 
-@families
+@few_families
 def test_saving_and_loading(family, tmp_path):
     model = make_model(family)
     names, expected = list(model.state_dict()), logits(model)

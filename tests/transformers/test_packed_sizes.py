@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from common import HAS_GPU
+from common import some
 from models_with_images import PACKED
 from models_with_images import make
 from test_forward_graph import graphs  # noqa: F401
@@ -35,7 +36,7 @@ def call(part, grid, seed):
         return forward_graph._leaves(part(pixels.to(at), grid_thw=torch.tensor(grid, device=at)))
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", some(PACKED, "qwen2_5_vl", "qwen3_vl"))
 def test_same_features(name, graphs):  # noqa: F811
     model = make(name)
     part = model.model.visual

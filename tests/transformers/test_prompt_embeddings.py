@@ -5,6 +5,8 @@ import collections
 import pytest
 import torch
 from common import gpu
+from common import some
+from models_with_images import FEW
 from models_with_images import MODELS
 from models_with_images import inputs_of
 from models_with_images import make
@@ -41,7 +43,7 @@ def rooms_of(model):
     return {form[:2] for form in decode_graph._sessions[model].embeddings.forms}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, *FEW))
 @pytest.mark.parametrize("padded", [False, True])
 def test_same_tokens(name, padded):
     model = make(name)
@@ -140,7 +142,7 @@ def test_a_decoder_that_is_asked_for_more_is_left_to_the_model():
         assert len(decode_graph._sessions[model].embeddings.forms) == 1
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", some(["llava", "gemma3", "qwen2_5_vl", "qwen3_vl"], "gemma3", "qwen3_vl"))
 def test_a_captured_prompt_stays_on_the_device(name, capturing):  # noqa: F811
     model = make(name)
     with tilegym.apply(model, use_cutile=False), torch.no_grad():

@@ -8,7 +8,6 @@ from test_decode_capture import capturing  # noqa: F401
 from test_decode_capture import session_of
 from test_decode_graph import generate
 from tiny_models import FAMILIES
-from tiny_models import families
 from tiny_models import few_families
 from tiny_models import make_model
 from tiny_models import padded
@@ -197,7 +196,7 @@ def test_limits(limit, monkeypatch):
         assert forms_of(model) == {(False, 16)}
 
 
-@families
+@few_families
 @pytest.mark.parametrize("with_padding", [False, True])
 def test_a_captured_prompt_stays_on_the_device(family, with_padding, capturing):  # noqa: F811
     model = make_model(family)

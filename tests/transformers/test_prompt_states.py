@@ -7,6 +7,7 @@ import pytest
 import torch
 from common import HAS_GPU
 from common import gpu
+from common import some
 from family_parity import make
 from test_decode_capture import OnDevice
 from test_decode_capture import capturing  # noqa: F401
@@ -29,6 +30,7 @@ from tilegym.transformers.cache_name import cache_of
 
 HYBRIDS = [QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT]
 hybrids = pytest.mark.parametrize("family", HYBRIDS, ids=repr)
+one_hybrid = pytest.mark.parametrize("family", some(HYBRIDS, QWEN3_NEXT), ids=repr)
 LENGTHS = (16, 11, 9, 5, 2, 1, 21, 75, 70)  # 75 and 70 are more than a chunk of the delta rule
 
 
@@ -46,7 +48,7 @@ class Replayed:
             layer.has_previous_state = flag
 
 
-@hybrids
+@one_hybrid
 def test_same_tokens(family):
     """Prompts of several lengths in turn, padded and not, by graphs from the third of a form on."""
     model = make(family)
@@ -94,7 +96,7 @@ def _prefill(model, inputs, cache):
     return model(**inputs, **{CACHE: cache}).logits[:, -1]
 
 
-@hybrids
+@one_hybrid
 def test_decoding_goes_on_from_replayed_states(family):
     """By steps that are captured only then."""
     model, prompts = make(family), [tokens(1, n, seed=n) for n in (9, 10, 11, 3)]

@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from common import some
 from family_parity import Family
 from family_parity import Parity
 from family_parity import logits
@@ -49,9 +50,10 @@ EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, s
 QWEN3_5 = Family("qwen3_5_text", "qwen3_5", DENSE, **SIZES)
 QWEN3_5_MOE = Family("qwen3_5_moe_text", "qwen3_5_moe", WITH_EXPERTS, **SIZES, **EXPERTS)
 QWEN3_NEXT = Family("qwen3_next", "qwen3_next", WITH_EXPERTS, **SIZES, **EXPERTS)
+FAMILIES = [QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT]
 
 
-@pytest.fixture(params=[QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT], ids=repr)
+@pytest.fixture(params=FAMILIES, ids=repr)
 def family(request):
     return request.param
 
@@ -88,6 +90,10 @@ class Test_Qwen3_5(Parity):
             return out / 2, weights
 
         monkeypatch.setattr(gated, "forward", halved_attention)
+
+    @pytest.mark.parametrize("family", some(FAMILIES, QWEN3_NEXT), ids=repr)
+    def test_cutile_in_the_interpreter(self, family, monkeypatch):
+        super().test_cutile_in_the_interpreter(family, monkeypatch)
 
 
 def test_one_token_reads_and_writes_the_states_of_the_cache(family):

@@ -140,7 +140,7 @@ def test_a_single_token_step_has_gradients(family):
     assert "fmha" in {op for op, _ in calls}  # fmha_decode has no gradients
 
 
-@families
+@few_families
 def test_dropout_is_left_to_pytorch(family, monkeypatch, no_run_ahead):
     """With the same seed SDPA draws the same numbers, if it is given masks of the same shape."""
     calls = []
