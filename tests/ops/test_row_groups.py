@@ -14,6 +14,7 @@ from tilegym.backend import recording
 from tilegym.ops.cutile import cross_entropy_ahead as ahead
 from tilegym.ops.cutile import parts
 from tilegym.ops.cutile import softmax as kernels
+from tilegym.ops.cutile import softmax_long as long
 from tilegym.ops.cutile.row_groups import group_size
 
 LDG, STG = 0x981, 0x986
@@ -22,8 +23,14 @@ BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 8, 6: 16}
 
 def accesses(cubin: bytes, operation: int) -> list[int]:
     """Of a kernel for sm_90 how many bytes each of its instructions of this kind moves."""
-    words = struct.iter_unpack("<QQ", cubin[: len(cubin) // 16 * 16])
-    return [BYTES[high >> 9 & 7] for low, high in words if low & 0xFFF == operation]
+    (table,), (count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HH", cubin, 0x3C)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + 64 * i) for i in range(count)]
+    found = []
+    for name, _, _, _, offset, size in headers:
+        if cubin.startswith(b".text.", headers[names][4] + name):
+            words = struct.iter_unpack("<QQ", cubin[offset : offset + size])
+            found += [BYTES[high >> 9 & 7] for low, high in words if low & 0xFFF == operation]
+    return found
 
 
 @pytest.fixture
@@ -31,14 +38,20 @@ def multiprocessors(monkeypatch):
     """Sets how many of them rows are planned for; blocks, which run one after the other, do not wait."""
 
     def planned_for(number):
-        for module, plan in ((kernels, "wide_plan"), (ahead, "ahead_plan")):
+        for module in (kernels, long, ahead):
             monkeypatch.setattr(module, "sm_count", lambda device: number)
-            monkeypatch.setattr(module, plan, getattr(module, plan).__wrapped__)
+        monkeypatch.setattr(long, "wide_plan", long.wide_plan.__wrapped__)
+        monkeypatch.setattr(ahead, "ahead_plan", ahead.ahead_plan.__wrapped__)
         monkeypatch.setattr(kernels, "MAX_HELD", ({2: 1024, 4: 1024},) * 2)
         if not HAS_GPU:
             monkeypatch.setattr(parts, "PATIENCE", 0)
 
     return planned_for
+
+
+@pytest.mark.parametrize("n", [13, 61, 8193])
+def test_rows_of_one_part_have_no_parts(n):
+    assert ahead.ahead_plan(4096, n, -1, 4, 4) is None
 
 
 def test_which_rows():
@@ -82,7 +95,7 @@ def test_memory_is_moved_16_bytes_at_a_time(dtype, multiprocessors):
     with recorded_launches() as launches:
         kernels.softmax_forward(x, -1), kernels.softmax_backward(x, x, -1)
         ahead.cross_entropy_forward_ahead(x, target, torch.ones(2), -100)
-    chosen = kernels.softmax_wide_kernel, kernels.softmax_backward_wide_kernel, ahead.gradient_kernel
+    chosen = long.softmax_wide_kernel, long.softmax_backward_wide_kernel, ahead.gradient_kernel
     found = [launch for launch in launches if launch[0]._pyfunc in {kernel._pyfunc for kernel in chosen}]
     assert len(found) == 3
     for kernel, args in found:

@@ -21,6 +21,7 @@ from tilegym.ops import softmax
 from tilegym.ops.cutile import parts
 from tilegym.ops.cutile import softmax as kernels
 from tilegym.ops.cutile import softmax_joint as joint
+from tilegym.ops.cutile import softmax_long as long
 from tilegym.ops.cutile import workspace
 from tilegym.ops.cutile.parts import parts_of
 from tilegym.ops.cutile.softmax import softmax_backward
@@ -110,8 +111,8 @@ class Test_Softmax(PyTestCase):
     @pytest.fixture
     def multiprocessors(self, monkeypatch):
         """Sets how many of them wide rows are planned for."""
-        monkeypatch.setattr(kernels, "wide_plan", kernels.wide_plan.__wrapped__)
-        return lambda number: monkeypatch.setattr(kernels, "sm_count", lambda device: number)
+        monkeypatch.setattr(long, "wide_plan", long.wide_plan.__wrapped__)
+        return lambda number: [monkeypatch.setattr(m, "sm_count", lambda device: number) for m in (kernels, long)]
 
     @dtypes()
     @pytest.mark.parametrize("shape", [(1, 33001), (8, 33001), (2, 1, 40000), (3, 20000)], ids=str)
@@ -122,7 +123,7 @@ class Test_Softmax(PyTestCase):
 
     def test_parts_that_fill_the_row(self):
         """Wide ones, unless more than a tenth of their columns were idle."""
-        widths = [kernels.wide_plan(512, n, -1, False, 2, 0)[4][0] for n in (102400, 128256, 151936)]
+        widths = [long.wide_plan(512, n, -1, False, 2, 0)[4][0] for n in (102400, 128256, 151936)]
         assert widths == [8192, 16384, 16384]
 
     def test_what_is_left_over_takes_no_part_of_its_own(self):

@@ -248,7 +248,8 @@ def ahead_plan(m: int, n: int, device: int, size: int, v: int) -> tuple[ct.kerne
     tile_n, warps, occupancy = forward_tile(n, size)
     parts, extra = (ct.cdiv(n // v * v, tile_n), 2 * v) if v else parts_of(n, tile_n)
     processors = sm_count(device)
-    if parts + (extra > 0) < 2 or m > MAX_ROWS or parts > processors or m * parts < occupancy * processors:
+    several = parts + (extra > 0 and not v) > 1  # a row's edges are no part to speak of
+    if not several or m > MAX_ROWS or parts > processors or m * parts < occupancy * processors:
         return None
     return hinted(gradient_kernel, num_worker_warps=warps, occupancy=occupancy), parts, (tile_n, extra)
 
