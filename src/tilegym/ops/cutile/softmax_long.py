@@ -274,13 +274,13 @@ def launch_long_rows(like: torch.Tensor, arrays: tuple[torch.Tensor, ...], m: in
     """Launches what computes the last of ``arrays``, all of ``m`` rows of ``n``, from the others."""
     device, size = like.get_device(), arrays[0].element_size()
     v = group_size(n, *arrays)
-    kernel, parts, states, at_once, tiles, twice = wide_plan(m, n, device, backward, size, v)
+    kernel, parts, of_row, at_once, tiles, twice = wide_plan(m, n, device, backward, size, v)
     grid, arrays = (1, parts, m), (*(x.view(-1) if v else x for x in arrays), n)
     if at_once:
-        launch_parts(like, grid, kernel, arrays, (*tiles, True, True, twice), more=(states - parts) * m)
+        launch_parts(like, grid, kernel, arrays, (*tiles, True, True, twice), more=(of_row - parts) * m)
         return
     overlap = overlaps(device)
-    states = torch.empty(states * m, dtype=torch.int64, device=like.device)
+    states = torch.empty(of_row * m, dtype=torch.int64, device=like.device)
     args = (*arrays, states, 0, *tiles)
     launch(like, grid, kernel, (*args, True, False, twice, overlap, 1))
     launch(like, grid, kernel, (*args, False, True, twice, overlap, 1), overlap=overlap)
