@@ -265,6 +265,16 @@ def decoding_step(model: nn.Module, ids: torch.Tensor, prefill: Any) -> Any | No
 
 
 @torch.no_grad()
+def takes_steps(model: nn.Module, ids: torch.Tensor) -> bool:
+    """Whether a decoder takes the last token alone behind its cache: CPM-Ant wants the whole text each time."""
+    try:
+        decoding_step(model, ids, model(input_ids=ids, use_cache=True))
+    except Exception:  # whatever a model does with part of what it wants
+        return False
+    return True
+
+
+@torch.no_grad()
 def has_loss(model: nn.Module, ids: torch.Tensor) -> bool:
     """Whether a decoder has a loss of text: that of CSM, which speaks, is of sounds."""
     try:
