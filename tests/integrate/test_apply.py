@@ -21,7 +21,9 @@ from tilegym.errors import PatchError
 from tilegym.errors import UnsupportedError
 from tilegym.integrate import recipes
 from tilegym.integrate.inputs import example
+from tilegym.integrate.inputs import takes_steps
 from tilegym.integrate.plan import make_plan
+from tilegym.integrate.small_model import small_model
 from tilegym.transformers import decode_graph
 from tilegym.transformers.decode_graph import eager_steps
 from tilegym.transformers.general import Place
@@ -188,6 +190,34 @@ def test_a_static_cache_whose_masks_generate_makes(family):
     with tilegym.apply(model, use_cutile=False, by_hand=False) as report:
         assert "attn" in {entry.compute for entry in report.patched}
         assert torch.equal(model.generate(ids, attention_mask=PADDED, **options), expected)
+
+
+@pytest.mark.parametrize("use_cutile", [False, True])
+def test_steps_that_want_the_whole_text(use_cutile, monkeypatch):
+    """CPM-Ant cuts off by itself what its cache holds."""
+    monkeypatch.setenv("TILEGYM_DISABLE_AUTOTUNE", "1")
+    sizes = dict(hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=96, num_hidden_layers=2)
+    config = transformers.CpmAntConfig(vocab_size=61, prompt_length=4, prompt_types=4, segment_types=4, **sizes)
+    torch.manual_seed(0)
+    model = transformers.CpmAntForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+    assert not takes_steps(small_model(config).model, ids_of(model))
+    assert takes_steps(small("stablelm"), ids_of(model))
+
+    @torch.no_grad()
+    def answers():
+        ids = ids_of(model) * PADDED  # of 0 is padding
+        logits = model(ids, use_cache=False).logits[PADDED.bool()]
+        return logits, model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+
+    logits, tokens = answers()
+    with tilegym.apply(model, use_cutile=use_cutile) as report:
+        assert {entry.compute for entry in report.patched} == {"geglu", "linear", "rms_norm"}
+        patched = answers()
+    torch.testing.assert_close(patched[0], logits, rtol=1e-4, atol=1e-5 * logits.abs().max().item())
+    assert torch.equal(patched[1], tokens) and torch.equal(answers()[0], logits)
 
 
 def test_gradients_are_those_of_the_model():

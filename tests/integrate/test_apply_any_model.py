@@ -36,6 +36,10 @@ _IMAGE = dict(
 _BOTH = dict(text_config=_TEXT, vision_config=_IMAGE)
 _DECODER = _TEXT | dict(num_key_value_heads=2)
 _ENCODER = {"attn", "gelu", "layer_norm", "linear"}
+_PERCEIVER = dict(
+    vocab_size=61, d_latents=64, d_model=48, num_latents=8, num_self_attends_per_block=2, max_position_embeddings=32,
+    image_size=16,
+)  # fmt: skip
 # The class, what differs in its config, and what is served of it.
 MODELS = {
     "bert": ("BertModel", _TEXT, _ENCODER),
@@ -96,9 +100,29 @@ MODELS = {
         text_config=dict(vocab_size=61, hidden_size=64, d_ff=96, d_kv=16, num_layers=2, num_heads=4),
         vision_config=_IMAGE | dict(patch_embed_hidden_size=48, d_ff=96, d_kv=16, seq_len=32),
     ), {"attn", "geglu", "linear", "rms_norm"}),
-    "perceiver": ("PerceiverForMaskedLM", dict(
-        vocab_size=61, d_latents=64, d_model=48, num_latents=8, num_self_attends_per_block=2, max_position_embeddings=32
-    ), {"gelu", "layer_norm", "linear"}),
+    "perceiver": ("PerceiverForMaskedLM", _PERCEIVER, {"gelu", "layer_norm", "linear"}),
+    "perceiver, images": ("PerceiverForImageClassificationLearned", _PERCEIVER, {"gelu", "layer_norm", "linear"}),
+    "perceiver, fourier": (
+        "PerceiverForImageClassificationFourier", _PERCEIVER | dict(num_cross_attention_heads=1),
+        {"gelu", "layer_norm", "linear"},
+    ),
+    "perceiver, conv": (
+        "PerceiverForImageClassificationConvProcessing",
+        _PERCEIVER | dict(num_cross_attention_heads=1, image_size=64),
+        {"gelu", "layer_norm", "linear"},
+    ),
+    "lw-detr": (
+        "LwDetrForObjectDetection",
+        dict(
+            backbone_config=dict(
+                model_type="lw_detr_vit", hidden_size=64, num_hidden_layers=4, num_attention_heads=4, image_size=64,
+                pretrain_image_size=32, window_block_indices=[0, 2], out_indices=[2, 4], num_windows=4,
+            ),
+            projector_scale_factors=[1.0], d_model=64, decoder_ffn_dim=96, decoder_layers=2, num_queries=6,
+            decoder_self_attention_heads=4, decoder_cross_attention_heads=4, group_detr=2,
+        ),
+        _ENCODER | {"relu"},
+    ),
     "stablelm": ("StableLmForSequenceClassification", _DECODER, {"attn", "layer_norm", "linear", "rope", "swiglu"}),
 }  # fmt: skip
 models = pytest.mark.parametrize("name", MODELS)

@@ -199,6 +199,9 @@ def test_windows_and_what_sees_the_whole_image_are_kept():
         ("mimi", "MimiModel"),
         ("omniasr_ctc", "OmniASRForCTC"),
         ("perceiver", "PerceiverForMaskedLM"),
+        ("perceiver", "PerceiverForImageClassificationLearned"),
+        ("vilt", "ViltForQuestionAnswering"),
+        ("idefics", "IdeficsForVisionText2Text"),
     ],
 )
 def test_families_whose_sizes_or_inputs_are_their_own(family, kind):
@@ -206,6 +209,12 @@ def test_families_whose_sizes_or_inputs_are_their_own(family, kind):
         pytest.skip(f"this transformers has no {family}")
     small = small_model(family, model_class=kind and getattr(transformers, kind))
     assert small.model.num_parameters() < MAX_PARAMETERS
+
+
+def test_layers_with_windows_are_found_by_their_numbers():
+    config = transformers.VitDetConfig(num_hidden_layers=12, window_block_indices=[0, 1, 3, 4, 6, 7, 9, 10])
+    small = small_model(config, model_class=transformers.VitDetModel).model.config
+    assert (small.num_hidden_layers, small.window_block_indices) == (3, [0, 1])
 
 
 def test_a_loss_that_is_not_of_text_is_left_out():

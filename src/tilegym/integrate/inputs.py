@@ -89,8 +89,10 @@ def _takes_texts_with_images(read: Mapping[str, inspect.Parameter], config: Any)
     does: not whether images may stand within texts."""
     if not {"input_ids", "pixel_values"} <= read.keys():
         return False
-    required = read["pixel_values"].default is inspect.Parameter.empty
-    return required or ("vision_config" in vars(config) and _image_token(config) is None)
+    if read["pixel_values"].default is inspect.Parameter.empty:
+        return True
+    both = "vision_config" in vars(config) or {"vocab_size", "image_size"} <= vars(config).keys()
+    return both and _image_token(config) is None and "bbox" not in read  # which is of documents, with or without pixels
 
 
 def _image_token(config: Any) -> int | None:
@@ -118,9 +120,20 @@ def _texts_with_images(
         mask[:, _PADDED : _PADDED + config.latent_query_num] = 1
     elif _image_token(config) is not None:
         ids[:, _PADDED : _PADDED + config.num_query_tokens] = _image_token(config)
+    if "image_attention_mask" in known:  # which of several images each token sees
+        inputs["pixel_values"] = _several(inputs["pixel_values"], 2)
+        seen = inputs["image_attention_mask"] = torch.ones(*ids.shape, 2, dtype=torch.long)
+        seen[:, :2], seen[:, :_PADDED, 1] = 0, 0
+    elif type(model).__name__.endswith("ForImagesAndTextClassification"):
+        inputs["pixel_values"] = _several(inputs["pixel_values"], config.num_images)
     if "qformer_input_ids" in known:
         inputs["qformer_input_ids"] = example(model, ids.shape[0]) % config.qformer_config.vocab_size
     return inputs
+
+
+def _several(images: torch.Tensor, count: int) -> torch.Tensor:
+    """[batch, count, channels, height, width]: each image, and its mirror images."""
+    return torch.stack([images if i % 2 == 0 else images.flip(-1) for i in range(count)], 1)
 
 
 def _images(
@@ -128,7 +141,7 @@ def _images(
 ) -> dict[str, torch.Tensor]:
     """Images for a model whose part for them has this config: pixels, or, of any shape, patches and their numbers."""
     if "spatial_shapes" not in inspect.signature(model.forward).parameters:
-        return {"pixel_values": _image(config, batch, generator)}
+        return {"pixel_values": _image(config, batch, generator, "ForImage" in type(model).__name__)}
     rows, columns = 4, 3
     patches = torch.randn(batch, rows * columns, config.num_channels * config.patch_size**2, generator=generator)
     mask = torch.ones(batch, rows * columns, dtype=torch.long)
@@ -138,13 +151,13 @@ def _images(
     return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
 
 
-def _image(config: Any, batch: int, generator: torch.Generator) -> torch.Tensor:
-    """Pixels of images, or of the frames of videos."""
+def _image(config: Any, batch: int, generator: torch.Generator, still: bool = False) -> torch.Tensor:
+    """Pixels of images, or of the frames of videos where the config says how many and they need not be ``still``."""
     parts = config, getattr(config, "backbone_config", None)
     size = next((size for part in parts if (size := getattr(part, "image_size", None))), 32)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     frames = getattr(config, "num_frames", None)  # of a video
-    shape = (batch, frames) if isinstance(frames, int) else (batch,)
+    shape = (batch, frames) if isinstance(frames, int) and not still else (batch,)
     return torch.randn(*shape, getattr(config, "num_channels", 3), height, width, generator=generator)
 
 
@@ -249,6 +262,16 @@ def decoding_step(model: nn.Module, ids: torch.Tensor, prefill: Any) -> Any | No
     if cache is None:
         return None
     return model(input_ids=ids[:, -1:], use_cache=True, **{cache_argument(type(model)): cache})
+
+
+@torch.no_grad()
+def takes_steps(model: nn.Module, ids: torch.Tensor) -> bool:
+    """Whether a decoder takes the last token alone behind its cache: CPM-Ant wants the whole text each time."""
+    try:
+        decoding_step(model, ids, model(input_ids=ids, use_cache=True))
+    except Exception:  # whatever a model does with part of what it wants
+        return False
+    return True
 
 
 @torch.no_grad()

@@ -17,10 +17,12 @@ LARGE = 1000  # an image's side that is not made small by its patches: a SAM's t
 _SHARE = 4  # of widths and sides that is left in proportion to each other, where there are at least
 _LEAST = 32
 
-_LAYERS = re.compile(r"(^layers|num_(hidden_|decoder_|encoder_)?layers|(decoder|encoder)_layers|n_layers?|num_blocks)$")
+_LAYERS = re.compile(
+    r"(^layers|num_(hidden_|decoder_|encoder_)?layers|(decoder|encoder)_layers|n_layers?|num_blocks|attends_per_block)$"
+)
 _PERIOD = re.compile(r"period|interval|pattern$|every_n|(sparse|moe_layer)_step$|moe_layer_freq|layer_group_size")
 _FIRST = re.compile(r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|_layer_offset$|per_attn_res_block")
-_INDICES = re.compile(r"(_layers|_idxs|_layer_ids|^global_attn_indexes)$")
+_INDICES = re.compile(r"(_layers|_idxs|_layer_ids|^global_attn_indexes|_block_indices)$")
 _TOKEN = re.compile(r"_(token_id|token_index|index|id)$")
 
 # Name of a size -> small value; the first that matches. Functions get the config's dictionary and the old value.
@@ -96,6 +98,7 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"^(cross_)?attention_hidden_size", lambda config, value: _attention_width(config)),
     (r"(^|_)head_dim$|dim_head|d_head|attention_head_size|kv_channels|d_kv", _head_dim),
     (r"kv_n_heads|num_kv_heads|num_key_value_heads|num_query_groups", _kv_heads),
+    (r"num_cross_attention_heads$", _at_most(HEADS)),
     (r"attention_heads$|^n_heads?$", HEADS),
     (r"^num_heads$", lambda config, value: 2 * HIDDEN // HEAD_DIM if "expand" in config else HEADS),
     (r"kv_lora_rank", 32),
@@ -104,12 +107,15 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"(num|n_routed|num_local|moe_num)_experts$|zero_expert_num", _at_most(8)),
     (r"experts_per_tok(en)?$|moe_top_?k|moe_k$", _at_most(2)),
     (r"^num_queries$", _at_most(16)),
-    (r"^(latent_query_num|num_query_tokens)$", _at_most(8)),
+    (r"^(latent_query_num|num_query_tokens|num_latents)$", _at_most(8)),
     (r"^num_frames$", _at_most(4)),
     (r"rotary_dim", 8),
     (r"lru_width", HIDDEN),
     (r"hidden_size_per_layer_input|ple_embed_dim", 16),
-    (r"^(hidden_size(_global)?|d_model|n_embd|emb_dim|(input_|output_)?embedding_(dim|size)|dim_model)$", HIDDEN),
+    (
+        r"^(hidden_size(_global)?|d_(model|latents)|n_embd|emb_dim|(input_|output_)?embedding_(dim|size)|dim_model)$",
+        HIDDEN,
+    ),
     (r"word_embed_proj_dim|backbone_hidden_size|lm_width|input_size|dim_model_base", HIDDEN),
     # That of Qwen2.5-VL's images is of pixels.
     (r"^window_size$", lambda config, value: value if "spatial_merge_size" in config else WINDOW),

@@ -100,6 +100,7 @@ def _first_that_runs(
     model_class: type | None,
 ) -> SmallModel | None:
     without_loss: SmallModel | None = None
+    without_steps: SmallModel | None = None
     for candidate, make in candidates:
         at_once = model_class is not None and not continues_text(model_class, candidate)
         encodes = at_once and hasattr(candidate, "is_decoder")
@@ -124,11 +125,14 @@ def _first_that_runs(
             except Exception as error:  # each architecture checks its config in its own way, or fails in its forward
                 reason = str(error).strip().splitlines()
                 failures.append(f"{recipe.__name__}: {type(error).__name__}: {reason[-1] if reason else ''}"[:300])
-                if small is not None and without_loss is None and not at_once and _runs_without_loss(model):
-                    without_loss = small
+                if small is not None and not at_once:
+                    if without_loss is None and _runs(model):
+                        without_loss = small
+                    elif without_steps is None and _runs(model, step=False):
+                        without_steps = small
             else:
                 return small
-    return without_loss
+    return without_loss or without_steps
 
 
 def default_config(model_type: str) -> Any:
@@ -168,12 +172,13 @@ def _candidates(
 
 
 @torch.no_grad()
-def run(model: nn.Module, loss: bool = True) -> None:
+def run(model: nn.Module, loss: bool = True, step: bool = True) -> None:
     """One training forward, one prefill and one decoding step, or one forward pass of a model that does not continue
     text; raises what they raise.
 
     Args:
         loss: False: no training forward, for models whose loss is not one of text, as CSM's.
+        step: False: no decoding step, for models that do not take a token alone, as CPM-Ant.
     """
     if not continues_text(type(model), model.config):
         model(**forward_inputs(model))
@@ -182,12 +187,14 @@ def run(model: nn.Module, loss: bool = True) -> None:
     if loss:
         model(input_ids=ids, labels=ids, use_cache=False)
     prefill = model(input_ids=ids, use_cache=True)
-    decoding_step(model, ids, prefill)
+    if step:
+        decoding_step(model, ids, prefill)
 
 
-def _runs_without_loss(model: nn.Module) -> bool:
+def _runs(model: nn.Module, step: bool = True) -> bool:
+    """Whether it does without the training forward."""
     try:
-        run(model, loss=False)
+        run(model, loss=False, step=step)
     except Exception:  # as in the run with it
         return False
     return True

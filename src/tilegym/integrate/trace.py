@@ -19,6 +19,7 @@ from tilegym.integrate.inputs import decoding_step
 from tilegym.integrate.inputs import example
 from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.inputs import has_loss
+from tilegym.integrate.inputs import takes_steps
 
 
 @dataclass
@@ -169,15 +170,15 @@ def _profiled(trace: Trace, functions: dict[types.CodeType, types.FunctionType],
 
 
 def record(model: nn.Module) -> Trace:
-    """Runs ``model``: a training forward if it has a loss of text, a prefill of two rows, one decoding step; or a
-    forward pass alone, as a prefill, if it does not continue text.
+    """Runs ``model``: a training forward if it has a loss of text, a prefill of two rows, one decoding step if it takes
+    a token alone; or a forward pass alone, as a prefill, if it does not continue text.
 
     Raises whatever the model raises.
     """
     trace, stack, stage, handles = Trace(), [], ["train"], []
     continues = continues_text(type(model), model.config)
     ids = example(model) if continues else None
-    trains = continues and has_loss(model, ids)
+    trains, steps = continues and has_loss(model, ids), continues and takes_steps(model, ids)
 
     def before(path: str) -> Callable:
         def hook(module, args, kwargs):
@@ -207,8 +208,9 @@ def record(model: nn.Module) -> Trace:
                 model(input_ids=ids, labels=ids, use_cache=False)
             stage[0] = "prefill"
             output = model(input_ids=ids, use_cache=True)
-            stage[0] = "decode"
-            decoding_step(model, ids, output)
+            if steps:
+                stage[0] = "decode"
+                decoding_step(model, ids, output)
     finally:
         for handle in handles:
             handle.remove()
