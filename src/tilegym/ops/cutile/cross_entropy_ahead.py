@@ -40,10 +40,10 @@ from tilegym.ops.cutile.parts import parts_of
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
 from tilegym.ops.cutile.row_groups import group_size
-from tilegym.ops.cutile.row_groups import load_edges
 from tilegym.ops.cutile.row_groups import load_groups
-from tilegym.ops.cutile.row_groups import store_edges
-from tilegym.ops.cutile.row_groups import store_groups
+from tilegym.ops.cutile.row_groups import load_rest
+from tilegym.ops.cutile.row_groups import store_part
+from tilegym.ops.cutile.row_groups import store_rest
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import begin
@@ -70,26 +70,16 @@ def expect_kernel(target, expected, factors, ignore_index, TILE: Int, OVERLAP: B
     ct.scatter(factors, 1, scale)
 
 
-# A row that is ignored is not read.
-def _part(x, row, n, ignored, number, TILE_N: Int, V: Int):
+def _part(x, row, n, wanted, number, TILE_N: Int, V: Int):
+    # A row that is ignored is not read.
     if V:
-        part = load_groups(x, row, n, ct.where(ignored, 0, n), number, TILE_N, V, -math.inf)
+        part = load_groups(x, row, n, ct.where(wanted, n, 0), number, TILE_N, V, -math.inf)
     else:
         cols = span(number, TILE_N)
         # Of the shape it is known what divides it, not of n.
-        inside = cols < ct.where(ignored, 0, x.shape[1])
+        inside = cols < ct.where(wanted, x.shape[1], 0)
         part = ct.gather(x, (row, cols), mask=inside, padding_value=-math.inf)
     return part
-
-
-def _rest(x, row, n, ignored, parts, TILE_N: Int, EXTRA: Int, V: Int):
-    """What a row has beside its parts."""
-    if V:
-        rest = load_edges(x, row, n, ct.where(ignored, 0, n) > 0, V, -math.inf)
-    else:
-        cols = parts * TILE_N + ct.arange(EXTRA, dtype=ct.int32)
-        rest = ct.gather(x, (row, cols), mask=cols < ct.where(ignored, 0, x.shape[1]), padding_value=-math.inf)
-    return rest
 
 
 def _state(part):
@@ -124,8 +114,8 @@ def gradient_kernel(
     number, row, blocks = ct.bid(1), ct.bid(2), ct.num_blocks(1)
     parts = blocks + 1 if EXTRA else blocks
     label = ct.gather(target, row)
-    ignored = label == ignore_index
-    part = _part(x, row, n, ignored, number, TILE_N, V)
+    wanted = label != ignore_index
+    part = _part(x, row, n, wanted, number, TILE_N, V)
     count = parts * ct.num_blocks(2)
     turn = turn_of(states, count, TURNS)
     if OVERLAP:
@@ -134,16 +124,16 @@ def gradient_kernel(
     if EXTRA:
         if number == 0:
             # While the part is on its way.
-            publish(states, first + blocks, _state(_rest(x, row, n, ignored, blocks, TILE_N, EXTRA, V)))
+            publish(states, first + blocks, _state(load_rest(x, row, n, blocks, wanted, TILE_N, EXTRA, V, -math.inf)))
     found, missing = exchange(states, first, number, parts, _state(part), patience, PARTS)
     if missing > 0:
         for i in range(blocks):
-            publish(states, first + i, _state(_part(x, row, n, ignored, i, TILE_N, V)))
+            publish(states, first + i, _state(_part(x, row, n, wanted, i, TILE_N, V)))
         if EXTRA:
-            publish(states, first + blocks, _state(_rest(x, row, n, ignored, blocks, TILE_N, EXTRA, V)))
+            publish(states, first + blocks, _state(load_rest(x, row, n, blocks, wanted, TILE_N, EXTRA, V, -math.inf)))
         while missing > 0:
             found, missing = look(states, first, parts, PARTS)
-        part = _part(x, row, n, ignored, number, TILE_N, V)  # which takes no registers until now
+        part = _part(x, row, n, wanted, number, TILE_N, V)  # which takes no registers until now
     there = ct.arange(PARTS, dtype=ct.int32) < parts
     tops = ct.where(there, high(found), -math.inf)
     base = base_of(ct.max(tops))
@@ -151,26 +141,18 @@ def gradient_kernel(
     inverse, factor = 1.0 / total, ct.gather(factors, 0)
     if factor == factor:
         scale = _scale(n, label, ignore_index, factor, inverse)
-        out = _gradient(part, base, scale)
-        if V:
-            store_groups(dx, row, n, number, out, TILE_N, V)
-        else:
-            ct.scatter(dx, (row, span(number, TILE_N)), out.astype(dx.dtype))
+        store_part(dx, row, n, number, _gradient(part, base, scale), TILE_N, V)
         if EXTRA:
             if number == 0:
-                out = _gradient(_rest(x, row, n, ignored, blocks, TILE_N, EXTRA, V), base, scale)
-                if V:
-                    store_edges(dx, row, n, True, out, V)
-                else:
-                    cols = blocks * TILE_N + ct.arange(EXTRA, dtype=ct.int32)
-                    ct.scatter(dx, (row, cols), out.astype(dx.dtype))
+                out = _gradient(load_rest(x, row, n, blocks, wanted, TILE_N, EXTRA, V, -math.inf), base, scale)
+                store_rest(dx, row, n, blocks, True, out, TILE_N, EXTRA, V)
     if number == 0:
         unit = unit_of(x.dtype)
         is_class = (label >= 0) & (label < n)
         place = row * n + ct.where(is_class, label, 0)
         logit = ct.gather(x, place if V else (row, label)).astype(ct.float32)
         loss = ct.where(is_class, ct.log(total), math.nan) - above(logit, base, unit) * (1.0 / unit)
-        ct.scatter(losses, row, ct.where(ignored, 0.0, loss))
+        ct.scatter(losses, row, ct.where(wanted, loss, 0.0))
         ct.scatter(terms, (row, 0), base)
         ct.scatter(terms, (row, 1), inverse)
         if EXTRA:
@@ -291,8 +273,8 @@ def cross_entropy_forward_ahead(
     kernel, parts, (tile_n, extra) = ahead_plan(m, n, device, rows.element_size(), v)
     launch(logits, (1,), expect_kernel, (target, expected, factors, ignore_index, tile, overlap))
     gradient = dx.view(rows.shape)
-    grouped = (x.view(-1) if v else x for x in (rows, gradient))
-    arrays = (next(grouped), target, factors, losses, terms, next(grouped), n, ignore_index)
+    x, dx_of_x = (rows.view(-1), gradient.view(-1)) if v else (rows, gradient)
+    arrays = (x, target, factors, losses, terms, dx_of_x, n, ignore_index)
     more = m if extra else 0
     tiles = (tile_n, next_power_of_2(parts + (extra > 0)), extra, v)
     launch_parts(logits, (1, parts, m), kernel, arrays, tiles, after_one=True, more=more)

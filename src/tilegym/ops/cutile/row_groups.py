@@ -10,6 +10,8 @@ import torch
 
 from tilegym.ops.cutile.tiling import LINE
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import at
+from tilegym.ops.cutile.tiling import span
 
 MAX_NUMBERS = 2**31 - 2**20  # which 32 bits count, and those of a part that begins behind them
 
@@ -34,7 +36,7 @@ def load_groups(x, row, n, limit, number, TILE_N: Int, V: Int, padding):
     return ct.gather(x, place, mask=there, padding_value=padding, check_bounds=False)
 
 
-def store_groups(y, row, n, number, out, TILE_N: Int, V: Int):
+def _store_groups(y, row, n, number, out, TILE_N: Int, V: Int):
     place, there = _places(row, n, n, number, TILE_N, V)
     ct.scatter(y, place, out.astype(y.dtype), mask=there, check_bounds=False)
 
@@ -46,12 +48,39 @@ def _edges(row, n, V: Int):
     return place, place < ct.where(index < V, (start + V - 1) // V * V, end)
 
 
-def load_edges(x, row, n, wanted, V: Int, padding):
+def _load_edges(x, row, n, wanted, V: Int, padding):
     """A row's edges if they are ``wanted``; ``padding`` in all other places of [2 * V]."""
     place, there = _edges(row, n, V)
     return ct.gather(x, place, mask=there & wanted, padding_value=padding, check_bounds=False)
 
 
-def store_edges(y, row, n, wanted, out, V: Int):
+def _store_edges(y, row, n, wanted, out, V: Int):
     place, there = _edges(row, n, V)
     ct.scatter(y, place, out.astype(y.dtype), mask=there & wanted, check_bounds=False)
+
+
+def store_part(y, row, n, number, out, TILE_N: Int, V: Int):
+    if V:
+        _store_groups(y, row, n, number, out, TILE_N, V)
+    else:
+        ct.scatter(y, at(y, row, span(number, TILE_N)), out.astype(y.dtype))
+
+
+def _rest_columns(parts, wanted, TILE_N: Int, EXTRA: Int):
+    return ct.where(wanted, parts * TILE_N + ct.arange(EXTRA, dtype=ct.int32), -1)
+
+
+def load_rest(x, row, n, parts, wanted, TILE_N: Int, EXTRA: Int, V: Int, padding):
+    """What a row has beside its parts, up to EXTRA numbers, if that is ``wanted``."""
+    if V:
+        rest = _load_edges(x, row, n, wanted, V, padding)
+    else:
+        rest = ct.gather(x, at(x, row, _rest_columns(parts, wanted, TILE_N, EXTRA)), padding_value=padding)
+    return rest
+
+
+def store_rest(y, row, n, parts, wanted, out, TILE_N: Int, EXTRA: Int, V: Int):
+    if V:
+        _store_edges(y, row, n, wanted, out, V)
+    else:
+        ct.scatter(y, at(y, row, _rest_columns(parts, wanted, TILE_N, EXTRA)), out.astype(y.dtype))

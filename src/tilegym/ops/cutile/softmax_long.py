@@ -25,10 +25,10 @@ from tilegym.ops.cutile.parts import parts_of
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
 from tilegym.ops.cutile.row_groups import group_size
-from tilegym.ops.cutile.row_groups import load_edges
 from tilegym.ops.cutile.row_groups import load_groups
-from tilegym.ops.cutile.row_groups import store_edges
-from tilegym.ops.cutile.row_groups import store_groups
+from tilegym.ops.cutile.row_groups import load_rest
+from tilegym.ops.cutile.row_groups import store_part
+from tilegym.ops.cutile.row_groups import store_rest
 from tilegym.ops.cutile.softmax_joint import base_of
 from tilegym.ops.cutile.softmax_joint import exp_of
 from tilegym.ops.cutile.tiling import Bool
@@ -66,38 +66,11 @@ def _part(x, row, n, number, TILE_N: Int, V: Int, padding):
     return part
 
 
-def _store_part(y, row, n, number, out, TILE_N: Int, V: Int):
-    if V:
-        store_groups(y, row, n, number, out, TILE_N, V)
-    else:
-        ct.scatter(y, at(y, row, span(number, TILE_N)), out.astype(y.dtype))
-
-
-def _rest_columns(parts, wanted, TILE_N: Int, EXTRA: Int):
-    return ct.where(wanted, parts * TILE_N + ct.arange(EXTRA, dtype=ct.int32), -1)
-
-
-def _rest(x, row, n, parts, wanted, TILE_N: Int, EXTRA: Int, V: Int, padding):
-    """What a row has beside its parts, up to EXTRA numbers, if that is ``wanted``."""
-    if V:
-        rest = load_edges(x, row, n, wanted, V, padding)
-    else:
-        rest = ct.gather(x, at(x, row, _rest_columns(parts, wanted, TILE_N, EXTRA)), padding_value=padding)
-    return rest
-
-
-def _store_rest(y, row, n, parts, wanted, out, TILE_N: Int, EXTRA: Int, V: Int):
-    if V:
-        store_edges(y, row, n, wanted, out, V)
-    else:
-        ct.scatter(y, at(y, row, _rest_columns(parts, wanted, TILE_N, EXTRA)), out.astype(y.dtype))
-
-
 def _part_and_rest(x, row, n, number, parts, TILE_N: Int, EXTRA: Int, V: Int):
     """A part as one tile, or two: the last one takes what its row has beside the parts, too."""
     part = (_part(x, row, n, number, TILE_N, V, 0),)
     if EXTRA:
-        part = (*part, _rest(x, row, n, parts, number == parts - 1, TILE_N, EXTRA, V, 0))
+        part = (*part, load_rest(x, row, n, parts, number == parts - 1, TILE_N, EXTRA, V, 0))
     return part
 
 
@@ -151,7 +124,7 @@ def softmax_wide_kernel(
     if EXTRA and PUBLISH:
         if number == 0:
             # While the part is on its way.
-            state = _state(_rest(x, row, n, blocks, True, TILE_N, EXTRA, V, -math.inf))
+            state = _state(load_rest(x, row, n, blocks, True, TILE_N, EXTRA, V, -math.inf))
             if FINISH:
                 publish(states, first + turn * count + blocks, state)
             else:
@@ -168,7 +141,7 @@ def softmax_wide_kernel(
                 for i in range(blocks):
                     publish(states, first + i, _state(_part(x, row, n, i, TILE_N, V, -math.inf)))
                 if EXTRA:
-                    rest = _rest(x, row, n, blocks, True, TILE_N, EXTRA, V, -math.inf)
+                    rest = load_rest(x, row, n, blocks, True, TILE_N, EXTRA, V, -math.inf)
                     publish(states, first + blocks, _state(rest))
                 while missing > 0:
                     found, missing = look(states, first, parts, PARTS)
@@ -180,13 +153,13 @@ def softmax_wide_kernel(
         base = base_of(ct.max(tops))
         total = ct.sum(ct.where(there, low(found) * exp_of(tops - base, x.dtype), 0.0))
         out = _exps(again(part, TWICE), base, x.dtype) * (1.0 / total)
-        _store_part(y, row, n, number, out, TILE_N, V)
+        store_part(y, row, n, number, out, TILE_N, V)
         clear_others(states, turn, row * parts + number, count, TURNS)
         if EXTRA:
             if number == 0:
-                rest = _rest(x, row, n, blocks, True, TILE_N, EXTRA, V, -math.inf).astype(ct.float32)
+                rest = load_rest(x, row, n, blocks, True, TILE_N, EXTRA, V, -math.inf).astype(ct.float32)
                 out = _exps(rest, base, x.dtype) * (1.0 / total)
-                _store_rest(y, row, n, blocks, True, out, TILE_N, EXTRA, V)
+                store_rest(y, row, n, blocks, True, out, TILE_N, EXTRA, V)
                 clear_others(states, turn, row * parts + blocks, count, TURNS)
 
 
@@ -231,9 +204,9 @@ def softmax_backward_wide_kernel(
         grad = again(out[0], TWICE) * (again(up[0], TWICE) - total)
         if EXTRA:
             more = again(out[1], TWICE) * (again(up[1], TWICE) - total)
-        _store_part(dx, row, n, number, grad, TILE_N, V)
+        store_part(dx, row, n, number, grad, TILE_N, V)
         if EXTRA:
-            _store_rest(dx, row, n, parts, number == parts - 1, more, TILE_N, EXTRA, V)
+            store_rest(dx, row, n, parts, number == parts - 1, more, TILE_N, EXTRA, V)
         clear_others(states, turn, row * parts + number, count, TURNS)
 
 
