@@ -57,7 +57,8 @@ def test_rows_of_one_part_have_no_parts(n):
 def test_which_rows():
     x = torch.empty(8, 50257)
     assert group_size(50257, x, x) == 4 and group_size(50257, x.bfloat16()) == 8
-    assert group_size(50256, torch.empty(8, 50256)) == 0, "rows begin where groups do"
+    assert group_size(50256, torch.empty(8, 50256)) == 0, "the compiler knows where rows end"
+    assert group_size(50264, torch.empty(8, 50264).bfloat16()) == 8, "it does not, though they begin where groups do"
     assert group_size(50257, torch.empty(7, 50257)) == 0, "the last group would not be whole"
     assert group_size(50257, x, torch.empty(8, 50258)[:, :50257]) == 0
     assert group_size(2**17 + 1, torch.empty(2**13, 2**17 + 1, device="meta")) == 4
@@ -66,7 +67,7 @@ def test_which_rows():
 
 @dtypes()
 @pytest.mark.parametrize("processors", [4, 132], ids=["one launch", "two launches"])
-@pytest.mark.parametrize("more", [1, 3, 4, 6, 7])
+@pytest.mark.parametrize("more", [1, 3, 4, 6, 7, 8])
 def test_every_number_of_every_row(more, processors, dtype, multiprocessors):
     """Rows begin at each number of a group that there is, and so they end."""
     multiprocessors(processors)
@@ -74,7 +75,7 @@ def test_every_number_of_every_row(more, processors, dtype, multiprocessors):
     x, dy = (randn(8, n, dtype=dtype, seed=seed).to("cuda" if HAS_GPU else "cpu") for seed in (0, 1))
     x[:, 0], x[:, -1], dy[:, 0], dy[:, -1] = 5.0, 6.0, 7.0, 8.0
     v = 16 // x.element_size()
-    assert group_size(n, x, dy) == (v if more % v else 0)
+    assert group_size(n, x, dy) == v
     for backward, given in ((False, (x,)), (True, (dy, x))):
         out = torch.full((10, n), 77, dtype=dtype, device=x.device)
         kernels._launch(x, (*given, out[1:9]), x, backward)
@@ -87,10 +88,11 @@ def test_every_number_of_every_row(more, processors, dtype, multiprocessors):
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
 @dtypes(torch.bfloat16, torch.float32)
-def test_memory_is_moved_16_bytes_at_a_time(dtype, multiprocessors):
+@pytest.mark.parametrize("n", [50257, 50264])
+def test_memory_is_moved_16_bytes_at_a_time(n, dtype, multiprocessors):
     """All but the edges: of the kernels that a GPU with as many multiprocessors as an H200 runs."""
     multiprocessors(132)
-    x, target = torch.empty(4096, 50257, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
+    x, target = torch.empty(4096, n, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
     recording.forget()
     with recorded_launches() as launches:
         kernels.softmax_forward(x, -1), kernels.softmax_backward(x, x, -1)

@@ -42,6 +42,7 @@ from tilegym.ops.cutile.parts import turn_of
 from tilegym.ops.cutile.row_groups import group_size
 from tilegym.ops.cutile.row_groups import load_groups
 from tilegym.ops.cutile.row_groups import load_rest
+from tilegym.ops.cutile.row_groups import parts_of_groups
 from tilegym.ops.cutile.row_groups import store_part
 from tilegym.ops.cutile.row_groups import store_rest
 from tilegym.ops.cutile.tiling import Bool
@@ -228,7 +229,7 @@ def ahead_plan(m: int, n: int, device: int, size: int, v: int) -> tuple[ct.kerne
     fewer blocks than run at once: in bf16 an H200 takes 20.9 us instead of 21.2 for 64x128256, 30.8 instead of 34.4 for
     128x128256, 50.5 instead of 59.5 for 2048x16384."""
     tile_n, warps, occupancy = forward_tile(n, size)
-    parts, extra = (ct.cdiv(n // v * v, tile_n), 2 * v) if v else parts_of(n, tile_n)
+    parts, extra = parts_of_groups(n, tile_n, v) if v else parts_of(n, tile_n)
     processors = sm_count(device)
     several = parts + (extra > 0 and not v) > 1  # a row's edges are no part to speak of
     if not several or m > MAX_ROWS or parts > processors or m * parts < occupancy * processors:

@@ -1,8 +1,10 @@
 """Long rows that begin anywhere in memory, as those of GPT-2's 50257 logits, read and written 16 bytes at a time.
 
-Taken row by row, their numbers would be read one by one. So all rows together are an array of groups of V numbers, 16
-bytes each, and the parts of a row are of the groups that lie in it. What is left of a row, its edges, lies in a group
-before these and in one behind, which hold numbers of the rows beside it, too: they are read and written one by one.
+Taken row by row, their numbers would be read one by one, and so would those of rows of 50264: they begin at 16 bytes,
+but that they end there the compiler knows of multiples of WHOLE alone. So all rows together are an array of groups of V
+numbers, 16 bytes each, and the parts of a row are of the groups that lie in it. What is left of a row, its edges, lies
+in a group before these and in one behind, which hold numbers of the rows beside it, too: they are read and written one
+by one.
 """
 
 import cuda.tile as ct
@@ -13,14 +15,20 @@ from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import at
 from tilegym.ops.cutile.tiling import span
 
+WHOLE = 16  # numbers: of a shape cuTile tells the compiler whether they divide it
 MAX_NUMBERS = 2**31 - 2**20  # which 32 bits count, and those of a part that begins behind them
 
 
 def group_size(n: int, *arrays: torch.Tensor) -> int:
     """V of arrays of one shape whose rows have n numbers, if groups serve them better than rows, else 0."""
     v, numbers = LINE // arrays[0].element_size(), arrays[0].numel()
-    served = n % v and numbers % v == 0 and numbers <= MAX_NUMBERS and all(x.is_contiguous() for x in arrays)
+    served = n % WHOLE and numbers % v == 0 and numbers <= MAX_NUMBERS and all(x.is_contiguous() for x in arrays)
     return v if served else 0
+
+
+def parts_of_groups(n: int, tile_n: int, v: int) -> tuple[int, int]:
+    """How many parts of ``tile_n`` numbers the groups of a row of n make, and up to how many numbers are its edges."""
+    return ct.cdiv(n // v * v, tile_n), 2 * v if n % v else 0
 
 
 def _places(row, n, limit, number, TILE_N: Int, V: Int):

@@ -14,6 +14,7 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
+from tilegym.ops.cutile.row_groups import group_size
 from tilegym.ops.cutile.softmax_joint import MAX_ROWS
 from tilegym.ops.cutile.softmax_joint import exp_of
 from tilegym.ops.cutile.softmax_joint import joint_plan
@@ -63,6 +64,8 @@ def softmax_backward_kernel(dy, y, dx, TILE_M: Int, TILE_N: Int, TWICE: Bool):
 
 # Longer rows do not fit into the registers of one block, or are slower there: forward, backward, by bytes a value.
 MAX_HELD = ({2: 32768, 4: 16384}, {2: 16384, 4: 16384})
+# Rows that are long enough to be read as groups (``row_groups.py``), where a block that holds one would read numbers.
+MAX_SCATTERED = 8192
 # How many blocks a multiprocessor has for 16-bit rows, by their columns, if their values are converted TWICE: forward,
 # backward. The fastest for 8192 rows on an H200, where shorter ones are as fast without.
 TWICE = ({16384: 3, 32768: 2}, {8192: 3, 16384: 2})
@@ -97,8 +100,12 @@ def _launch(like, arrays, rows, backward):
         kernel, tiles = joint
         launch(like, (1, m), kernel, (*arrays, *tiles))
         return
-    # Half of the multiprocessors or fewer would hold rows of more than 16384 columns alone.
-    if next_power_of_2(n) <= (MAX_HELD[backward][size] if 2 * m >= sm_count(device) else 16384):
+    most = MAX_HELD[backward][size]
+    if 2 * m < sm_count(device):  # half of the multiprocessors or fewer would hold rows alone
+        most = 16384
+    elif group_size(n, *arrays):
+        most = MAX_SCATTERED
+    if next_power_of_2(n) <= most:
         kernel, grid, tiles = plan(m, n, device, backward, size)
         launch(like, grid, kernel, (*arrays, *tiles))
         return

@@ -27,6 +27,7 @@ from tilegym.ops.cutile.parts import turn_of
 from tilegym.ops.cutile.row_groups import group_size
 from tilegym.ops.cutile.row_groups import load_groups
 from tilegym.ops.cutile.row_groups import load_rest
+from tilegym.ops.cutile.row_groups import parts_of_groups
 from tilegym.ops.cutile.row_groups import store_part
 from tilegym.ops.cutile.row_groups import store_rest
 from tilegym.ops.cutile.softmax_joint import base_of
@@ -236,7 +237,7 @@ def wide_plan(
     at_once = not few and ct.cdiv(n, tile_n) <= sm_count(device)
     parts, extra = parts_of(n, tile_n) if at_once else (ct.cdiv(n, tile_n), 0)
     if v:
-        parts, extra = ct.cdiv(n // v * v, tile_n), 2 * v
+        parts, extra = parts_of_groups(n, tile_n, v)
     kernel = softmax_backward_wide_kernel if backward else softmax_wide_kernel
     kernel = hinted(kernel, num_worker_warps=warps, occupancy=occupancy)
     states = parts + 1 if extra and not backward else parts
