@@ -228,7 +228,10 @@ class Test_Patched:
         assert summary["outputs"][0]["text"].startswith(" Paris.")
         assert all("(cutile)" in entry["name"] for entry in summary["kernel_coverage"]["entries"] if entry["own"])
 
+    @pytest.mark.filterwarnings("ignore")
     def test_fallbacks_are_noted(self, monkeypatch):
+        """Whatever warnings the user hides."""
+
         def refuse(*args, **kwargs):
             raise UnsupportedError("a reason of its own")
 

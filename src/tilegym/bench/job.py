@@ -363,6 +363,7 @@ def fallbacks_noted(notices: list[str]) -> Iterator[None]:
             show_others(message, category, *rest)
 
     with warnings.catch_warnings():
+        warnings.simplefilter("default", FallbackWarning)  # whatever warnings the user hides: it is part of a result
         warnings.showwarning = show
         yield
 
