@@ -92,7 +92,7 @@ def test_a_file_runs_by_itself(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what they say without a GPU")
-@pytest.mark.parametrize("tool", some(("bench_generated.py", "sweep_float32.py"), "sweep_float32.py"))
+@pytest.mark.parametrize("tool", some(("bench_generated.py", "sweep_float32.py", "sweep_linear.py"), "sweep_linear.py"))
 def test_tools_say_what_they_do_and_that_they_need_a_gpu(tool):
     command = [sys.executable, str(spec.default_folder() / tool)]
     helped = subprocess.run([*command, "--help"], capture_output=True, text=True)

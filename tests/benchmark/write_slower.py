@@ -5,7 +5,8 @@
 
 On a GPU ``tilegym bench`` measures each op with ``backend="pytorch"`` beside the kernels; the kernels too where the
 present table sends a call to PyTorch. What is listed, and what not, says ``tilegym.bench.slower_table``. The file
-replaces the one for the same GPU in ``src/tilegym/backend/cutile/slower/``, but for what ``sweep_float32.py`` wrote.
+replaces the one for the same GPU in ``src/tilegym/backend/cutile/slower/``, but for what ``sweep_float32.py`` and
+``sweep_linear.py`` wrote.
 """
 
 import json
@@ -37,8 +38,9 @@ def write_slower(
     table = {key: latest.machine.get(key) for key in ("gpu", "date", "torch", "cuda_tile")} | {"slower": calls}
     path = slower.file_of(table["gpu"], target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file():  # measured by sweep_float32.py
-        table["from_rows"] = json.loads(path.read_text(encoding="utf-8")).get("from_rows", {})
+    if path.is_file():
+        known = json.loads(path.read_text(encoding="utf-8"))
+        table |= {key: known[key] for key in ("from_rows", "exceptions") if key in known}
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     print(f"written: {path}, {sum(map(len, calls.values()))} calls of {len(calls)} ops")
 

@@ -4,8 +4,10 @@
 whether gradients are wanted, the tensor arguments with their sizes rounded to powers of two, and the options given.
 Where calls of the same powers of two differ, it lists those of exact sizes, apart from rows.
 ``tests/benchmark/write_slower.py`` writes it from the results of ``tilegym bench``. Besides it says from how many rows
-on PyTorch wins whatever the sizes are: without tensor cores, in fp32, matrix products do;
-``tests/benchmark/sweep_float32.py`` measures where. Only calls that leave the choice of the backend to TileGym are
+on PyTorch serves calls whatever their sizes are: in fp32, without tensor cores, those of matrix products, as
+``tests/benchmark/sweep_float32.py`` measures; in bf16 those of linear layers but for the sizes that it lists as
+exceptions, which ``tests/benchmark/sweep_linear.py`` measures, and those that 16 bytes do not divide, for which cuBLAS
+has slow kernels. Only calls that leave the choice of the backend to TileGym are
 looked up, those of patched models among them: not those with ``backend=``, nor those that torch.compile traces, whose
 sizes may vary. Ops without an entry are not touched.
 """
@@ -51,10 +53,12 @@ def ignored() -> Iterator[None]:
 
 
 class Entries(NamedTuple):
-    """Of one op: the calls that are listed, and by kind of call the number of rows from which on all of them are."""
+    """Of one op: the calls that are listed, and by kind of call the number of rows from which on all of them are, but
+    for the exceptions, calls of exact sizes."""
 
     calls: frozenset[str]
     from_rows: dict[str, int]
+    exceptions: frozenset[str] = frozenset()
 
 
 @functools.cache
@@ -63,8 +67,11 @@ def _entries() -> dict[str, dict[str, Entries]]:
     found = {}
     for path in sorted(FOLDER.glob("*.json")):
         table = json.loads(path.read_text(encoding="utf-8"))
-        calls, rows = table["slower"], table.get("from_rows", {})
-        found[table["gpu"]] = {op: Entries(frozenset(calls.get(op, ())), rows.get(op, {})) for op in {*calls, *rows}}
+        calls, rows, kept = table["slower"], table.get("from_rows", {}), table.get("exceptions", {})
+        found[table["gpu"]] = {
+            op: Entries(frozenset(calls.get(op, ())), rows.get(op, {}), frozenset(kept.get(op, ())))
+            for op in {*calls, *rows}
+        }
     return found
 
 
@@ -76,9 +83,13 @@ def _entries_of(gpu: str) -> dict[str, Entries]:
         if name in tables:
             return tables[name]
     return {
-        op: Entries(frozenset(), {kind: n for kind, n in entries.from_rows.items() if "tfloat32" not in kind})
+        op: Entries(frozenset(), {kind: n for kind, n in entries.from_rows.items() if not _on_tensor_cores(kind)})
         for op, entries in tables.get("NVIDIA H200", {}).items()
     }
+
+
+def _on_tensor_cores(kind: str) -> bool:
+    return "tfloat32" in kind or "bfloat16" in kind or "float16" in kind
 
 
 def rows_to_pytorch(gpu: str | None) -> dict[str, dict[str, int]]:
@@ -199,8 +210,17 @@ class Lookup:
             return False
         kinds = (kind_of(call), kind_of(call, widths=True))
         least = [entries.from_rows[kind] for kind in kinds if kind in entries.from_rows]
-        is_listed = call in entries.calls or exact in entries.calls
-        return is_listed or (bool(least) and rows_of(args, kwargs) >= min(least))
+        if call in entries.calls or exact in entries.calls:
+            return True
+        many = bool(least) and rows_of(args, kwargs) >= min(least)
+        return many and exact not in entries.exceptions and not _is_ragged((*args, *kwargs.values()))
+
+
+def _is_ragged(values: tuple) -> bool:
+    """Whether these are matrices of 16 bits, of which 16 bytes do not divide a row or a column."""
+    first, *others = _tensors(values)
+    sizes = [first.shape[-1], *(size for tensor in others for size in tensor.shape)]
+    return first.element_size() == 2 and any(size % 8 for size in sizes)
 
 
 def _gpu_of(values: tuple) -> str | None:

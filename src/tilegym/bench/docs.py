@@ -110,6 +110,12 @@ fp32 has no tensor cores, unless tf32 is allowed (`tfloat32` below). Whatever th
 from so many rows of the first argument on, as `sweep_float32.py` has measured.
 """
 
+FROM_ROWS_OF_16_BITS = """\
+In bf16 cuBLAS is the faster one at most sizes of linear layers, and serves those, too, at which nothing was measured,
+unless 16 bytes do not divide a size. The kernels serve the sizes at which they are as fast, which the table in
+`src/tilegym/backend/cutile/slower/` lists: those of this page's rows, and what `sweep_linear.py` has measured.
+"""
+
 
 def default_target() -> Path:
     """``docs/benchmarks.md`` of the checkout that this package is installed from.
@@ -283,7 +289,10 @@ def _from_rows(merged: Merged) -> str:
     lines = [
         (op, f"`{kind}`", str(least)) for op, kinds in sorted(rows.items()) for kind, least in sorted(kinds.items())
     ]
-    return f"{FROM_ROWS}\n{markdown(('Op', 'Arguments', 'From rows'), lines)}" if lines else ""
+    if not lines:
+        return ""
+    texts = [FROM_ROWS, *([FROM_ROWS_OF_16_BITS] if any("bfloat16" in kind for _, kind, _ in lines) else [])]
+    return "\n".join((*texts, markdown(("Op", "Arguments", "From rows"), lines)))
 
 
 def _host_table(merged: Merged) -> str:

@@ -67,6 +67,12 @@ def from_rows(points: list[Point]) -> dict[str, dict[str, int]]:
     return found
 
 
+def exceptions(points: list[Point]) -> list[str]:
+    """The kinds of calls that PyTorch wins at none of the points beyond the noise."""
+    lost = {p.kind for p in points if p.pytorch <= MARGIN * p.kernels}
+    return sorted({p.kind for p in points} - lost)
+
+
 class _Seen(Exception):
     """Carries the arguments of a call that does not have to be computed."""
 

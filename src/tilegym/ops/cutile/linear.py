@@ -29,6 +29,8 @@ from tilegym.ops.cutile.matmul import check_supported
 from tilegym.ops.cutile.matmul import differentiable as differentiable_matmul
 from tilegym.ops.cutile.matmul import gemm
 from tilegym.ops.cutile.matmul import load_bias
+from tilegym.ops.cutile.split_gemm import launch_split
+from tilegym.ops.cutile.split_gemm import splits_of
 from tilegym.ops.cutile.tiling import LINE
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
@@ -258,6 +260,10 @@ def linear_forward(
     if m > MAX_ROWS:
         if fits_better(m, n, x.dtype, x.get_device()) and rows.stride(1) == weight.stride(1) == 1:
             launch_wide(aligned(rows), aligned(weight), bias if bias is None else bias.contiguous(), y)
+            return out
+        splits = splits_of(m, n, k, x.dtype, x.get_device())
+        if splits and rows.stride(1) == weight.stride(1) == 1:
+            launch_split(aligned(rows), aligned(weight), bias, y, splits)
             return out
         gemm(rows, weight, bias, y, False, True)
         return out

@@ -1,0 +1,123 @@
+"""Measures at which sizes the kernels multiply many rows by a weight in bf16 as fast as PyTorch does.
+
+    python sweep_linear.py [--write]
+
+cuBLAS fills a GPU whose multiprocessors the kernels' tiles do not divide, so linear layers of many rows go to PyTorch,
+but for sizes that are listed as exceptions. Here the layers of some models are timed at several numbers of rows with
+backend="cutile" and backend="pytorch", each with as many weights in turn as do not fit the L2 cache. ``--write`` adds
+the sizes at which PyTorch does not win beyond the noise to the exceptions in the file for this GPU, takes out those at
+which it does, and says there from how many rows on PyTorch serves all others.
+"""
+
+import argparse
+import json
+
+import torch
+
+from tilegym import ops
+from tilegym.backend import slower
+from tilegym.bench.slower_table import Point
+from tilegym.bench.slower_table import exceptions
+
+FROM_ROWS = 91  # from where on sizes of rows are rounded to 128; at 64 rows each side wins as often as the other
+ROWS = (128, 300, 512, 1024, 2048, 8192)
+# Of each model the columns of a token, of queries, keys and values together, of the attention's result, of gate and up
+# together, and of what the MLP adds up.
+MODELS = {
+    "Llama-3.1-8B": (4096, 6144, 4096, 28672, 14336),
+    "Llama-3.1-70B": (8192, 10240, 8192, 57344, 28672),
+    "Llama-3.2-1B": (2048, 3072, 2048, 16384, 8192),
+    "Llama-3.2-3B": (3072, 5120, 3072, 16384, 8192),
+    "Llama-2-13B": (5120, 15360, 5120, 27648, 13824),
+    "Qwen2.5-0.5B": (896, 1152, 896, 9728, 4864),
+    "Qwen2.5-7B": (3584, 4608, 3584, 37888, 18944),
+    "Qwen3-8B": (4096, 6144, 4096, 24576, 12288),
+    "Qwen3-32B": (5120, 10240, 8192, 51200, 25600),
+    "Gemma-2-2B": (2304, 4096, 2048, 18432, 9216),
+    "Gemma-3-4B": (2560, 4096, 2048, 20480, 10240),
+    "SmolLM-135M": (576, 960, 576, 3072, 1536),
+    "SmolLM2-360M": (960, 1600, 960, 5120, 2560),
+    "Falcon-7B": (4544, 4672, 4544, 18176, 18176),
+    "Pythia-2.8B": (2560, 7680, 2560, 10240, 10240),
+    "Whisper-large": (1280, 3840, 1280, 5120, 5120),
+    "BERT-base": (768, 2304, 768, 3072, 3072),
+    "ViT-L": (1024, 3072, 1024, 4096, 4096),
+    "SigLIP-so400m": (1152, 3456, 1152, 4304, 4304),
+}
+TOLERANCE = 5e-3  # relative, of all elements
+HELD = 120_000_000  # bytes of weights that are multiplied in turn
+LAUNCHES, REPETITIONS = 16, 5
+
+
+def sizes() -> list[tuple[int, int]]:
+    """(columns of the result, columns of a row) of the layers, each once."""
+    found: dict[tuple[int, int], None] = {}
+    for hidden, qkv, heads, gate_up, inner in MODELS.values():
+        found |= dict.fromkeys(((qkv, hidden), (hidden, heads), (gate_up, hidden), (hidden, inner)))
+    return list(found)
+
+
+def seconds(backend: str, calls: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """The time of one product on the GPU: the median of several graphs of some after each other."""
+    for x, weight in calls[:2]:
+        ops.linear(x, weight, backend=backend)  # tunes, where nothing is known of the sizes
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for i in range(LAUNCHES):
+            ops.linear(*calls[i % len(calls)], backend=backend)
+    times = []
+    for _ in range(REPETITIONS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / LAUNCHES)
+    return sorted(times)[REPETITIONS // 2]
+
+
+def measured(rows: int, n: int, k: int) -> Point:
+    """Raises ArithmeticError if the results differ by more than the rounding explains."""
+    count = max(1, min(LAUNCHES, HELD // (2 * n * k)))
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    calls = [(torch.randn(rows, k, **options), torch.randn(n, k, **options) * k**-0.5) for _ in range(count)]
+    call = slower.describe(ops.linear.op.signature, calls[0], {}, exactly=True)
+    ours, theirs = (ops.linear(*calls[0], backend=name).float() for name in ("cutile", "pytorch"))
+    if not (error := ((ours - theirs).norm() / theirs.norm()).item()) <= TOLERANCE:
+        raise ArithmeticError(f"{call}: off by {error:.1e}")
+    return Point("linear", call, rows, *(seconds(name, calls) for name in ("cutile", "pytorch")))
+
+
+def updated(table: dict, points: list[Point]) -> dict:
+    """``table``, as the file holds it, with what was measured."""
+    kept = (set(table.get("exceptions", {}).get("linear", ())) - {p.kind for p in points}) | set(exceptions(points))
+    kinds = dict.fromkeys(("bfloat16 bfloat16", "bfloat16 bfloat16 bfloat16"), FROM_ROWS)
+    rows = table.get("from_rows", {})
+    rows = dict(sorted({**rows, "linear": dict(sorted({**rows.get("linear", {}), **kinds}.items()))}.items()))
+    return table | {"from_rows": rows, "exceptions": {"linear": sorted(kept)}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into the file for this GPU")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no NVIDIA GPU is visible, and there is nothing to measure without one")
+    torch.manual_seed(0)
+    points = []
+    with slower.ignored(), torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        for n, k in sizes():
+            found = [measured(rows, n, k) for rows in ROWS]
+            points += found
+            times = (f"{p.rows}: {p.kernels * 1e6:.1f}/{p.pytorch * 1e6:.1f}" for p in found)
+            print(f"{k} to {n}, rows: us of the kernels/PyTorch", *times, flush=True)
+            torch.cuda.empty_cache()
+    print("As fast as PyTorch:", *exceptions(points), sep="\n")
+    if options.write:
+        path = slower.file_of(torch.cuda.get_device_name())
+        table = updated(json.loads(path.read_text(encoding="utf-8")), points)
+        path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
