@@ -103,6 +103,23 @@ def milliseconds(function: Callable[[], Any], flush: torch.Tensor, repetitions: 
     return sorted(start.elapsed_time(end) for start, end in events)[repetitions // 2]
 
 
+def graph_seconds(calls: list[Callable[[], Any]], repetitions: int) -> float:
+    """The time of one of ``calls`` on the GPU, from a graph of all, so that the host does not matter: a median."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repetitions):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return sorted(times)[repetitions // 2]
+
+
 def selected(names: list[str]) -> list[Variant]:
     return [v for v in VARIANTS if not names or any(v.group.startswith(n) for n in names)]
 

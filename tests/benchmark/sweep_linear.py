@@ -10,9 +10,11 @@ which it does, and says there from how many rows on PyTorch serves all others.
 """
 
 import argparse
+import functools
 import json
 
 import torch
+from sweep_common import graph_seconds
 
 from tilegym import ops
 from tilegym.backend import slower
@@ -58,22 +60,11 @@ def sizes() -> list[tuple[int, int]]:
 
 
 def seconds(backend: str, calls: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """The time of one product on the GPU: the median of several graphs of some after each other."""
+    """The time of one product on the GPU."""
     for x, weight in calls[:2]:
         ops.linear(x, weight, backend=backend)  # tunes, where nothing is known of the sizes
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for i in range(LAUNCHES):
-            ops.linear(*calls[i % len(calls)], backend=backend)
-    times = []
-    for _ in range(REPETITIONS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / LAUNCHES)
-    return sorted(times)[REPETITIONS // 2]
+    products = [functools.partial(ops.linear, *calls[i % len(calls)], backend=backend) for i in range(LAUNCHES)]
+    return graph_seconds(products, REPETITIONS)
 
 
 def measured(rows: int, n: int, k: int) -> Point:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import cuda.tile as ct
 import torch
 import torch.nn.functional as F
+from sweep_common import graph_seconds
 
 from tilegym import ops
 from tilegym.ops.cutile import rms_norm as rms
@@ -285,19 +286,7 @@ def launch(variant: Variant) -> None:
 def microseconds(call: Callable[[], object]) -> float:
     """The time of one call on the GPU, from a graph of many, so that the host does not matter."""
     call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for _ in range(GRAPH_LAUNCHES):
-            call()
-    times = []
-    for _ in range(REPETITIONS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / GRAPH_LAUNCHES)
-    return sorted(times)[len(times) // 2]
+    return 1e6 * graph_seconds([call] * GRAPH_LAUNCHES, REPETITIONS)
 
 
 def copy_microseconds(moved: int) -> float:
