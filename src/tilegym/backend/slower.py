@@ -89,7 +89,7 @@ def _entries_of(gpu: str) -> dict[str, Entries]:
 
 
 def _on_tensor_cores(kind: str) -> bool:
-    return "tfloat32" in kind or "bfloat16" in kind or "float16" in kind
+    return "tfloat32" in kind or "float16" in kind
 
 
 def rows_to_pytorch(gpu: str | None) -> dict[str, dict[str, int]]:
