@@ -161,12 +161,14 @@ def test_sizes_of_16_bits_that_are_as_fast_stay_with_the_kernels(table, monkeypa
     slower._entries.cache_clear()
     monkeypatch.setattr(ops.linear.op, "is_slower", slower.lookup_of("linear"))
 
-    def served_of(rows, n=24, k=16):
-        x, weight = torch.randn(rows, k).bfloat16(), torch.randn(n, k).bfloat16()
+    def served_of(*rows, n=24, k=16):
+        x, weight = torch.randn(*rows, k).bfloat16(), torch.randn(n, k).bfloat16()
         return served(lambda: ops.linear(x, weight))
 
     assert served_of(8) == served_of(30) == served_of(16, n=32) == ["pytorch"]
     assert served_of(16) == served_of(15) == ["cutile"], "rows of one bucket"
+    assert served_of(2, 8) == served_of(1, 16) == served_of(5, 1, 3) == ["cutile"], "however they are laid out"
+    assert served_of(2, 4) == served_of(3, 10) == ["pytorch"]
     assert served_of(8, n=25) == served_of(8, k=20) == ["cutile"], "cuBLAS is slow where 16 bytes do not divide a size"
     assert served_of(7) == served(linear_of(8)) == ["cutile"]
     # Of other chips nothing was measured; that they have no tensor cores for fp32 is known.

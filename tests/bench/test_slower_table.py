@@ -134,6 +134,7 @@ def tool(name):
 
 def test_what_was_measured_of_linear_layers_replaces_what_was_known_of_them(monkeypatch):
     monkeypatch.syspath_prepend(default_folder())
+
     def point(call, kernels, pytorch):
         return slower_table.Point("linear", f"exactly {call}", 512, kernels, pytorch)
 

@@ -212,8 +212,17 @@ class Lookup:
         least = [entries.from_rows[kind] for kind in kinds if kind in entries.from_rows]
         if call in entries.calls or exact in entries.calls:
             return True
-        many = bool(least) and rows_of(args, kwargs) >= min(least)
-        return many and exact not in entries.exceptions and not _is_ragged((*args, *kwargs.values()))
+        rows = rows_of(args, kwargs)
+        if not least or rows < min(least) or _is_ragged((*args, *kwargs.values())):
+            return False
+        return _of_rows(exact, rows) not in entries.exceptions
+
+
+def _of_rows(exact: str, rows: int) -> str:
+    """What :func:`describe` would say exactly if all rows of a call's first tensor stood in one matrix."""
+    from tilegym.backend.cutile.tuning_key import bucket  # here: it imports cuda.tile
+
+    return re.sub(r"\[(?:\d+,)*(\d+)\]", rf"[{bucket(rows)},\1]", exact, count=1)
 
 
 def _is_ragged(values: tuple) -> bool:
