@@ -1,6 +1,7 @@
 """Makes launch functions known to ``torch.library``, so that compiled code can call them without a graph break."""
 
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable
 
@@ -14,8 +15,8 @@ def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Calla
 
     Eager calls go straight to the function, or repeat what an earlier one did (:mod:`tilegym.backend.recording`): this
     serves forward and backward passes of training. While torch.compile traces, the call becomes the operator
-    ``torch.ops.tilegym.<function name>``. The function's parameters are annotated with the types of
-    ``torch.library.infer_schema`` and are passed by position.
+    ``torch.ops.tilegym.<function name>``, with a hash of their file for functions outside of TileGym. The function's
+    parameters are annotated with the types of ``torch.library.infer_schema`` and are passed by position.
 
     Args:
         fake: called like the function, returns empty tensors of the outputs' shapes, dtypes and strides.
@@ -29,7 +30,7 @@ def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Calla
         def recorded(*args):
             return recordings.call(*args)
 
-        operator = torch.library.custom_op(f"tilegym::{function.__name__}", recorded, mutates_args=mutates)
+        operator = torch.library.custom_op(f"tilegym::{_name_of(function)}", recorded, mutates_args=mutates)
         operator.register_fake(fake)
 
         @functools.wraps(function)
@@ -40,3 +41,12 @@ def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Calla
         return call
 
     return decorate
+
+
+def _name_of(function: Callable) -> str:
+    """The operator's name. A user's function, or a generated one, may be called as one of TileGym's own is, or as one in
+    another file: an operator replaces what had its name."""
+    if function.__module__.split(".")[0] == "tilegym":
+        return function.__name__
+    file = hashlib.sha256(function.__code__.co_filename.encode()).hexdigest()[:12]
+    return f"{function.__name__}_{file}"
