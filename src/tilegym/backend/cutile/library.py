@@ -44,8 +44,8 @@ def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Calla
 
 
 def _name_of(function: Callable) -> str:
-    """The operator's name. A user's function, or a generated one, may be called as one of TileGym's own is, or as one in
-    another file: an operator replaces what had its name."""
+    """The operator's name. A user's function, or a generated one, may have the name of one of TileGym's own, or of one
+    in another file, and an operator replaces what had its name."""
     if function.__module__.split(".")[0] == "tilegym":
         return function.__name__
     file = hashlib.sha256(function.__code__.co_filename.encode()).hexdigest()[:12]
