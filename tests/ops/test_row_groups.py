@@ -105,3 +105,17 @@ def test_memory_is_moved_16_bytes_at_a_time(n, dtype, multiprocessors):
         for operation, few in ((LDG, 8), (STG, 4)):
             moved = accesses(cubin, operation)
             assert moved.count(16) >= 8 and len(moved) - moved.count(16) <= few, (kernel, moved)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+def test_from_how_many_columns_on_rows_are_groups(monkeypatch):
+    for module in (kernels, long):
+        monkeypatch.setattr(module, "sm_count", lambda device: 132)
+    wide = long.softmax_wide_kernel._pyfunc, long.softmax_backward_wide_kernel._pyfunc
+    for n, grouped in ((8191, False), (8200, True), (12345, True), (12352, False), (32003, True)):
+        x = torch.empty(4096, n, dtype=torch.bfloat16)
+        recording.forget()
+        with recorded_launches() as launches:
+            kernels.softmax_forward(x, -1), kernels.softmax_backward(x, x, -1)
+        found = [kernel._pyfunc for kernel, _ in launches if kernel._pyfunc in wide]
+        assert found == (list(wide) if grouped else []), n

@@ -103,7 +103,7 @@ def _launch(like, arrays, rows, backward):
     most = MAX_HELD[backward][size]
     if 2 * m < sm_count(device):  # half of the multiprocessors or fewer would hold rows alone
         most = 16384
-    elif group_size(n, *arrays):
+    elif n > MAX_SCATTERED and group_size(n, *arrays):
         most = MAX_SCATTERED
     if next_power_of_2(n) <= most:
         kernel, grid, tiles = plan(m, n, device, backward, size)
