@@ -56,6 +56,18 @@ def test_tuning_results_of_the_same_chip():
     assert tuning_cache.shipped(key._replace(gpu=A100)) is None
 
 
+def test_tuning_results_in_bf16_serve_fp16(monkeypatch):
+    measured = next(key for key in tuning_cache.shipped_results(H200) if "=bfloat16[" in key.shape)
+    key = measured._replace(shape=measured.shape.replace("bfloat16", "float16"))
+    result = tuning_cache.shipped(measured)
+    assert tuning_cache.shipped(key) is tuning_cache.shipped(key._replace(gpu=GH200)) is result is not None
+    assert tuning_cache.shipped(key._replace(shape=measured.shape.replace("bfloat16", "float32"))) is None
+    own = result._replace(key=key, config={"TILE": 1})
+    shipped = tuning_cache.shipped_results(H200) | {key: own}
+    monkeypatch.setattr(tuning_cache, "shipped_results", lambda gpu: shipped if gpu == H200 else {})
+    assert tuning_cache.shipped(key) is own
+
+
 def test_own_tuning_results_come_first(monkeypatch):
     key = next(iter(tuning_cache.shipped_results(H200)))._replace(gpu=GH200)
     own = tuning_cache.TuningResult(key, {"TILE": 1}, 1.0)

@@ -161,8 +161,8 @@ def test_sizes_of_16_bits_that_are_as_fast_stay_with_the_kernels(table, monkeypa
     slower._entries.cache_clear()
     monkeypatch.setattr(ops.linear.op, "is_slower", slower.lookup_of("linear"))
 
-    def served_of(*rows, n=24, k=16):
-        x, weight = torch.randn(*rows, k).bfloat16(), torch.randn(n, k).bfloat16()
+    def served_of(*rows, n=24, k=16, dtype=torch.bfloat16):
+        x, weight = torch.randn(*rows, k).to(dtype), torch.randn(n, k).to(dtype)
         return served(lambda: ops.linear(x, weight))
 
     assert served_of(8) == served_of(30) == served_of(16, n=32) == ["pytorch"]
@@ -171,6 +171,7 @@ def test_sizes_of_16_bits_that_are_as_fast_stay_with_the_kernels(table, monkeypa
     assert served_of(2, 4) == served_of(3, 10) == ["pytorch"]
     assert served_of(8, n=25) == served_of(8, k=20) == ["cutile"], "cuBLAS is slow where 16 bytes do not divide a size"
     assert served_of(7) == served(linear_of(8)) == ["cutile"]
+    assert [served_of(m, dtype=torch.float16) for m in (7, 8, 16)] == [["cutile"], ["pytorch"], ["cutile"]]
     # Of other chips nothing was measured; that they have no tensor cores for fp32 is known.
     monkeypatch.setattr(slower, "_gpu_of", lambda values: "Another GPU")
     slower.file_of(GPU, slower.FOLDER).write_text(json.dumps(written | {"gpu": "NVIDIA H200"}))

@@ -135,22 +135,20 @@ def tool(name):
 def test_what_was_measured_of_linear_layers_replaces_what_was_known_of_them(monkeypatch):
     monkeypatch.syspath_prepend(default_folder())
 
-    def point(call, kernels, pytorch):
-        return slower_table.Point("linear", f"exactly {call}", 512, kernels, pytorch)
+    def call(n):
+        return f"exactly gradients bfloat16[512,64] bfloat16[{n},64]"
 
-    points = [
-        point("a", 1.0, 0.9),
-        point("b", 1.0, 0.97),
-        point("c", 2.0, 3.0),
-        point("d", 1.0, 2.0),
-        point("d", 2.0, 1.0),
-    ]
+    def point(n, kernels, pytorch):
+        return slower_table.Point("linear", call(n), 512, kernels, pytorch)
+
+    points = [point(1, 1.0, 0.9), point(2, 1.0, 0.97), point(3, 2.0, 3.0), point(4, 1.0, 2.0), point(4, 2.0, 1.0)]
     known = {"slower": {}, "from_rows": {"matmul": {"float32 float32": 1}, "linear": {"float32 float32": 2}}}
-    known["exceptions"] = {"linear": ["exactly a", "exactly of another model"]}
+    known["exceptions"] = {"linear": [call(1), "exactly of another model"]}
     table = tool("sweep_linear").updated(known, points)
-    assert table["exceptions"] == {"linear": ["exactly b", "exactly c", "exactly of another model"]}
+    assert table["exceptions"] == {"linear": [call(2), call(3), "exactly of another model"]}
     assert table["from_rows"]["matmul"] == {"float32 float32": 1} and table["slower"] == {}
-    assert set(table["from_rows"]["linear"]) == {"float32 float32", "bfloat16 bfloat16", "bfloat16 bfloat16 bfloat16"}
+    kinds = {"float32 float32", "gradients bfloat16 bfloat16", "gradients bfloat16 bfloat16 bfloat16"}
+    assert set(table["from_rows"]["linear"]) == kinds
 
 
 def test_the_file_is_written_and_read(tmp_path):

@@ -3,15 +3,18 @@
     python sweep_linear.py [--write]
 
 cuBLAS fills a GPU whose multiprocessors the kernels' tiles do not divide, so linear layers of many rows go to PyTorch,
-but for sizes that are listed as exceptions. Here the layers of some models are timed at several numbers of rows with
-backend="cutile" and backend="pytorch", each with as many weights in turn as do not fit the L2 cache. ``--write`` adds
-the sizes at which PyTorch does not win beyond the noise to the exceptions in the file for this GPU, takes out those at
-which it does, and says there from how many rows on PyTorch serves all others.
+but for sizes that are listed as exceptions. Here the layers of some models are timed at several numbers of rows,
+without gradients and with those of rows and weight, with backend="cutile" and backend="pytorch", each with as many
+weights in turn as do not fit the L2 cache. ``--write`` adds the sizes at which PyTorch does not win beyond the noise to
+the exceptions in the file for this GPU, takes out those at which it does, and says there from how many rows on PyTorch
+serves all others.
 """
 
 import argparse
 import functools
+import itertools
 import json
+from collections.abc import Callable
 
 import torch
 from sweep_common import graph_seconds
@@ -49,6 +52,7 @@ MODELS = {
 TOLERANCE = 5e-3  # relative, of all elements
 HELD = 120_000_000  # bytes of weights that are multiplied in turn
 LAUNCHES, REPETITIONS = 16, 5
+FEW_LAUNCHES, LONG = 4, 3e11  # of products of so many multiplications
 
 
 def sizes() -> list[tuple[int, int]]:
@@ -59,30 +63,44 @@ def sizes() -> list[tuple[int, int]]:
     return list(found)
 
 
-def seconds(backend: str, calls: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """The time of one product on the GPU."""
-    for x, weight in calls[:2]:
-        ops.linear(x, weight, backend=backend)  # tunes, where nothing is known of the sizes
-    products = [functools.partial(ops.linear, *calls[i % len(calls)], backend=backend) for i in range(LAUNCHES)]
+def product(backend: str, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """x @ weight.T, and where gradients are wanted those of half the sum of its squares."""
+    y = ops.linear(x, weight, backend=backend)
+    return (y.detach(), *torch.autograd.grad(y, (x, weight), y.detach())) if y.requires_grad else (y,)
+
+
+def seconds(backend: str, calls: list[tuple[torch.Tensor, torch.Tensor]], launches: int) -> float:
+    """The time of one product on the GPU, with its gradients if they are wanted."""
+    for call in calls[:2]:
+        product(backend, *call)  # tunes, where nothing is known of the sizes
+    products: list[Callable] = [functools.partial(product, backend, *calls[i % len(calls)]) for i in range(launches)]
     return graph_seconds(products, REPETITIONS)
 
 
-def measured(rows: int, n: int, k: int) -> Point:
+def measured(rows: int, n: int, k: int, gradients: bool) -> Point:
     """Raises ArithmeticError if the results differ by more than the rounding explains."""
-    count = max(1, min(LAUNCHES, HELD // (2 * n * k)))
-    options = {"device": "cuda", "dtype": torch.bfloat16}
-    calls = [(torch.randn(rows, k, **options), torch.randn(n, k, **options) * k**-0.5) for _ in range(count)]
+    launches = LAUNCHES if rows * n * k < LONG else FEW_LAUNCHES
+    count = max(1, min(launches, HELD // (2 * n * k)))
+
+    def matrix(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").mul_(scale).bfloat16().requires_grad_(gradients)
+
+    calls = [(matrix(rows, k), matrix(n, k, scale=k**-0.5)) for _ in range(count)]
     call = slower.describe(ops.linear.op.signature, calls[0], {}, exactly=True)
-    ours, theirs = (ops.linear(*calls[0], backend=name).float() for name in ("cutile", "pytorch"))
-    if not (error := ((ours - theirs).norm() / theirs.norm()).item()) <= TOLERANCE:
-        raise ArithmeticError(f"{call}: off by {error:.1e}")
-    return Point("linear", call, rows, *(seconds(name, calls) for name in ("cutile", "pytorch")))
+    pairs = zip(*(product(name, *calls[0]) for name in ("cutile", "pytorch")), strict=True)
+    for ours, theirs in pairs:
+        error = ((ours - theirs).float().norm() / theirs.float().norm()).item()
+        if not error <= TOLERANCE:
+            raise ArithmeticError(f"{call}: off by {error:.1e}")
+    return Point("linear", call, rows, *(seconds(name, calls, launches) for name in ("cutile", "pytorch")))
 
 
 def updated(table: dict, points: list[Point]) -> dict:
     """``table``, as the file holds it, with what was measured."""
     kept = (set(table.get("exceptions", {}).get("linear", ())) - {p.kind for p in points}) | set(exceptions(points))
-    kinds = dict.fromkeys(("bfloat16 bfloat16", "bfloat16 bfloat16 bfloat16"), FROM_ROWS)
+    measured_of = {slower.kind_of(p.kind.removeprefix("exactly ")) for p in points}
+    with_bias = {f"{kind} {kind.rpartition(' ')[2]}" for kind in measured_of}
+    kinds = dict.fromkeys(sorted(measured_of | with_bias), FROM_ROWS)
     rows = table.get("from_rows", {})
     rows = dict(sorted({**rows, "linear": dict(sorted({**rows.get("linear", {}), **kinds}.items()))}.items()))
     return table | {"from_rows": rows, "exceptions": {"linear": sorted(kept)}}
@@ -96,12 +114,13 @@ def main() -> None:
         parser.error("no NVIDIA GPU is visible, and there is nothing to measure without one")
     torch.manual_seed(0)
     points = []
-    with slower.ignored(), torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-        for n, k in sizes():
-            found = [measured(rows, n, k) for rows in ROWS]
+    with slower.ignored(), torch.cuda.stream(torch.cuda.Stream()):
+        for (n, k), gradients in itertools.product(sizes(), (False, True)):
+            found = [measured(rows, n, k, gradients) for rows in ROWS]
             points += found
             times = (f"{p.rows}: {p.kernels * 1e6:.1f}/{p.pytorch * 1e6:.1f}" for p in found)
-            print(f"{k} to {n}, rows: us of the kernels/PyTorch", *times, flush=True)
+            what = f"{k} to {n}{', with gradients' if gradients else ''}, rows"
+            print(f"{what}: us of the kernels/PyTorch", *times, flush=True)
             torch.cuda.empty_cache()
     print("As fast as PyTorch:", *exceptions(points), sep="\n")
     if options.write:

@@ -7,7 +7,7 @@ Where calls of the same powers of two differ, it lists those of exact sizes, apa
 on PyTorch serves calls whatever their sizes are: in fp32, without tensor cores, those of matrix products, as
 ``tests/benchmark/sweep_float32.py`` measures; in bf16 those of linear layers but for the sizes that it lists as
 exceptions, which ``tests/benchmark/sweep_linear.py`` measures, and those that 16 bytes do not divide, for which cuBLAS
-has slow kernels. Only calls that leave the choice of the backend to TileGym are
+has slow kernels. Calls in fp16 count as those in bf16. Only calls that leave the choice of the backend to TileGym are
 looked up, those of patched models among them: not those with ``backend=``, nor those that torch.compile traces, whose
 sizes may vary. Ops without an entry are not touched.
 """
@@ -98,7 +98,8 @@ def rows_to_pytorch(gpu: str | None) -> dict[str, dict[str, int]]:
 
 
 def describe(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any], exactly: bool = False) -> str:
-    """A call of an op of this signature as the files name it: ``gradients bfloat16[8192,4096] approximate=tanh``.
+    """A call of an op of this signature as the files name it: ``gradients bfloat16[8192,4096] approximate=tanh``, in
+    fp16 too.
 
     Sizes are rounded to powers of two, unless rows of a matrix do not begin at 16 bytes; ``exactly``, only those of the
     first tensor, but its last one: ``exactly bfloat16[512,10240] bfloat16[2560,10240]``.
@@ -147,6 +148,8 @@ def _described(tensor: torch.Tensor, exactly: bool, first: bool) -> str:
     while len(sizes) > 1 and sizes[0] == 1:
         del sizes[0]
     dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype is torch.float16:
+        dtype = "bfloat16"  # as fast: of 425 linear layers with gradients the ratio of times differs by 1.3 % (median)
     if tensor.dtype is torch.float32 and _fp32_precision() == "tf32":
         dtype = "tfloat32"  # other kernels, of either side
     rounded = (len(sizes) - 1 if first else 0) if exactly else len(sizes)  # how many, from the front

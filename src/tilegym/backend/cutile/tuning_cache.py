@@ -203,8 +203,13 @@ def same_options(stored: dict[str, Any], options: dict[str, Any]) -> bool:
 
 
 def shipped(key: TuningKey) -> TuningResult | None:
-    """The result that the package ships for ``key``, or for another GPU with the same chip; None if there is none."""
-    keys = (key, *(key._replace(gpu=gpu) for gpu in others_like(key.gpu)))
+    """The result that the package ships for ``key``, or for another GPU with the same chip; None if there is none.
+
+    What is shipped was measured in bf16, and serves fp16, which the GPU multiplies and moves as fast.
+    """
+    gpus = (key.gpu, *others_like(key.gpu))
+    shapes = dict.fromkeys((key.shape, re.sub(r"\bfloat16\b", "bfloat16", key.shape)))
+    keys = (key._replace(gpu=gpu, shape=shape) for shape in shapes for gpu in gpus)
     return next((result for key in keys if (result := shipped_results(key.gpu).get(key))), None)
 
 

@@ -22,6 +22,7 @@ from tilegym.ops.cutile.decode_shares import parts_of_sequence
 from tilegym.ops.cutile.decode_shares import share_of_block
 from tilegym.ops.cutile.decode_shares import tiles_of_one
 from tilegym.ops.cutile.flash_decode_plan import MAX_TILE_M
+from tilegym.ops.cutile.flash_decode_plan import MAX_TILE_N
 from tilegym.ops.cutile.flash_decode_plan import UNSPLIT_KEYS
 from tilegym.ops.cutile.flash_decode_plan import choose_tiles
 from tilegym.ops.cutile.packed import last_start
@@ -43,6 +44,12 @@ from tilegym.ops.cutile.tiling import sm_count
 SHORTEST_TILE = 64
 TILE_S = 8  # parts of a sequence that are merged at a time
 MANY_ROWS = 1024  # of the output; more are merged four in a block
+# Blocks a multiprocessor, and of small tiles, half of TILE_BYTES, which shorter pages ask for. On an H200 24 tokens
+# behind 1024 to 2048 keys in pages of 64, Hq32 Hkv8 D128, take 52.6 us with four and 66.6 with two.
+BLOCKS, BLOCKS_OF_SMALL = 2, 4
+# From so many kv heads for each multiprocessor on, of all sequences, small tiles are faster in long pages too: 128
+# tokens behind 512 to 1024 keys take 103.8 us so and 114.7 with tiles of 128 keys, but 64 of them 59.8 and 59.3.
+MANY_HEADS = 6
 
 
 @ct.kernel(occupancy=2)
@@ -255,19 +262,33 @@ def wants_splits(longest: int, keys: int, kv_heads: int, device_index: int) -> b
     return device_index < 0 or keys * kv_heads < longest * sm_count(device_index)
 
 
-def blocks_of(sequences: int, kv_heads: int, keys: int, tile_n: int, device_index: int) -> int:
+def tile_of_keys(
+    tiles: tuple[int, int, int, int], itemsize: int, size: int, kv_heads: int, device_index: int
+) -> tuple[int, int]:
+    """How many keys a tile has, given those of :func:`choose_tiles`, and how many blocks a multiprocessor: in pages of
+    ``size`` (0: no pages), for so many ``kv_heads`` of all sequences."""
+    tile_m, tile_n, *dims = tiles
+    can_be_small = device_index >= 0 and itemsize == 2 and tile_m <= 16 and tile_n == MAX_TILE_N and max(dims) == 128
+    if can_be_small and kv_heads > MANY_HEADS * sm_count(device_index):
+        tile_n //= 2
+    if size and whole_tile(size) >= min(tile_n, SHORTEST_TILE):
+        tile_n = min(tile_n, whole_tile(size))
+    return tile_n, BLOCKS_OF_SMALL if can_be_small and tile_n < MAX_TILE_N else BLOCKS
+
+
+def blocks_of(sequences: int, kv_heads: int, keys: int, tile_n: int, each: int, device_index: int) -> int:
     """How many blocks share the tiles of all ``sequences``, of at most ``keys`` each, for every kv head; 0: each token
     has one.
 
-    Two a multiprocessor, so that all run at once; for few sequences no more than 16 for each, since merging costs too:
-    see :func:`tilegym.ops.cutile.flash_decode_plan.max_splits`.
+    As many as run at once, ``each`` a multiprocessor; for few sequences no more than 16 for each, since merging costs
+    too: see :func:`tilegym.ops.cutile.flash_decode_plan.max_splits`.
     """
     if sequences == 0 or keys <= unsplit_keys(device_index):
         return 0
     if device_index < 0:
         return 4
     multiprocessors = sm_count(device_index)
-    most = max(1, min(2 * multiprocessors // kv_heads, max(16 * sequences, multiprocessors // kv_heads)))
+    most = max(1, min(each * multiprocessors // kv_heads, max(16 * sequences, multiprocessors // kv_heads)))
     return min(most, sequences * ct.cdiv(keys, tile_n))
 
 
@@ -295,11 +316,10 @@ def launch_decode(
         out = q.new_empty(tokens, heads, v_dim)
     dtype, index, group, sequences = q.dtype, q.get_device(), heads // kv_heads, starts_k.shape[0] - 1
     window = 0 if window_size is None else window_size
-    tile_m, tile_n, tile_d, tile_dv = choose_tiles(group, head_dim, v_dim, dtype.itemsize, index)
-    paged = isinstance(pages, torch.Tensor)
-    if paged and whole_tile(size) >= min(tile_n, SHORTEST_TILE):
-        tile_n = min(tile_n, whole_tile(size))
-    blocks = blocks_of(sequences, kv_heads, min(longest, window or longest), tile_n, index)
+    tiles, paged = choose_tiles(group, head_dim, v_dim, dtype.itemsize, index), isinstance(pages, torch.Tensor)
+    tile_m, _, tile_d, tile_dv = tiles
+    tile_n, each = tile_of_keys(tiles, dtype.itemsize, size if paged else 0, sequences * kv_heads, index)
+    blocks = blocks_of(sequences, kv_heads, min(longest, window or longest), tile_n, each, index)
     split, overlap, parts = blocks > 0, overlaps(index), max(blocks, sequences)
     partial = q.new_empty(1, heads, parts + sequences, v_dim + STATE_COLUMNS, dtype=torch.float32) if split else 0
     chunk = next_power_of_2(min(max(sequences, LEAST_AT_ONCE), MOST_AT_ONCE))
@@ -311,7 +331,8 @@ def launch_decode(
     full = tile_d == head_dim and tile_dv == v_dim
     tiles = (tile_m, tile_n, tile_d, tile_dv, group, size if paged else 0, full)
     options = (paged, window > 0, soft_cap is not None, sinks is not None, needs_exact(dtype, NO_MASK), split)
-    kernel = hinted(decode_packed_kernel, num_worker_warps=8) if tile_m > MAX_TILE_M else decode_packed_kernel
+    hints = {"num_worker_warps": 8} if tile_m > MAX_TILE_M else {"occupancy": each}
+    kernel = hinted(decode_packed_kernel, **hints)
     grid = (kv_heads, parts if split else tokens)
     launch(out, grid, kernel, (*arrays, *scalars, *tiles, *options, *chunks, overlap), overlap)
     if split:

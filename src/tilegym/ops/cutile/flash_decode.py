@@ -163,6 +163,7 @@ def load_mask(mask, batch, head, next_head, j, HEADS: Int, TILE_N: Int):
 
 
 wide_decode_kernel = decode_kernel.replace_hints(num_worker_warps=8)
+small_decode_kernel = decode_kernel.replace_hints(occupancy=3)
 
 
 def _fake(q, k, v, *_):
@@ -208,10 +209,9 @@ def _forward(
         0 if sinks is None else sinks,
         0 if kv_len is None else kv_len,
     )
-    kernel, overlap = (
-        decode_rows_kernel if plan.rows else wide_decode_kernel if plan.wide else decode_kernel,
-        plan.overlap,
-    )
+    kernel, overlap = wide_decode_kernel if plan.wide else decode_kernel, plan.overlap
+    if plan.rows or plan.small:
+        kernel = decode_rows_kernel if plan.rows else small_decode_kernel
     how = (merge, plan.tile_s if merge == LAST_BLOCK else 1, overlap)
     launch(out, grid, kernel, (*arrays, *plan.scalars, *plan.constants, *how), overlap)
     if merge == NEXT_LAUNCH:

@@ -1,0 +1,141 @@
+"""How decoding divides its work where blocks do not come out even: numbers of kv heads between one and two blocks a
+multiprocessor, small pages, many sequences."""
+
+import functools
+
+import pytest
+import torch
+from common import assert_launches_compile
+from common import device
+from common import gpu
+from common import randn
+from common import recorded_launches
+
+from tilegym.ops import fmha_decode
+from tilegym.ops import fmha_paged_decode
+from tilegym.ops.cutile import decode_varlen
+from tilegym.ops.cutile import flash_decode_plan
+from tilegym.ops.cutile.flash_decode import small_decode_kernel
+from tilegym.ops.pytorch.flash_decode import fmha_decode as reference
+
+WIDE, HALF_WIDE, NARROW = (8, 64, 256, 256), (8, 128, 128, 128), (8, 128, 64, 64)
+
+
+@pytest.fixture
+def multiprocessors(monkeypatch):
+    """Those of an H200."""
+    cached = flash_decode_plan.is_uneven, flash_decode_plan.max_splits
+
+    def forget():
+        for chosen in cached:
+            chosen.cache_clear()
+
+    for module in (flash_decode_plan, decode_varlen):
+        monkeypatch.setattr(module, "sm_count", lambda index: 132)
+    forget()
+    yield
+    forget()
+
+
+def tensors(batch, heads, kv_heads, keys, head_dim, dtype):
+    q = randn(batch, heads, 1, head_dim, dtype=dtype)
+    k, v = (randn(batch, keys, kv_heads, head_dim, dtype=dtype, seed=n).transpose(1, 2) for n in (1, 2))
+    return {"q": q, "k": k, "v": v}
+
+
+def test_heads_that_two_blocks_a_multiprocessor_share_unevenly(multiprocessors):
+    def uneven(*args):
+        return [n for n in (8, 128, 132, 133, 160, 192, 198, 199, 256, 320) if flash_decode_plan.is_uneven(n, *args, 0)]
+
+    assert uneven(HALF_WIDE, 2) == uneven(WIDE, 2) == [133, 160, 192, 198]
+    assert uneven(NARROW, 2) == uneven(HALF_WIDE, 4) == uneven((32, *HALF_WIDE[1:]), 2) == []
+    assert not flash_decode_plan.is_uneven(160, HALF_WIDE, 2, -1)
+
+
+def test_one_block_a_multiprocessor_is_enough(multiprocessors):
+    splits = [flash_decode_plan.choose_splits(heads, 2048, None, 0) for heads in (64, 96, 112, 120, 128, 132, 160, 256)]
+    assert splits == [4, 2, 2, 1, 1, 1, 1, 1]
+    assert flash_decode_plan.choose_splits(128, 2048, 512, 0) == 4, "what is asked for"
+
+
+@pytest.mark.parametrize(("head_dim", "splits"), [(128, 2), (256, 4)])
+def test_uneven_heads_are_split(head_dim, splits, monkeypatch):
+    """In the interpreter, with what a GPU has to be asked for."""
+    monkeypatch.setattr(flash_decode_plan, "choose_splits", lambda *sizes: 1)
+    monkeypatch.setattr(flash_decode_plan, "is_uneven", lambda *sizes: True)
+    monkeypatch.setattr(flash_decode_plan, "UNSPLIT_KEYS", 32)
+    kwargs = tensors(2, 4, 2, 70, head_dim, torch.float16)
+    lengths = torch.tensor([70, 9], dtype=torch.int32, device=device())
+    for options in ({}, {"kv_len": lengths}, {"window_size": 41}):
+        out = fmha_decode(**kwargs, **options, backend="cutile")
+        torch.testing.assert_close(out, reference(**kwargs, **options), rtol=2e-3, atol=2e-3)
+        with recorded_launches() as seen:
+            fmha_decode(**kwargs, **options, backend="cutile")
+        assert (seen[0][0] is small_decode_kernel) == (head_dim == 128)
+
+    def grid(window):
+        return flash_decode_plan.make_plan(*kwargs.values(), 0.1, None, None, window, None, None, None).grid
+
+    assert grid(None) == grid(33) == (4, splits) and grid(32) == (4, 1)
+
+
+def test_small_tiles_compile(multiprocessors, monkeypatch):
+    """Those of keys in a cache, split, and in pages."""
+    tiles, of_pages = flash_decode_plan.choose_tiles, decode_varlen.tile_of_keys
+    for module in (flash_decode_plan, decode_varlen):
+        monkeypatch.setattr(module, "choose_tiles", lambda *sizes: tiles(*sizes[:-1], 0))
+    monkeypatch.setattr(decode_varlen, "tile_of_keys", lambda *sizes: of_pages(*sizes[:-1], 0))
+    monkeypatch.setattr(flash_decode_plan, "is_uneven", lambda *sizes: True)
+    monkeypatch.setattr(flash_decode_plan, "choose_splits", lambda *sizes: 1)
+    cached = {name: x.cpu() for name, x in tensors(2, 32, 8, 600, 128, torch.bfloat16).items()}
+    assert_launches_compile(lambda: fmha_decode(**cached, backend="cutile"), ("sm_80", "sm_90"))
+    q, new, pages = (torch.zeros(*sizes, 128, dtype=torch.bfloat16) for sizes in ((2, 32), (2, 8), (20, 64, 8)))
+    table, starts = torch.arange(20, dtype=torch.int32).view(2, 10), torch.tensor([0, 600, 601], dtype=torch.int32)
+    call = functools.partial(fmha_paged_decode, q, new, new, pages, pages.clone(), table, starts, backend="cutile")
+    assert_launches_compile(call, ("sm_80", "sm_90"))
+
+
+@gpu
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32), (8, 4)], ids=str)
+@pytest.mark.parametrize("batch", [4, 5, 6, 16, 17, 20, 24, 40])
+def test_batches_of_many_sizes(batch, heads):
+    kwargs = tensors(batch, *heads, 700, 256 if heads == (8, 4) else 128, torch.bfloat16)
+    expected = reference(**{name: x.float() for name, x in kwargs.items()})
+    graph, length = torch.cuda.CUDAGraph(), torch.full((batch,), 700, dtype=torch.int32, device="cuda")
+    for options in ({}, {"kv_len": length}):
+        eager = fmha_decode(**kwargs, **options, backend="cutile")
+        torch.testing.assert_close(eager.float(), expected, rtol=1e-2, atol=1e-2)
+    with torch.cuda.graph(graph):
+        captured = fmha_decode(**kwargs, kv_len=length, backend="cutile")
+    graph.replay()
+    assert torch.equal(captured, eager)
+
+
+def test_tiles_of_paged_keys(multiprocessors):
+    def chosen(size, heads, tiles=HALF_WIDE, itemsize=2, device_index=0):
+        return decode_varlen.tile_of_keys(tiles, itemsize, size, heads, device_index)
+
+    assert chosen(256, 8) == chosen(0, 8) == chosen(256, 792) == chosen(16, 8) == (128, 2)
+    assert chosen(64, 8) == chosen(192, 8) == chosen(256, 793) == chosen(0, 1024) == (64, 4)
+    assert chosen(64, 1024, WIDE) == chosen(64, 8, NARROW) == chosen(64, 8, itemsize=4) == (64, 2)
+    assert chosen(256, 1024, (8, 16, 128, 128), device_index=-1) == (16, 2)
+    assert decode_varlen.blocks_of(24, 8, 2048, 64, 4, 0) == 2 * decode_varlen.blocks_of(24, 8, 2048, 128, 2, 0) == 66
+
+
+@gpu
+@pytest.mark.parametrize(("sequences", "size"), [(24, 64), (3, 64), (128, 256), (20, 256)])
+def test_paged_keys(sequences, size):
+    each, heads, kv_heads, head_dim = 4 * 256 // size, 32, 8, 128
+    q = randn(sequences, heads, head_dim, dtype=torch.bfloat16)
+    k, v = (randn(sequences, kv_heads, head_dim, dtype=torch.bfloat16, seed=n) for n in (1, 2))
+    pages = [randn(sequences * each, size, kv_heads, head_dim, dtype=torch.bfloat16, seed=n) for n in (3, 4)]
+    table = torch.randperm(sequences * each, device="cuda").view(sequences, each).int()
+    lengths = torch.randint(1, 1024, (sequences + 1,), device="cuda", dtype=torch.int32)
+    lengths[0] = 0
+    starts = lengths.cumsum(0, dtype=torch.int32)
+    kinds = {}
+    for backend in ("cutile", "pytorch"):
+        own = [page.clone() for page in pages]
+        kinds[backend] = fmha_paged_decode(q, k, v, *own, table, starts, backend=backend), *own
+    for ours, theirs in zip(kinds["cutile"], kinds["pytorch"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
