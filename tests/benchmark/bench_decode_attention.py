@@ -77,6 +77,9 @@ BENCHMARKS = [
         host={"batch": 1, "tokens": 640, "heads": 8, "kv_heads": 2, "head_dim": 128},
         shapes=(
             *(cached(batch, tokens) for batch in (1, 8, 64) for tokens in (512, 2048, 8192, 32768)),
+            *(cached(batch, 2048) for batch in (16, 20, 24)),
+            cached(5, 2048, 32, 32),
+            cached(40, 2048, 8, 4, 256),
             *sweep(dims, tokens=(512, 8192), models=ATTENDING),
         ),
         quick=(cached(8, 8192), cached(1, 8192), cached(1, 640)),

@@ -106,6 +106,7 @@ def paged_forward(itemsize, tokens, keys, size, heads, kv_heads, head_dim):
 
 def paged(tokens, keys, size=256, heads=32, kv_heads=8, head_dim=128):
     name = f"{tokens} tokens of {keys} keys, H{heads}/{kv_heads} D{head_dim}"
+    name = name if size == 256 else f"{name}, pages of {size}"
     return shape(name, tokens=tokens, keys=keys, size=size, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
 
@@ -140,7 +141,14 @@ BENCHMARKS = [
         forward=paged_forward,
         reads_all=False,  # pages are not full
         host={"tokens": 4, "keys": 64, "size": 16, "heads": 8, "kv_heads": 2, "head_dim": 128},
-        shapes=(paged(8, 2048), paged(32, 2048), paged(128, 1024), paged(8, 8192), paged(32, 2048, 256, 16, 8, 256)),
+        shapes=(
+            paged(8, 2048),
+            paged(32, 2048),
+            paged(128, 1024),
+            paged(8, 8192),
+            paged(32, 2048, 256, 16, 8, 256),
+            paged(24, 2048, 64),
+        ),
         quick=(paged(32, 2048),),
         small=(paged(3, 40, 16, 4, 2, 64), paged(3, 65, 16, 2, 2, 64)),
     ),

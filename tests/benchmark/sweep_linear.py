@@ -26,28 +26,35 @@ from tilegym.bench.slower_table import exceptions
 
 FROM_ROWS = 91  # from where on sizes of rows are rounded to 128; at 64 rows each side wins as often as the other
 ROWS = (128, 300, 512, 1024, 2048, 8192)
-# Of each model the columns of a token, of queries, keys and values together, of the attention's result, of gate and up
-# together, and of what the MLP adds up.
+# Of each model the columns of a token, of the queries, of the keys, and of the MLP; whether that has a gate.
 MODELS = {
-    "Llama-3.1-8B": (4096, 6144, 4096, 28672, 14336),
-    "Llama-3.1-70B": (8192, 10240, 8192, 57344, 28672),
-    "Llama-3.2-1B": (2048, 3072, 2048, 16384, 8192),
-    "Llama-3.2-3B": (3072, 5120, 3072, 16384, 8192),
-    "Llama-2-13B": (5120, 15360, 5120, 27648, 13824),
-    "Qwen2.5-0.5B": (896, 1152, 896, 9728, 4864),
-    "Qwen2.5-7B": (3584, 4608, 3584, 37888, 18944),
-    "Qwen3-8B": (4096, 6144, 4096, 24576, 12288),
-    "Qwen3-32B": (5120, 10240, 8192, 51200, 25600),
-    "Gemma-2-2B": (2304, 4096, 2048, 18432, 9216),
-    "Gemma-3-4B": (2560, 4096, 2048, 20480, 10240),
-    "SmolLM-135M": (576, 960, 576, 3072, 1536),
-    "SmolLM2-360M": (960, 1600, 960, 5120, 2560),
-    "Falcon-7B": (4544, 4672, 4544, 18176, 18176),
-    "Pythia-2.8B": (2560, 7680, 2560, 10240, 10240),
-    "Whisper-large": (1280, 3840, 1280, 5120, 5120),
-    "BERT-base": (768, 2304, 768, 3072, 3072),
-    "ViT-L": (1024, 3072, 1024, 4096, 4096),
-    "SigLIP-so400m": (1152, 3456, 1152, 4304, 4304),
+    "Llama-3.1-8B": (4096, 4096, 1024, 14336, True),
+    "Llama-3.1-70B": (8192, 8192, 1024, 28672, True),
+    "Llama-3.2-1B": (2048, 2048, 512, 8192, True),
+    "Llama-3.2-3B": (3072, 3072, 1024, 8192, True),
+    "Llama-2-7B": (4096, 4096, 4096, 11008, True),  # and OLMo-2-7B
+    "Llama-2-13B": (5120, 5120, 5120, 13824, True),
+    "Qwen2.5-0.5B": (896, 896, 128, 4864, True),
+    "Qwen2.5-7B": (3584, 3584, 512, 18944, True),
+    "Qwen3-0.6B": (1024, 2048, 1024, 3072, True),
+    "Qwen3-8B": (4096, 4096, 1024, 12288, True),
+    "Qwen3-32B": (5120, 8192, 1024, 25600, True),
+    "Qwen3-30B-A3B": (2048, 4096, 512, 768, True),
+    "Gemma-2-2B": (2304, 2048, 1024, 9216, True),
+    "Gemma-3-4B": (2560, 2048, 1024, 10240, True),
+    "Phi-4": (5120, 5120, 1280, 17920, True),
+    "GLM-4-9B": (4096, 4096, 256, 13696, True),
+    "Granite-3.1-8B": (4096, 4096, 1024, 12800, True),
+    "gpt-oss-20b": (2880, 4096, 512, 2880, True),
+    "DeepSeek-V2-Lite": (2048, 3072, 576, 10944, True),
+    "SmolLM-135M": (576, 576, 192, 1536, True),
+    "SmolLM2-360M": (960, 960, 320, 2560, True),
+    "Falcon-7B": (4544, 4544, 64, 18176, False),
+    "Pythia-2.8B": (2560, 2560, 2560, 10240, False),
+    "Whisper-large": (1280, 1280, 1280, 5120, False),
+    "BERT-base": (768, 768, 768, 3072, False),
+    "ViT-L": (1024, 1024, 1024, 4096, False),
+    "SigLIP-so400m": (1152, 1152, 1152, 4304, False),
 }
 TOLERANCE = 5e-3  # relative, of all elements
 HELD = 120_000_000  # bytes of weights that are multiplied in turn
@@ -56,10 +63,11 @@ FEW_LAUNCHES, LONG = 4, 3e11  # of products of so many multiplications
 
 
 def sizes() -> list[tuple[int, int]]:
-    """(columns of the result, columns of a row) of the layers, each once."""
+    """(columns of the result, columns of a row) of the layers, each once; those that read the same, also as one."""
     found: dict[tuple[int, int], None] = {}
-    for hidden, qkv, heads, gate_up, inner in MODELS.values():
-        found |= dict.fromkeys(((qkv, hidden), (hidden, heads), (gate_up, hidden), (hidden, inner)))
+    for hidden, queries, keys, inner, gated in MODELS.values():
+        read = (queries, keys, queries + 2 * keys, inner, *((2 * inner,) if gated else ()))
+        found |= dict.fromkeys([*((columns, hidden) for columns in read), (hidden, queries), (hidden, inner)])
     return list(found)
 
 

@@ -9,13 +9,11 @@ from common import assert_launches_compile
 from common import device
 from common import gpu
 from common import randn
-from common import recorded_launches
 
 from tilegym.ops import fmha_decode
 from tilegym.ops import fmha_paged_decode
 from tilegym.ops.cutile import decode_varlen
 from tilegym.ops.cutile import flash_decode_plan
-from tilegym.ops.cutile.flash_decode import small_decode_kernel
 from tilegym.ops.pytorch.flash_decode import fmha_decode as reference
 
 WIDE, HALF_WIDE, NARROW = (8, 64, 256, 256), (8, 128, 128, 128), (8, 128, 64, 64)
@@ -69,14 +67,12 @@ def test_uneven_heads_are_split(head_dim, splits, monkeypatch):
     for options in ({}, {"kv_len": lengths}, {"window_size": 41}):
         out = fmha_decode(**kwargs, **options, backend="cutile")
         torch.testing.assert_close(out, reference(**kwargs, **options), rtol=2e-3, atol=2e-3)
-        with recorded_launches() as seen:
-            fmha_decode(**kwargs, **options, backend="cutile")
-        assert (seen[0][0] is small_decode_kernel) == (head_dim == 128)
 
-    def grid(window):
-        return flash_decode_plan.make_plan(*kwargs.values(), 0.1, None, None, window, None, None, None).grid
+    def plan(window):
+        return flash_decode_plan.make_plan(*kwargs.values(), 0.1, None, None, window, None, None, None)
 
-    assert grid(None) == grid(33) == (4, splits) and grid(32) == (4, 1)
+    assert plan(None).grid == plan(33).grid == (4, splits) and plan(32).grid == (4, 1)
+    assert plan(None).small == (head_dim == 128) and plan(None).merge == flash_decode_plan.NEXT_LAUNCH
 
 
 def test_small_tiles_compile(multiprocessors, monkeypatch):

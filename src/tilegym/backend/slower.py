@@ -5,11 +5,11 @@ whether gradients are wanted, the tensor arguments with their sizes rounded to p
 Where calls of the same powers of two differ, it lists those of exact sizes, apart from rows.
 ``tests/benchmark/write_slower.py`` writes it from the results of ``tilegym bench``. Besides it says from how many rows
 on PyTorch serves calls whatever their sizes are: in fp32, without tensor cores, those of matrix products, as
-``tests/benchmark/sweep_float32.py`` measures; in bf16 those of linear layers but for the sizes that it lists as
-exceptions, which ``tests/benchmark/sweep_linear.py`` measures, and those that 16 bytes do not divide, for which cuBLAS
-has slow kernels. Calls in fp16 count as those in bf16. Only calls that leave the choice of the backend to TileGym are
-looked up, those of patched models among them: not those with ``backend=``, nor those that torch.compile traces, whose
-sizes may vary. Ops without an entry are not touched.
+``tests/benchmark/sweep_float32.py`` measures; in bf16 those of matrix products but for the sizes that it lists as
+exceptions, of linear layers as ``tests/benchmark/sweep_linear.py`` measures, and those that 16 bytes do not divide, for
+which cuBLAS has slow kernels. Calls in fp16 count as those in bf16. Only calls that leave the choice of the backend to
+TileGym are looked up, those of patched models among them: not those with ``backend=``, nor those that torch.compile
+traces, whose sizes may vary. Ops without an entry are not touched.
 """
 
 import contextlib
@@ -231,7 +231,7 @@ def _of_rows(exact: str, rows: int) -> str:
 def _is_ragged(values: tuple) -> bool:
     """Whether these are matrices of 16 bits, of which 16 bytes do not divide a row or a column."""
     first, *others = _tensors(values)
-    sizes = [first.shape[-1], *(size for tensor in others for size in tensor.shape)]
+    sizes = [first.shape[-1], *(size for tensor in others for size in tensor.shape[-2:])]
     return first.element_size() == 2 and any(size % 8 for size in sizes)
 
 
