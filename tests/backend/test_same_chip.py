@@ -112,7 +112,24 @@ def test_on_another_chip_only_products_in_fp32_go_to_pytorch(monkeypatch):
 
 
 def test_own_table_of_calls_comes_first(monkeypatch):
-    tables = {H200: {"matmul": slower.Entries(frozenset(), {"k": 1})}, GH200: {}}
+    """Another GPU's numbers of rows count, with their exceptions, where it has none of its own for a kind of calls."""
+    of_h200 = slower.Entries(
+        frozenset({"x"}), {"a a": 8, "b b": 1}, frozenset({"exactly a[16] a[16]", "exactly b[16] b[16]"})
+    )
+    of_gh200 = slower.Entries(frozenset({"y"}), {"a a": 64}, frozenset({"exactly a[32] a[32]"}))
+    tables = {H200: {"matmul": of_h200, "bmm": of_h200}, GH200: {"matmul": of_gh200}}
     monkeypatch.setattr(slower, "_entries", lambda: tables)
-    assert slower.rows_to_pytorch(GH200) == {}
-    assert slower.rows_to_pytorch(H200) == {"matmul": {"k": 1}}
+    entries = slower._entries_of(GH200)
+    kept = frozenset({"exactly a[32] a[32]", "exactly b[16] b[16]"})
+    assert entries["matmul"] == (frozenset({"y"}), {"a a": 64, "b b": 1}, kept)
+    assert entries["bmm"] == (frozenset(), of_h200.from_rows, of_h200.exceptions)
+    assert slower.rows_to_pytorch(H200)["matmul"] == {"a a": 8, "b b": 1}
+
+
+def test_products_in_16_bits_on_an_h100(monkeypatch):
+    """Its own table has no numbers of rows for them."""
+    assert "bfloat16 bfloat16" not in slower._entries()[H100]["linear"].from_rows
+    monkeypatch.setattr(slower, "_gpu_of", lambda values: H100)
+    lookup = slower.lookup_of("linear")
+    x, weight, fits = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (512, 11008, 6144))
+    assert lookup((x, weight), {}) and not lookup((x, fits), {}) and not lookup((x[:64], weight), {})

@@ -61,6 +61,9 @@ class Entries(NamedTuple):
     exceptions: frozenset[str] = frozenset()
 
 
+NOTHING = Entries(frozenset(), {})
+
+
 @functools.cache
 def _entries() -> dict[str, dict[str, Entries]]:
     """By the names of GPU and op, what is listed."""
@@ -76,16 +79,25 @@ def _entries() -> dict[str, dict[str, Entries]]:
 
 
 def _entries_of(gpu: str) -> dict[str, Entries]:
-    """What is listed for a GPU of this name or, if nothing is, for one with the same chip. For others only the numbers
-    of rows in fp32 count, as measured on an H200: nowhere are there tensor cores for it."""
+    """What is listed for a GPU of this name or, if nothing is, for one with the same chip; of kinds of calls for which
+    its own table has no number of rows, those of the other: tiles fill the multiprocessors of either alike. For others
+    only the numbers of rows in fp32 count, as measured on an H200: nowhere are there tensor cores for it."""
     tables = _entries()
-    for name in (gpu, *others_like(gpu)):
-        if name in tables:
-            return tables[name]
-    return {
-        op: Entries(frozenset(), {kind: n for kind, n in entries.from_rows.items() if not _on_tensor_cores(kind)})
-        for op, entries in tables.get("NVIDIA H200", {}).items()
-    }
+    own, *others = [tables[name] for name in (gpu, *others_like(gpu)) if name in tables] or [None]
+    if own is None:
+        return {
+            op: Entries(frozenset(), {kind: n for kind, n in entries.from_rows.items() if not _on_tensor_cores(kind)})
+            for op, entries in tables.get("NVIDIA H200", {}).items()
+        }
+    for other in others:
+        own = own | {op: _with_rows_of(own.get(op, NOTHING), other[op]) for op in other}
+    return own
+
+
+def _with_rows_of(own: Entries, other: Entries) -> Entries:
+    rows = {kind: n for kind, n in other.from_rows.items() if kind not in own.from_rows}
+    kept = {call for call in other.exceptions if kind_of(call.removeprefix("exactly ")) in rows}
+    return Entries(own.calls, own.from_rows | rows, own.exceptions | kept)
 
 
 def _on_tensor_cores(kind: str) -> bool:

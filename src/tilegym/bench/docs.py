@@ -113,7 +113,8 @@ from so many rows of the first argument on, as `sweep_float32.py` has measured.
 FROM_ROWS_OF_16_BITS = """\
 In bf16 and fp16 cuBLAS is the faster one at most sizes of products, and serves those, too, at which nothing was
 measured, unless 16 bytes do not divide a size. The kernels serve the sizes at which they are as fast: the tables in
-`src/tilegym/backend/cutile/slower/` list them, those of this page's rows, and what `sweep_linear.py` has measured.
+`src/tilegym/backend/cutile/slower/` list them, those of this page's rows, and what `sweep_linear.py` has measured, on
+an H200 for all GPUs with its chip.
 """
 
 
