@@ -101,6 +101,12 @@ SHAPES = (
     ((1, 64, 8, 8192, 64), (16, 32)),
     ((1, 32, 2, 8192, 128), (33, 64)),
     ((1, 71, 1, 8192, 64), (16, 33, 64)),
+    # Kv heads that two blocks a multiprocessor share unevenly, and one for each.
+    ((16, 32, 8, 2048, 128), (1, 2, 4)),
+    ((20, 32, 8, 2048, 128), (1, 2, 4)),
+    ((24, 32, 8, 2048, 128), (1, 2, 4)),
+    ((5, 32, 32, 2048, 128), (1, 2, 4)),
+    ((40, 8, 4, 2048, 256), (1, 2, 4)),
 )
 for shape, chosen in SHAPES:
     g = decode_group(*shape)
@@ -108,10 +114,10 @@ for shape, chosen in SHAPES:
     for splits in chosen:
         for tile_s in (1,) if splits == 1 else {p2(splits), TILE_S}:
             warps = 8 if group > 64 else None
-            for tile_n, h in ((128, hints(warps, 2)), (64, hints(warps, 4)), (64, hints(warps, 2))):
+            for tile_n, occupancy in ((128, 2), (64, 4), (64, 3), (64, 2)):
                 if tile_n * width * 2 <= 32768:
                     for least in (8, 16):
-                        decode(g, *shape, tile_n, splits, tile_s, h, least=least)
+                        decode(g, *shape, tile_n, splits, tile_s, hints(warps, occupancy), least=least)
 
 if __name__ == "__main__":
     main(__doc__)
