@@ -90,7 +90,7 @@ def test_calls_that_go_to_pytorch_on_the_same_chip(monkeypatch):
     rows = slower.rows_to_pytorch(H200)
     assert rows["matmul"] and slower.rows_to_pytorch(GH200) == rows
     assert slower.rows_to_pytorch(None) == {}
-    monkeypatch.setattr(slower, "_gpu_of", lambda values: GH200)
+    monkeypatch.setattr(slower, "_name_of", lambda index: GH200)
     x = torch.zeros(64, 64)
     assert slower.lookup_of("matmul")((x, x), {})
 
@@ -102,7 +102,7 @@ def test_on_another_chip_only_products_in_fp32_go_to_pytorch(monkeypatch):
     monkeypatch.setattr(slower, "_fp32_precision", lambda: "ieee")
     x = torch.zeros(64, 64)
     for gpu, bf16 in ((GH200, True), (A100, False)):
-        monkeypatch.setattr(slower, "_gpu_of", lambda values, gpu=gpu: gpu)
+        monkeypatch.setattr(slower, "_name_of", lambda index, gpu=gpu: gpu)
         lookup = slower.lookup_of("matmul")
         assert lookup((x, x), {})
         assert lookup((x.bfloat16(), x.bfloat16()), {}) == bf16
@@ -129,7 +129,7 @@ def test_own_table_of_calls_comes_first(monkeypatch):
 def test_products_in_16_bits_on_an_h100(monkeypatch):
     """Its own table has no numbers of rows for them."""
     assert "bfloat16 bfloat16" not in slower._entries()[H100]["linear"].from_rows
-    monkeypatch.setattr(slower, "_gpu_of", lambda values: H100)
+    monkeypatch.setattr(slower, "_name_of", lambda index: H100)
     lookup = slower.lookup_of("linear")
     x, weight, fits = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (512, 11008, 6144))
     assert lookup((x, weight), {}) and not lookup((x, fits), {}) and not lookup((x[:64], weight), {})

@@ -37,7 +37,7 @@ def table(tmp_path, monkeypatch):
     path = slower.file_of(GPU, tmp_path)
     path.write_text(json.dumps({"gpu": GPU, "slower": {"softmax": ["float32[4,16]"]}}))
     monkeypatch.setattr(slower, "FOLDER", tmp_path)
-    monkeypatch.setattr(slower, "_gpu_of", lambda values: GPU)
+    monkeypatch.setattr(slower, "_name_of", lambda index: GPU)
     monkeypatch.delenv("DISABLE_FALLBACK", raising=False)
     slower._entries.cache_clear()
     monkeypatch.setattr(ops.softmax.op, "is_slower", slower.lookup_of("softmax"))
@@ -119,6 +119,44 @@ def test_compiled_code_stays_one_for_all_sizes(table):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_compiled_products_of_many_rows_go_to_pytorch(table, monkeypatch, gradients):
+    """One graph for few rows and one for many, whatever they are; sizes do not count."""
+    kind = "gradients bfloat16 bfloat16" if gradients else "bfloat16 bfloat16"
+    written = {"gpu": GPU, "slower": {}, "from_rows": {"linear": {kind: 8}}}
+    written["exceptions"] = {"linear": ["exactly bfloat16[16,16] bfloat16[24,16]"]}
+    slower.file_of(GPU, slower.FOLDER).write_text(json.dumps(written))
+    slower._entries.cache_clear()
+    monkeypatch.setattr(ops.linear.op, "is_slower", slower.lookup_of("linear"))
+    by_kernels = []  # of each graph
+
+    def compiler(graph, _):
+        called = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+        by_kernels.append(any("tilegym" in name or name == "autograd_function_apply" for name in called))
+        return graph.forward
+
+    def call(x, weight, **options):
+        return ops.linear(x, weight, **options)
+
+    def served_of(rows, n=24, k=16, dtype=torch.bfloat16, **options):
+        torch.manual_seed(0)
+        x, weight = torch.randn(*rows, k).to(dtype), torch.randn(n, k).to(dtype).requires_grad_(gradients)
+        with use_backend("cutile"):
+            y = compiled(x, weight, **options)
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2)
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=compiler)
+    for rows in (4, 7, 9, 16, 30, 200, 5):
+        served_of((rows,))
+    assert by_kernels == [True, False]
+    for options in ({"n": 25}, {"k": 20}, {"dtype": torch.float32}, {"backend": "cutile"}, {"dtype": torch.float16}):
+        torch.compiler.reset()
+        by_kernels.clear()
+        served_of((2, 32), **options)
+        assert by_kernels == [options != {"dtype": torch.float16}], options
+
+
 @pytest.fixture
 def rows_table(table, monkeypatch, request):
     """From 8 rows on PyTorch serves linear without a bias in fp32, from 64 on with tf32."""
@@ -173,7 +211,7 @@ def test_sizes_of_16_bits_that_are_as_fast_stay_with_the_kernels(table, monkeypa
     assert served_of(7) == served(linear_of(8)) == ["cutile"]
     assert [served_of(m, dtype=torch.float16) for m in (7, 8, 16)] == [["cutile"], ["pytorch"], ["cutile"]]
     # Of other chips nothing was measured; that they have no tensor cores for fp32 is known.
-    monkeypatch.setattr(slower, "_gpu_of", lambda values: "Another GPU")
+    monkeypatch.setattr(slower, "_name_of", lambda index: "Another GPU")
     slower.file_of(GPU, slower.FOLDER).write_text(json.dumps(written | {"gpu": "NVIDIA H200"}))
     slower._entries.cache_clear()
     monkeypatch.setattr(ops.linear.op, "is_slower", slower.lookup_of("linear"))
@@ -251,7 +289,7 @@ def test_shipped_files_are_read():
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
 def test_grouped_products_in_fp32_go_to_pytorch(gpu, monkeypatch):
-    monkeypatch.setattr(slower, "_gpu_of", lambda values: gpu)
+    monkeypatch.setattr(slower, "_name_of", lambda index: gpu)
     a, b = [torch.zeros(64, 32)] * 2, [torch.zeros(48, 32)] * 2
     lookup = slower.lookup_of("group_gemm")
     assert lookup((a, b), {"transpose_b": True})
@@ -261,7 +299,7 @@ def test_grouped_products_in_fp32_go_to_pytorch(gpu, monkeypatch):
 @pytest.mark.parametrize("gradients", [False, True])
 def test_products_in_16_bits_go_to_pytorch(gradients, monkeypatch):
     """But for those that were as fast, and where 16 bytes do not divide a row."""
-    monkeypatch.setattr(slower, "_gpu_of", lambda values: "NVIDIA H200")
+    monkeypatch.setattr(slower, "_name_of", lambda index: "NVIDIA H200")
 
     def listed(op, a, b, dtype=torch.bfloat16, **options):
         matrices = (torch.empty(size, dtype=dtype, device="meta").requires_grad_(gradients) for size in (a, b))

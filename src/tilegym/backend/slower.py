@@ -8,17 +8,19 @@ on PyTorch serves calls whatever their sizes are: in fp32, without tensor cores,
 ``tests/benchmark/sweep_float32.py`` measures; in bf16 those of matrix products but for the sizes that it lists as
 exceptions, of linear layers as ``tests/benchmark/sweep_linear.py`` measures, and those that 16 bytes do not divide, for
 which cuBLAS has slow kernels. Calls in fp16 count as those in bf16. Only calls that leave the choice of the backend to
-TileGym are looked up, those of patched models among them: not those with ``backend=``, nor those that torch.compile
-traces, whose sizes may vary. Ops without an entry are not touched.
+TileGym are looked up, those of patched models among them, not those with ``backend=``. Of those that torch.compile
+traces, whose sizes may vary, the number of rows decides alone. Ops without an entry are not touched.
 """
 
 import contextlib
 import functools
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from typing import NamedTuple
@@ -28,6 +30,7 @@ import torch
 from tilegym import env
 from tilegym.backend import recording
 from tilegym.backend.same_chip import others_like
+from tilegym.backend.selector import constant_while_compiling
 
 FOLDER = Path(__file__).parent / "cutile" / "slower"
 SCALES = ("scaling", "sm_scale")
@@ -159,11 +162,7 @@ def _described(tensor: torch.Tensor, exactly: bool, first: bool) -> str:
     sizes = list(tensor.shape)
     while len(sizes) > 1 and sizes[0] == 1:
         del sizes[0]
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.dtype is torch.float16:
-        dtype = "bfloat16"  # as fast: of 425 linear layers with gradients the ratio of times differs by 1.3 % (median)
-    if tensor.dtype is torch.float32 and _fp32_precision() == "tf32":
-        dtype = "tfloat32"  # other kernels, of either side
+    dtype = _name_of_dtype(tensor.dtype)
     rounded = (len(sizes) - 1 if first else 0) if exactly else len(sizes)  # how many, from the front
     for i, size in enumerate(sizes):
         counts_rows = first and i < len(sizes) - 1
@@ -171,6 +170,14 @@ def _described(tensor: torch.Tensor, exactly: bool, first: bool) -> str:
         aligned = len(sizes) > 2 or counts_rows or size * tensor.element_size() % 16 == 0
         sizes[i] = bucket(size) if i < rounded and aligned else size
     return f"{dtype}[{','.join(map(str, sizes))}]"
+
+
+def _name_of_dtype(dtype: torch.dtype) -> str:
+    if dtype is torch.float16:
+        return "bfloat16"  # as fast: of 425 linear layers with gradients the ratio of times differs by 1.3 % (median)
+    if dtype is torch.float32 and _fp32_precision() == "tf32":
+        return "tfloat32"  # other kernels, of either side
+    return str(dtype).removeprefix("torch.")
 
 
 def _fp32_precision() -> str:
@@ -197,8 +204,10 @@ class Lookup:
         self._known: dict[tuple, bool] = {}
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        if torch.compiler.is_compiling() or _ignored:
+        if _ignored:
             return False
+        if torch.compiler.is_compiling():
+            return _many_rows(self.op, args, kwargs)
         gradients = torch.is_grad_enabled()
         key = (gradients, *[_key(v, gradients) for v in args], *[(k, _key(v, gradients)) for k, v in kwargs.items()])
         if next((tensor.dtype for tensor in _tensors((*args, *kwargs.values()))), None) is torch.float32:
@@ -233,6 +242,29 @@ class Lookup:
         return _of_rows(exact, rows) not in entries.exceptions
 
 
+def _many_rows(op: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call that torch.compile traces has so many rows that PyTorch serves it. What is listed by sizes does
+    not count: it would have the code compiled anew for each of them."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    # Options make calls of another kind, but for a transposed operand.
+    others = [value for value in args if not isinstance(value, torch.Tensor)]
+    others += [v for k, v in kwargs.items() if not isinstance(v, torch.Tensor) and not k.startswith("trans")]
+    if not tensors or any(value is not None and value is not False for value in others):
+        return False
+    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    first = tensors[0]
+    least = _rows_to_pytorch(op, first.get_device(), tuple(tensor.dtype for tensor in tensors), gradients)
+    return least > 0 and math.prod(first.shape[:-1]) >= least and not _is_ragged(tensors)
+
+
+@constant_while_compiling
+def _rows_to_pytorch(op: str, device_index: int, dtypes: tuple[torch.dtype, ...], gradients: bool) -> int:
+    """From how many rows on PyTorch serves calls of ``op`` with tensors of these dtypes; 0: it is not known."""
+    entries = _entries_of(gpu).get(op) if (gpu := _name_of(device_index)) is not None else None
+    kind = " ".join([*(("gradients",) if gradients else ()), *map(_name_of_dtype, dtypes)])
+    return entries.from_rows.get(kind, 0) if entries is not None else 0
+
+
 def _of_rows(exact: str, rows: int) -> str:
     """What :func:`describe` would say exactly if all rows of a call's first tensor stood in one matrix."""
     from tilegym.backend.cutile.tuning_key import bucket  # here: it imports cuda.tile
@@ -240,7 +272,7 @@ def _of_rows(exact: str, rows: int) -> str:
     return re.sub(r"\[(?:\d+,)*(\d+)\]", rf"[{bucket(rows)},\1]", exact, count=1)
 
 
-def _is_ragged(values: tuple) -> bool:
+def _is_ragged(values: Sequence) -> bool:
     """Whether these are matrices of 16 bits, of which 16 bytes do not divide a row or a column."""
     first, *others = _tensors(values)
     sizes = [first.shape[-1], *(size for tensor in others for size in tensor.shape[-2:])]
@@ -249,8 +281,11 @@ def _is_ragged(values: tuple) -> bool:
 
 def _gpu_of(values: tuple) -> str | None:
     """The name of the GPU that the first tensor is on."""
-    device = next((tensor.device for tensor in _tensors(values)), None)
-    return torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else None
+    return _name_of(next((tensor.get_device() for tensor in _tensors(values)), -1))
+
+
+def _name_of(device_index: int) -> str | None:
+    return torch.cuda.get_device_name(device_index) if device_index >= 0 else None
 
 
 def _key(value: Any, gradients: bool) -> Any:
