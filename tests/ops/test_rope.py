@@ -207,6 +207,19 @@ class Test_RoPE(PyTestCase):
 
         self.assertCompiledEqualsEager(call, q, k)
 
+    def test_compiled_with_open_numbers(self):
+        """dynamic=True leaves the default of the factor open, but not what dimensions a view names."""
+
+        def call(q, k, cos, sin):
+            q, k = (x.view(1, -1, 2, 16).transpose(1, 2) for x in (q, k))
+            return apply_rope_base(q, k, cos.view(1, -1, 16), sin.view(1, -1, 16), backend="cutile")
+
+        torch.compiler.reset()
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+        for tokens in (5, 9):
+            inputs = randn(tokens, 32), randn(tokens, 32, seed=1), *(randn(tokens * 16, seed=n) for n in (2, 3))
+            torch.testing.assert_close(compiled(*inputs), call(*inputs), rtol=0, atol=0)
+
     def test_operator(self):
         kwargs = arguments(2, 4, 2, 9, 16)
         q = kwargs.pop("q").transpose(1, 2).contiguous().transpose(1, 2)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import some
+from tiny_models import FAMILIES
 from tiny_models import assert_close
 from tiny_models import backends
 from tiny_models import families
@@ -157,6 +158,24 @@ def test_a_compiled_forward(family):
             after, expected[0], rtol=0, atol=0
         )
     assert not calls
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("family", some(FAMILIES, "llama"))
+def test_a_forward_compiled_with_kernels_is_one_graph(family, dynamic):
+    """One more where lengths begin to vary, and none for each of them."""
+    model = make_model(family)
+    monkey_patch.apply(model, use_cutile=True, use_attn=True)
+    torch.compiler.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        for length in (9, 11, 13):
+            ids = padded([length] * 2, "left")[0]
+            assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert graphs == (1 if dynamic else 2)
     torch.compiler.reset()
 
 

@@ -8,7 +8,8 @@ from tilegym.ops.pytorch.checks import check_floating
 
 def rotary_dim(q: torch.Tensor, partial_rotary_factor: float) -> int:
     """How many of a head's dimensions are rotated: as many as in transformers, and R for a factor of R / D."""
-    return int(q.shape[-1] * partial_rotary_factor + 1e-6)
+    # As a number that torch.compile leaves open the factor would make another of the dimensions that it is told.
+    return q.shape[-1] if partial_rotary_factor == 1.0 else int(q.shape[-1] * partial_rotary_factor + 1e-6)
 
 
 def check_rope(
@@ -35,7 +36,8 @@ def check_rope(
     if rotary % 2 or not 0 < rotary <= dim:
         raise ValueError(f"apply_rope_base: {rotary} of {dim} dimensions cannot be rotated in pairs")
     table, of_sin = cos.shape, sin.shape
-    if table != of_sin or table[-1] not in (rotary, rotary // 2):
+    # One by one: torch.compile finds no number in a tuple that is equal to it only by value.
+    if table != of_sin or (table[-1] != rotary and table[-1] != rotary // 2):
         raise ValueError(
             f"apply_rope_base: cos {tuple(table)} and sin {tuple(of_sin)} must have one shape and "
             f"{rotary} or {rotary // 2} columns"
