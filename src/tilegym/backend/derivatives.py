@@ -1,4 +1,4 @@
-"""Backward passes that cannot be differentiated themselves."""
+"""Backward passes that cannot be differentiated themselves, and what is given to forward ones."""
 
 import functools
 from collections.abc import Callable
@@ -38,3 +38,12 @@ def once_differentiable(backward: Callable) -> Callable:
             return backward(ctx, *upstream)
 
     return wrapper
+
+
+def of_caller(number: float) -> float:
+    """``number``, before it is given to an ``autograd.Function``.
+
+    torch.compile with dynamic=True leaves numbers open, defaults of parameters too, and makes one a part of the graph
+    where it is first looked at. If that is within such a function, the next one that is given the same fails.
+    """
+    return number or 0.0

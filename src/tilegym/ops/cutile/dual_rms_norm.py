@@ -12,6 +12,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import of_caller
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED_BACKWARD
@@ -263,7 +264,7 @@ def dual_rms_norm(
         raise UnsupportedError("q and k are not fp32, fp16 or bf16")
     if q.shape[-1] > MAX_CACHED_BACKWARD:
         raise UnsupportedError(f"a head has more than {MAX_CACHED_BACKWARD} dimensions")
-    options = (eps, offset, casting == "llama")
+    options = (of_caller(eps), of_caller(offset), casting == "llama")
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad

@@ -14,6 +14,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import of_caller
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
@@ -210,5 +211,5 @@ def fused_add_rms_norm(
     if torch.is_grad_enabled() and (
         x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
     ):
-        return AddRMSNorm.apply(x, residual, weight, eps, offset, rounded)
+        return AddRMSNorm.apply(x, residual, weight, of_caller(eps), of_caller(offset), rounded)
     return add_rms_norm_forward(x, residual, weight, eps, offset, rounded)

@@ -19,6 +19,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import of_caller
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.group_norm_parts import group_norm_parts_backward_kernel
@@ -330,5 +331,5 @@ def group_norm(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return GroupNorm.apply(input, num_groups, weight, bias, eps)
+        return GroupNorm.apply(input, num_groups, weight, bias, of_caller(eps))
     return group_norm_forward(input, num_groups, weight, bias, eps)[0]

@@ -15,6 +15,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import of_caller
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
@@ -243,5 +244,5 @@ def layer_norm(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return LayerNorm.apply(input, weight, bias, eps, len(shape))
+        return LayerNorm.apply(input, weight, bias, of_caller(eps), len(shape))
     return layer_norm_forward(input, weight, bias, eps, len(shape))

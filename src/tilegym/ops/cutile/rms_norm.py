@@ -13,6 +13,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import of_caller
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_norms import MAX_CACHED
@@ -252,5 +253,5 @@ def rms_norm(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return RMSNorm.apply(input, weight, bias, eps, mode, offset, rounded)
+        return RMSNorm.apply(input, weight, bias, of_caller(eps), mode, of_caller(offset), rounded)
     return rms_norm_forward(input, weight, bias, eps, mode, offset, rounded)
