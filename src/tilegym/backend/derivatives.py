@@ -46,4 +46,4 @@ def of_caller(number: float) -> float:
     torch.compile with dynamic=True leaves numbers open, defaults of parameters too, and makes one a part of the graph
     where it is first looked at. If that is within such a function, the next one that is given the same fails.
     """
-    return number or 0.0
+    return 0.0 if number == 0 else number  # a look that changes nothing
