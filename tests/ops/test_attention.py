@@ -22,6 +22,7 @@ from tilegym.backend.cutile.tuning_key import parameter_names
 from tilegym.errors import FallbackWarning
 from tilegym.errors import UnsupportedError
 from tilegym.ops import fmha
+from tilegym.ops.cutile import attention_tiles
 from tilegym.ops.cutile.attention import _configs
 from tilegym.ops.cutile.attention import _suits
 from tilegym.ops.cutile.attention import attention_forward
@@ -416,5 +417,11 @@ class Test_Configs:
     @pytest.mark.parametrize("tile_d", [16, 80, 96, 128, 256])
     def test_something_suits_every_length(self, arch, tile_d):
         for queries in (1, 16, 100, 8192):
-            q = torch.empty(1, 1, queries, 0)
+            q = torch.empty(1, 1, queries, tile_d, device="meta")
             assert any(_suits(q, config) for config in _configs(arch, tile_d))
+
+    def test_few_blocks_of_wide_heads_have_short_tiles(self, monkeypatch):
+        monkeypatch.setattr(attention_tiles, "sm_count", lambda device: 132)
+        for queries, head_dim, tallest in ((2048, 256, 64), (4096, 256, 4096), (2048, 128, 2048)):
+            q = torch.empty(1, 4, queries, head_dim, device="meta")
+            assert attention_tiles.tallest_tile(q) == tallest

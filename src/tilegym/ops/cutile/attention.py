@@ -16,7 +16,6 @@ from tilegym.backend.cutile.autotuner import Autotuner
 from tilegym.backend.cutile.autotuner import Config
 from tilegym.backend.cutile.autotuner import SearchSpace
 from tilegym.backend.cutile.library import compilable
-from tilegym.backend.cutile.tuning_key import bucket
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.attention_backward import attention_backward
@@ -38,6 +37,7 @@ from tilegym.ops.cutile.attention_tiles import interleave_of
 from tilegym.ops.cutile.attention_tiles import interleaved_block
 from tilegym.ops.cutile.attention_tiles import key_tiles
 from tilegym.ops.cutile.attention_tiles import mask_of_rows
+from tilegym.ops.cutile.attention_tiles import tallest_tile
 from tilegym.ops.cutile.attention_tiles import valid_keys
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import Bool
@@ -218,11 +218,7 @@ def _configs_fp32(arch: str, tile_d: int) -> list[Config]:
 
 
 def _suits(q: torch.Tensor, cfg: Config) -> bool:
-    """Few queries do not need tall tiles.
-
-    Sizes are rounded as for the keys of the tuning results, so that one token more does not tune again.
-    """
-    return cfg.TILE_M <= max(64, bucket(q.shape[2]))
+    return cfg.TILE_M <= tallest_tile(q)
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.attention_tiles import interleave_of
 from tilegym.ops.cutile.attention_tiles import mask_of_rows
+from tilegym.ops.cutile.attention_tiles import tallest_tile
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import sm_count
@@ -75,7 +76,7 @@ CACHED_QUERIES = 16384
 def _suits_queries(q: torch.Tensor, cfg: Config) -> bool:
     # Parts of more than 64 columns may be of more columns in all.
     columns, head_dim = vars(cfg).get("TILE_P", 64), q.shape[3]
-    return cfg.TILE_M <= max(64, bucket(q.shape[2])) and (columns <= 64 or -head_dim % columns < 64)
+    return cfg.TILE_M <= tallest_tile(q) and (columns <= 64 or -head_dim % columns < 64)
 
 
 def _suits_keys(k: torch.Tensor, cfg: Config) -> bool:
