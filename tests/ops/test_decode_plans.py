@@ -71,7 +71,7 @@ def test_uneven_heads_are_split(head_dim, splits, monkeypatch):
     def plan(window):
         return flash_decode_plan.make_plan(*kwargs.values(), 0.1, None, None, window, None, None, None)
 
-    assert plan(None).grid == plan(33).grid == (4, splits) and plan(32).grid == (4, 1)
+    assert plan(None).grid == plan(33).grid == (4, splits, 1) and plan(32).grid == (4, 1, 1)
     assert plan(None).small == (head_dim == 128) and plan(None).merge == flash_decode_plan.NEXT_LAUNCH
 
 

@@ -59,7 +59,7 @@ def decode_kernel(
     scaling: float,
     soft_cap: float,
     window: int,
-    TILE_M: Int,  # at least as many as query heads in a group
+    TILE_M: Int,  # at least as many as query heads in a group, or as a block has of them
     TILE_N: Int,
     TILE_D: Int,
     TILE_DV: Int,
@@ -80,7 +80,8 @@ def decode_kernel(
     zero = ct.PaddingMode.ZERO
     batch, kv_head = ct.bid(0) // k.shape[1], ct.bid(0) % k.shape[1]
     split = ct.bid(1)
-    head, next_head = kv_head * GROUP, (kv_head + 1) * GROUP
+    # A large group is shared by several blocks, along axis 2.
+    head, next_head = kv_head * GROUP + ct.bid(2) * TILE_M, (kv_head + 1) * GROUP
     first, last, first_key, keys = tiles_of_split(k, kv_len, batch, window, TILE_N, WINDOW, KV_LEN)
 
     # The group's queries, padded with zeros to what ct.mma takes, are the columns of the right operand; the left one,
@@ -89,7 +90,7 @@ def decode_kernel(
     # until the kernel has made one, for which the first keys would wait (on an H200 B1 T8192 takes 17.0 us, with slices
     # and 16 columns 19.1).
     rows, dims = ct.arange(TILE_M, dtype=ct.int32), ct.arange(TILE_DV, dtype=ct.int32)
-    real = rows < GROUP
+    real = head + rows < next_head
     at = (batch, head + rows[:, None], 0, ct.arange(TILE_D, dtype=ct.int32)[None, :])
     q_tile = ct.transpose(ct.gather(q, at, mask=real[:, None]))
     unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
@@ -162,7 +163,6 @@ def load_mask(mask, batch, head, next_head, j, HEADS: Int, TILE_N: Int):
     return ct.transpose(truth(tile.reshape((HEADS, TILE_N))))
 
 
-wide_decode_kernel = decode_kernel.replace_hints(num_worker_warps=8)
 small_decode_kernel = decode_kernel.replace_hints(occupancy=3)
 
 
@@ -209,14 +209,14 @@ def _forward(
         0 if sinks is None else sinks,
         0 if kv_len is None else kv_len,
     )
-    kernel, overlap = wide_decode_kernel if plan.wide else decode_kernel, plan.overlap
-    if plan.rows or plan.small:
-        kernel = decode_rows_kernel if plan.rows else small_decode_kernel
+    kernel, overlap = small_decode_kernel if plan.small else decode_kernel, plan.overlap
+    if plan.rows:
+        kernel = decode_rows_kernel
     how = (merge, plan.tile_s if merge == LAST_BLOCK else 1, overlap)
     launch(out, grid, kernel, (*arrays, *plan.scalars, *plan.constants, *how), overlap)
     if merge == NEXT_LAUNCH:
-        grid = (grid[0] * (q.shape[1] // k.shape[1]),)
-        launch(out, grid, merge_kernel, (partial, out, *plan.merge_args), overlap)
+        heads = (grid[0] * (q.shape[1] // k.shape[1]),)
+        launch(out, heads, merge_kernel, (partial, out, *plan.merge_args), overlap)
     return out
 
 

@@ -27,8 +27,8 @@ from tilegym.ops.cutile.workspace import COUNTERS
 # takes 69.1 us (64 keys: 70.0; cuDNN 72.2; to copy as many bytes 69.2), B1 T8192 17.0, B1 T1024 9.6, B32 T2048 66.6;
 # with 64 keys, four blocks and twice the splits 68.9, 16.6, 10.0. Wider rows get fewer keys.
 TILE_BYTES = 32768
-# More heads than this share a kv head in few models (Falcon-7B: 71); their tiles need the registers of more warps.
-MAX_TILE_M = 64
+MAX_TILE_M = 64  # query heads of a block; more share a kv head in few models (Falcon-7B: 71)
+LARGE_GROUP, FEW_KV_HEADS = 16, 12  # see heads_of_block
 MAX_GROUP = 8  # whose sums the registers of decode_rows_kernel hold
 MAX_TILE_N = 128
 MAX_SPLITS = 256
@@ -66,6 +66,24 @@ def choose_tiles(group: int, head_dim: int, v_dim: int, itemsize: int, device_in
     if tile_m > MAX_TILE_M and itemsize == 4:
         tile_n = min(tile_n, 32)  # larger ones compile for a quarter of a minute
     return tile_m, tile_n, tile_d, tile_dv
+
+
+@functools.lru_cache(maxsize=1024)
+def heads_of_block(group: int, kv_heads: int, tile_d: int, itemsize: int) -> int:
+    """How many of a ``group`` of query heads a block takes, as columns of a product; the others have blocks of their
+    own, which find the keys in the L2 cache. Those of a large group fill more multiprocessors so, if ``kv_heads`` of
+    all batch entries are few.
+
+    On an H200 Falcon-7B's 71 heads over one, D 64, take 4.8, 6.5, 7.5, 7.8 and 11.7 us for 1, 2, 4, 6 and 12 texts of
+    2048 keys by eights; by 16s 4.7, 6.2, 8.4, 8.8 and 12.6; all in a block 8.2 and 10.4 for 1 and 6 (SDPA 6.0, 6.9,
+    8.1, 8.4 and 10.8). Of D 128 48 heads by 16s 4.9, 6.0, 7.4, 9.0 and 10.9, by eights 4.3, 5.9, 8.2, 9.6 and 13.9,
+    together 7.1, 8.1, 9.3, 9.9 and 11.4; 24 heads by 16s 4.9, 5.5, 6.6, 6.8 and 9.7, together 5.8, 5.7, 6.5, 8.4 and
+    10.3. But of 29 heads over each of 16, D 64, 9.4 by eights and 8.9 together.
+    """
+    heads = max(8, next_power_of_2(group))  # eight columns will do
+    if group > LARGE_GROUP and kv_heads <= FEW_KV_HEADS and (itemsize == 2 or heads > MAX_TILE_M):
+        return 8 if tile_d <= 64 else LARGE_GROUP
+    return heads if heads <= MAX_TILE_M else MAX_TILE_M // 2
 
 
 @functools.lru_cache(maxsize=1024)
@@ -132,9 +150,8 @@ def choose_merge(
 class Plan(NamedTuple):
     """What a call needs to know of its arguments besides where they are."""
 
-    grid: tuple[int, int]
+    grid: tuple[int, int, int]  # (kv heads of all batch entries, splits, blocks of a group)
     rows: bool  # by decode_rows_kernel
-    wide: bool  # needs more warps
     small: bool  # three blocks a multiprocessor fit
     scalars: tuple[float, float, int]  # scaling, soft_cap, window
     constants: tuple[int | bool, ...]  # those of decode_kernel
@@ -166,13 +183,16 @@ def make_plan(
     visible = keys if window_size is None else min(keys, window_size)
     rows = dtype == torch.float32 and group <= MAX_GROUP
     tiles = choose_tiles(group, head_dim, v_dim, dtype.itemsize, device_index)
+    tiles = (heads_of_block(group, batch * kv_heads, max(tiles[2:]), dtype.itemsize), *tiles[1:])
+    parts = -(-group // tiles[0])
+    blocks = batch * kv_heads * parts
     if rows and kv_len_per_split is None and device_index >= 0:
         # Without tensor cores the products take longer than the reading: two tiles are enough for a block.
-        splits = min(-(-visible // (2 * tiles[1])), max_splits(batch * kv_heads, device_index))
+        splits = min(-(-visible // (2 * tiles[1])), max_splits(blocks, device_index))
     else:
-        splits = choose_splits(batch * kv_heads, visible, kv_len_per_split, device_index)
+        splits = choose_splits(blocks, visible, kv_len_per_split, device_index)
     uneven = splits == 1 and kv_len_per_split is None and visible > UNSPLIT_KEYS
-    uneven = uneven and is_uneven(batch * kv_heads, tiles, dtype.itemsize, device_index)
+    uneven = uneven and parts == 1 and is_uneven(blocks, tiles, dtype.itemsize, device_index)
     small = uneven and max(tiles[2:]) == 128
     if uneven:
         splits = 2 if small else 4
@@ -194,14 +214,13 @@ def make_plan(
     )
     how = IN_ORDER if splits <= MERGED_IN_ORDER else AT_ONCE if splits <= MERGED_AT_ONCE else IN_TURNS
     tile_s = TILE_S if how == IN_TURNS else next_power_of_2(splits)
-    merge = choose_merge(batch * kv_heads, group, visible, splits, tiles, device_index)
-    if (rows or uneven) and merge == LAST_BLOCK:
+    merge = choose_merge(blocks, group, visible, splits, tiles, device_index)
+    if (rows or uneven or parts > 1) and merge == LAST_BLOCK:
         merge = NEXT_LAUNCH
     unit = 1.0 if soft_cap is not None or mask_kind == ADDITIVE_MASK else float(scaling)
     return Plan(
-        (batch * kv_heads, splits if keys else 0),
+        (batch * kv_heads, splits if keys else 0, parts),
         rows,
-        tiles[0] > MAX_TILE_M,
         small,
         (float(scaling), 1.0 if soft_cap is None else float(soft_cap), 0 if window_size is None else window_size),
         constants,
