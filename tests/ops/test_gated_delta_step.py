@@ -18,6 +18,8 @@ from tilegym.errors import FallbackWarning
 from tilegym.interpreter import compile_kernel
 from tilegym.ops import gated_delta_step
 from tilegym.ops import rms_norm_gated
+from tilegym.ops.cutile import gated_delta_step as implementation
+from tilegym.ops.cutile.gated_delta_heads import delta_heads_kernel
 from tilegym.ops.cutile.gated_delta_step import delta_step_forward
 from tilegym.ops.pytorch.gated_delta_step import gated_delta_step as reference
 
@@ -63,25 +65,32 @@ def called(function, **options):
     return run
 
 
+@pytest.fixture(params=[False, True], ids=["key heads", "heads"])
+def blocks(request, monkeypatch):
+    """What has blocks of its own in the kernels: each key head, or each head with a state."""
+    monkeypatch.setattr(implementation, "wants_heads", lambda *sizes: request.param)
+    return request.param
+
+
 class Test_GatedDeltaStep(PyTestCase):
     @backends("gated_delta_step")
     @dtypes()
     @pytest.mark.parametrize("case", ALL, ids=str)
-    def test_op(self, backend, dtype, case):
+    def test_op(self, backend, dtype, case, blocks):
         given = arguments(case, dtype)
         self.assertCorrectness(called(gated_delta_step), called(reference), given, {"backend": backend})
 
     @backends("gated_delta_step")
     @pytest.mark.parametrize("settled", [False, True])
     @pytest.mark.parametrize("decays", [torch.float32, torch.bfloat16], ids=str)
-    def test_bias_and_parameters_in_bf16(self, backend, settled, decays):
+    def test_bias_and_parameters_in_bf16(self, backend, settled, decays, blocks):
         given = arguments(CASES[1], torch.bfloat16, bias=True, decays=decays)
         ours = called(gated_delta_step, settled=settled)
         self.assertCorrectness(ours, called(reference), given, {"backend": backend})
 
     @backends("gated_delta_step")
     @pytest.mark.parametrize("step", [-90.0, -30.0, -3.0, 0.0, 3.0, 30.0, 300.0])
-    def test_decays_of_any_size(self, backend, step):
+    def test_decays_of_any_size(self, backend, step, blocks):
         given = arguments(CASES[0], torch.float32)
         given |= {"a": torch.full_like(given["a"], step), "dt_bias": torch.zeros_like(given["dt_bias"])}
         self.assertCorrectness(called(gated_delta_step), called(reference), given, {"backend": backend})
@@ -120,7 +129,7 @@ class Test_GatedDeltaStep(PyTestCase):
 
 
 @pytest.mark.parametrize("backend", ["cutile", "pytorch"])
-def test_steps_are_those_of_a_model(backend):
+def test_steps_are_those_of_a_model(backend, blocks):
     """One token behind the other, against the layer's formulas written out for one head."""
     case = (1, 1, 1, 8, 8, 4, 4)
     given = arguments(case, torch.float32)
@@ -158,26 +167,34 @@ def launches():
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-def test_compiles_for_every_architecture():
+def test_compiles_for_every_architecture(blocks):
     assert_launches_compile(launches)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-def test_overlapping_launches_compile():
+def test_overlapping_launches_compile(blocks):
     with recorded_launches() as recorded:
         launches()
+    if blocks:
+        recorded = [call for call in recorded if call[0]._pyfunc is delta_heads_kernel._pyfunc]
     assert len(recorded) == 6
     for kernel, args in recorded[::2]:
-        for settled in (True, False):
-            assert compile_kernel(kernel, (*args[:-2], settled, True), "sm_90")[:4] == b"\x7fELF"
+        for rest in ((True,),) if blocks else ((True, True), (False, True)):
+            assert compile_kernel(kernel, (*args[: -len(rest)], *rest), "sm_90")[:4] == b"\x7fELF"
 
 
-def test_operator():
+def test_who_has_blocks():
+    """A block for each key head is enough where that is one for each state, and where all of them run at once."""
+    one = implementation.wants_heads(1, 1, 1, -1)
+    assert not one and implementation.wants_heads(1, 1, 2, -1) and implementation.wants_heads(2, 1, 1, -1)
+
+
+def test_operator(blocks):
     given = arguments(CASES[0], torch.bfloat16)
     torch.library.opcheck(delta_step_forward.operator, (*given.values(), False))
 
 
-def test_compiled():
+def test_compiled(blocks):
     given = arguments(CASES[1], torch.bfloat16)
 
     def call(**kwargs):
@@ -191,7 +208,7 @@ def test_compiled():
 
 
 @gpu
-def test_a_graph_counts_on():
+def test_a_graph_counts_on(blocks):
     """Captured once: the states change from replay to replay as they do step by step."""
     case = GPU_CASES[1]
     given = arguments(case, torch.bfloat16)

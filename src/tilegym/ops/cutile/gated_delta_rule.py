@@ -35,7 +35,7 @@ def _add_triples(a, b, c, d, e, f):
     return a + d, b + e, c + f
 
 
-def _column(x, batch, token, head, TILE_K: Int):
+def column(x, batch, token, head, TILE_K: Int):
     """A head's vector as a column, [TILE_K, 1]."""
     # As the sum of two, of which one is out of bounds: what is gathered has a thread for each element, and the state
     # would take on that layout, by way of shared memory, if it were a factor of it.
@@ -72,7 +72,7 @@ def recurrent_kernel(
     at_state = (batch, head, rows, cols)
     state = ct.gather(initial, at_state).astype(ct.float32) if INITIAL else ct.zeros((TILE_K, TILE_V), ct.float32)
     for t in range(q.shape[1]):
-        kt, qt = _column(k, batch, t, head // GROUP, TILE_K), _column(q, batch, t, head // GROUP, TILE_K)
+        kt, qt = column(k, batch, t, head // GROUP, TILE_K), column(q, batch, t, head // GROUP, TILE_K)
         vt = ct.gather(v, (batch, t, head, cols)).astype(ct.float32)
         decay = ct.exp(ct.gather(g, (batch, t, head)).astype(ct.float32))
         rate = ct.gather(beta, (batch, t, head)).astype(ct.float32)
