@@ -42,9 +42,8 @@ def step_formula(q, k, v, g, beta, state):
 def fla_step(q, k, v, g, beta, state):
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
-    return fused_recurrent_gated_delta_rule(
-        q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
-    )
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    return fused_recurrent_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=state, **options)
 
 
 def layer_inputs(make, batch, key_heads, heads):
@@ -91,7 +90,7 @@ def formula(q, k, v, g, beta):
 def fla(q, k, v, g, beta):
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+    return chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
 
 
 def sizes(itemsize, batch, tokens, key_heads, heads):
