@@ -80,6 +80,7 @@ BENCHMARKS = [
             *(cached(batch, 2048) for batch in (16, 20, 24)),
             cached(5, 2048, 32, 32),
             cached(40, 2048, 8, 4, 256),
+            *(cached(batch, 2048, 71, 1, 64) for batch in (1, 6)),
             *sweep(dims, tokens=(512, 8192), models=ATTENDING),
         ),
         quick=(cached(8, 8192), cached(1, 8192), cached(1, 640)),

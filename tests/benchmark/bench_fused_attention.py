@@ -106,6 +106,7 @@ ENCODERS = (
     encoder("SigLIP-so400m", 8, 729, 16, 72),
     encoder("SigLIP of Gemma-3", 4, 4096, 16, 72),
 )
+GEMMA3_1B = {"batch": 1, "tokens": 2048, "heads": 4, "kv_heads": 1, "head_dim": 256, "causal": True}
 PHI3 = {"batch": 1, "tokens": 4096, "heads": 32, "kv_heads": 32, "head_dim": 96, "causal": True}
 
 BENCHMARKS = [
@@ -127,6 +128,7 @@ BENCHMARKS = [
             *(llama(causal, head_dim) for head_dim in (64, 128, 256) for causal in (True, False)),
             *sweep(dims, tokens=(16, 512, 8192), models=ATTENDING),
             shape("Phi-3-mini, 4096 tokens", "Phi-3-mini", **PHI3),
+            shape("Gemma-3-1B, 2048 tokens", "Gemma-3-1B", **GEMMA3_1B),
             *ENCODERS,
         ),
         quick=(llama(True), llama(False), llama(True, 64), llama(False, 64), llama(True, 256), llama(False, 256)),

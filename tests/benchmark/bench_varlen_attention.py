@@ -147,6 +147,7 @@ BENCHMARKS = [
             paged(128, 1024),
             paged(8, 8192),
             paged(32, 2048, 256, 16, 8, 256),
+            paged(20, 2048),
             paged(24, 2048, 64),
         ),
         quick=(paged(32, 2048),),

@@ -60,8 +60,8 @@ def decode_group(b: int, hq: int, hkv: int, s: int, d: int) -> str:
     return name
 
 
-def decode(group, b, hq, hkv, s, d, tile_n, splits, tile_s, h, kv_len=True, least=8):
-    final = splits == 1
+def decode(group, b, hq, hkv, s, d, tile_n, splits, tile_s, h, kv_len=True, columns=8):
+    final, parts = splits == 1, -(-hq // (hkv * columns))
 
     def launches(t):
         partial = t["partial"][: b * hq * splits * (d + STATE_COLUMNS)].view(b, hq, splits, d + STATE_COLUMNS)
@@ -76,17 +76,17 @@ def decode(group, b, hq, hkv, s, d, tile_n, splits, tile_s, h, kv_len=True, leas
             0,
             t["kv_len"] if kv_len else 0,
         )
-        numbers = (d**-0.5, 1.0, 0, max(least, p2(hq // hkv)), tile_n, d, d, d, hq // hkv)
+        numbers = (d**-0.5, 1.0, 0, columns, tile_n, d, d, d, hq // hkv)
         flags = (False, False, 0, 1, False, kv_len, False)
         end = (ONE_SPLIT if final else NEXT_LAUNCH, 1, False)
-        first = ((b * hkv, splits), decode_kernel, (*arrays, *numbers, *flags, *end))
+        first = ((b * hkv, splits, parts), decode_kernel, (*arrays, *numbers, *flags, *end))
         if final:
             return [first]
         how = IN_TURNS if splits > tile_s else IN_ORDER if splits <= MERGED_IN_ORDER else AT_ONCE
         return [first, ((b * hq,), merge_kernel, (partial, t["o"], d**-0.5, tile_s, d, d, how, False))]
 
     how = "" if final else f"merged {tile_s} at a time"
-    label = f"keys{tile_n} splits{splits} {how} columns{least} {'' if kv_len else ' no kv_len'}"
+    label = f"keys{tile_n} splits{splits} {how} columns{columns} {'' if kv_len else ' no kv_len'}"
     VARIANTS.append(Variant(group, label, h, launches))
 
 
@@ -100,7 +100,9 @@ SHAPES = (
     ((1, 8, 4, 8192, 256), (16, 33, 64)),
     ((1, 64, 8, 8192, 64), (16, 32)),
     ((1, 32, 2, 8192, 128), (33, 64)),
-    ((1, 71, 1, 8192, 64), (16, 33, 64)),
+    ((1, 71, 1, 8192, 64), (8, 16, 33)),
+    ((6, 71, 1, 2048, 64), (5, 8, 16)),
+    ((4, 48, 1, 2048, 128), (8, 16)),
     # Kv heads that two blocks a multiprocessor share unevenly, and one for each.
     ((16, 32, 8, 2048, 128), (1, 2, 4)),
     ((20, 32, 8, 2048, 128), (1, 2, 4)),
@@ -113,11 +115,11 @@ for shape, chosen in SHAPES:
     group, width = p2(shape[1] // shape[2]), shape[4]
     for splits in chosen:
         for tile_s in (1,) if splits == 1 else {p2(splits), TILE_S}:
-            warps = 8 if group > 64 else None
             for tile_n, occupancy in ((128, 2), (64, 4), (64, 3), (64, 2)):
                 if tile_n * width * 2 <= 32768:
-                    for least in (8, 16):
-                        decode(g, *shape, tile_n, splits, tile_s, hints(warps, occupancy), least=least)
+                    for columns in (8, 16) if group <= 16 else (8, 16, 32):
+                        if group > 16 or columns >= group:
+                            decode(g, *shape, tile_n, splits, tile_s, hints(None, occupancy), columns=columns)
 
 if __name__ == "__main__":
     main(__doc__)
