@@ -20,6 +20,7 @@ from tilegym.integrate.inputs import example
 from tilegym.integrate.inputs import forward_inputs
 from tilegym.integrate.inputs import text_alone
 from tilegym.integrate.inputs import writes_about_images
+from tilegym.integrate.own_functions import take_own_functions_on_cpu
 from tilegym.integrate.small_config import RECIPES
 from tilegym.integrate.small_config import filled
 from tilegym.integrate.small_config import gaps_filled
@@ -211,6 +212,7 @@ def _build(config_class: type, make: Callable[..., nn.Module], values: dict[str,
         # Eager attention is plain PyTorch that gets every mask and option as an argument.
         model = make(config, dtype=torch.float32, attn_implementation="eager").eval()
         _scatter(model)
+    take_own_functions_on_cpu(model)
     return model
 
 
