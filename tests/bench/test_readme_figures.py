@@ -32,7 +32,12 @@ ROWS = {
     "`fused_moe` Qwen3-30B-A3B": [f"fused_moe, forward: Qwen3-30B-A3B, {n} tokens" for n in (16, 8192)],
     "`ragged_group_gemm` Qwen3-30B-A3B": ["ragged_group_gemm, forward: Qwen3-30B-A3B, 65500 rows"],
 }
-COLUMNS = {"Liger": "liger", "FlashAttention-2": "flash", "the kernels": "cutile backend"}
+COLUMNS = {
+    "Liger": "liger",
+    "FlashAttention-2": "flash",
+    "the kernels": "cutile backend",
+    "flash-linear-attention": "fla",
+}
 
 
 def cells(line):

@@ -56,25 +56,26 @@ def layer_inputs(make, batch, key_heads, heads):
         "conv_state": make(batch, channels, TAPS),
         "state": make(batch, heads, DIM, DIM).float(),
         "conv_weight": make(channels, TAPS),
-        "decays": make(heads),
+        "a_log": make(heads),
+        "dt_bias": make(heads),
         "norm": make(DIM),
     }
 
 
-def layer_step(qkv, z, b, a, conv_state, state, conv_weight, decays, norm):
-    fixed = (conv_weight, None, decays, decays, norm, 1e-6)
+def layer_step(qkv, z, b, a, conv_state, state, conv_weight, a_log, dt_bias, norm):
+    fixed = (conv_weight, None, a_log, dt_bias, norm, 1e-6)
     return ops.gated_delta_step(qkv, z, b, a, conv_state, state, *fixed), conv_state, state
 
 
-def layer_formula(qkv, z, b, a, conv_state, state, conv_weight, decays, norm):
-    fixed = (conv_weight, None, decays, decays, norm, 1e-6)
+def layer_formula(qkv, z, b, a, conv_state, state, conv_weight, a_log, dt_bias, norm):
+    fixed = (conv_weight, None, a_log, dt_bias, norm, 1e-6)
     return gated_delta_step(qkv, z, b, a, conv_state, state, *fixed), conv_state, state
 
 
 def layer_work(itemsize, batch, key_heads, heads):
     channels = (2 * key_heads + heads) * DIM
     states = batch * (FP32 * heads * DIM * DIM + itemsize * channels * TAPS)
-    filters = itemsize * (channels * TAPS + heads + DIM)
+    filters = itemsize * (channels * TAPS + 2 * heads + DIM)
     rows = itemsize * batch * (channels + heads * (DIM + 2))
     return Work(read=states + filters + rows, written=states + itemsize * batch * heads * DIM)
 
