@@ -1,4 +1,5 @@
-"""The linear attention of a Qwen3.5 layer's decoding step: three launches, of which the middle one keeps the states."""
+"""The linear attention of a Qwen3.5 layer's decoding step: between launches that read weights, one or two that keep
+the states."""
 
 from torch import Tensor
 from torch import nn

@@ -82,18 +82,7 @@ def delta_heads_kernel(
 
 
 def launch_heads(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    conv_state: torch.Tensor,
-    state: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
+    qkv, z, b, a, conv_state, state, conv_weight, conv_bias, a_log, dt_bias, norm_weight, eps: float
 ) -> torch.Tensor:
     """:func:`tilegym.ops.gated_delta_step` of checked arguments."""
     batch, heads, key_dim, value_dim = state.shape
