@@ -17,6 +17,7 @@ from tilegym.ops.cutile.row_norms import rstd_of
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import hinted
+from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import span
 
@@ -54,6 +55,7 @@ def delta_heads_kernel(
     TILE_V: Int,
     OVERLAP: Bool,
 ):
+    let_next_begin(OVERLAP)
     batch, head = ct.bid(0) // v.shape[2], ct.bid(0) % v.shape[2]
     rows, cols = span(0, DK)[:, None], span(0, TILE_V)[None, :]
     # Of what comes before the convolution, whose launch waits for it, nothing is waited for.
