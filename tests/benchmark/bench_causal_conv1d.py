@@ -36,6 +36,12 @@ def dao(x, weight, bias):
     return causal_conv1d_fn(x.mT, weight, bias, activation="silu").mT
 
 
+def fla(x, weight, bias):
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    return causal_conv1d(x, weight, bias, activation="silu")[0]
+
+
 def forward(itemsize, batch, channels, tokens):
     size = itemsize * batch * channels * tokens
     return Work(read=size + itemsize * channels * (TAPS + 1), written=size)
@@ -94,7 +100,7 @@ BENCHMARKS = [
         ours=ours,
         oracle=formula,
         baseline=PYTORCH,
-        peers=peers(formula, dao),
+        peers=peers(formula, dao) | {"fla": Provider(fla, requires="fla", jit=True)},
         differentiable=("x", "weight", "bias"),
         forward=forward,
         backward=backward,

@@ -7,6 +7,7 @@ from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import TOKENS
 from tilegym.bench.spec import Benchmark
+from tilegym.bench.spec import Provider
 from tilegym.bench.spec import Work
 from tilegym.bench.spec import shape
 from tilegym.bench.spec import usual_peers
@@ -30,6 +31,12 @@ def formula(x, gate, weight):
     return (normed * F.silu(gate if gate.dtype.itemsize == 8 else gate.float())).to(x.dtype)
 
 
+def fla(x, gate, weight):
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+    return rms_norm_gated(x, gate, weight, None, eps=EPS)
+
+
 def forward(itemsize, tokens, heads, dim):
     rows = tokens * heads
     return Work(read=itemsize * (2 * rows + 1) * dim, written=itemsize * rows * dim)
@@ -47,7 +54,7 @@ BENCHMARKS = [
         inputs=inputs,
         ours=ours,
         oracle=formula,
-        peers=usual_peers(formula),
+        peers=usual_peers(formula) | {"fla": Provider(fla, requires="fla", jit=True)},
         differentiable=("x", "gate", "weight"),
         forward=forward,
         backward=backward,
