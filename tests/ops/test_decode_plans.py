@@ -1,10 +1,11 @@
 """How decoding divides its work where blocks do not come out even: numbers of kv heads between one and two blocks a
-multiprocessor, small pages, many sequences."""
+multiprocessor, small pages, many sequences, large groups."""
 
 import functools
 
 import pytest
 import torch
+from common import PyTestCase
 from common import assert_launches_compile
 from common import device
 from common import gpu
@@ -73,6 +74,21 @@ def test_uneven_heads_are_split(head_dim, splits, monkeypatch):
 
     assert plan(None).grid == plan(33).grid == (4, splits, 1) and plan(32).grid == (4, 1, 1)
     assert plan(None).small == (head_dim == 128) and plan(None).merge == flash_decode_plan.NEXT_LAUNCH
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_blocks_share_the_heads_of_a_large_group(batch, splits):
+    kwargs = tensors(batch, 71, 1, 70, 16, torch.float32)
+    own, lengths = randn(batch, 71, 1, 70, seed=3) > -0.5, torch.tensor([70, 9, 33], dtype=torch.int32, device=device())
+    for options in (
+        {"kv_len": lengths[:batch], "sinks": randn(71, seed=4)},
+        {"window_size": 41, "soft_cap": 2.0},
+        {"attention_mask": own},
+        {"attention_mask": torch.zeros_like(own, dtype=torch.float32).masked_fill(own, -1.0)},
+    ):
+        options["kv_len_per_split"] = -(-70 // splits)
+        PyTestCase().assertCorrectness(fmha_decode, reference, kwargs | options, {"backend": "cutile"})
 
 
 def test_small_tiles_compile(multiprocessors, monkeypatch):

@@ -315,20 +315,6 @@ class Test_FlashDecode(PyTestCase):
         assert (8, 32 if dtype == torch.float32 else 128) == args[12:14]
         assert_compiles(kernel, args, ("sm_80", "sm_90"))
 
-    @pytest.mark.parametrize("batch", [1, 3])
-    @pytest.mark.parametrize("splits", [1, 3])
-    def test_blocks_share_the_heads_of_a_large_group(self, batch, splits):
-        kwargs = tensors(batch, 71, 1, 70, 16, 8)
-        own = boolean(batch, 71, 1, 70)
-        for options in (
-            {"kv_len": lengths(70, 9, 33)[:batch], "sinks": randn(71, seed=4)},
-            {"window_size": 41, "soft_cap": 2.0},
-            {"attention_mask": own},
-            {"attention_mask": torch.zeros_like(own, dtype=torch.float32).masked_fill(own, -1.0)},
-        ):
-            options["kv_len_per_split"] = -(-70 // splits)
-            self.assertCorrectness(fmha_decode, reference, kwargs | options, {"backend": "cutile"})
-
     @gpu
     def test_streams_share_nothing(self):
         """Launches on two streams at once: each counts by itself."""
