@@ -3,6 +3,7 @@ multiprocessor, small pages, many sequences, large groups."""
 
 import functools
 
+import cuda.tile as ct
 import pytest
 import torch
 from common import PyTestCase
@@ -11,10 +12,13 @@ from common import device
 from common import gpu
 from common import randn
 
+from tilegym.backend.cutile.launch import launch
 from tilegym.ops import fmha_decode
 from tilegym.ops import fmha_paged_decode
 from tilegym.ops.cutile import decode_varlen
 from tilegym.ops.cutile import flash_decode_plan
+from tilegym.ops.cutile.decode_shares import LEAST_AT_ONCE
+from tilegym.ops.cutile.decode_shares import way_of
 from tilegym.ops.pytorch.flash_decode import fmha_decode as reference
 
 WIDE, HALF_WIDE, NARROW = (8, 64, 256, 256), (8, 128, 128, 128), (8, 128, 64, 64)
@@ -76,19 +80,40 @@ def test_uneven_heads_are_split(head_dim, splits, monkeypatch):
     assert plan(None).small == (head_dim == 128) and plan(None).merge == flash_decode_plan.NEXT_LAUNCH
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch, heads, kv_heads", [(1, 71, 1), (3, 71, 1), (2, 40, 2)])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_blocks_share_the_heads_of_a_large_group(batch, splits):
-    kwargs = tensors(batch, 71, 1, 70, 16, torch.float32)
-    own, lengths = randn(batch, 71, 1, 70, seed=3) > -0.5, torch.tensor([70, 9, 33], dtype=torch.int32, device=device())
+def test_blocks_share_the_heads_of_a_large_group(batch, heads, kv_heads, splits):
+    kwargs = tensors(batch, heads, kv_heads, 70, 16, torch.float16)
+    own = randn(batch, heads, 1, 70, seed=3) > -0.5
     for options in (
-        {"kv_len": lengths[:batch], "sinks": randn(71, seed=4)},
+        {
+            "kv_len": torch.tensor([70, 9, 33], dtype=torch.int32, device=device())[:batch],
+            "sinks": randn(heads, seed=4),
+        },
         {"window_size": 41, "soft_cap": 2.0},
         {"attention_mask": own},
-        {"attention_mask": torch.zeros_like(own, dtype=torch.float32).masked_fill(own, -1.0)},
+        {"attention_mask": torch.zeros_like(own, dtype=torch.float16).masked_fill(own, -1.0)},
     ):
         options["kv_len_per_split"] = -(-70 // splits)
         PyTestCase().assertCorrectness(fmha_decode, reference, kwargs | options, {"backend": "cutile"})
+
+
+@ct.kernel
+def way_kernel(starts, out, blocks: int):
+    share, splits, total = way_of(0, starts, 0, blocks, LEAST_AT_ONCE, 1, 16, False, True)
+    ct.scatter(out, 0, share)
+    ct.scatter(out, 1, splits)
+    ct.scatter(out, 2, total)
+
+
+@pytest.mark.parametrize("sequences, share", [(16, 0), (20, 7), (24, 9), (32, 0)])
+def test_who_gets_equal_shares(sequences, share):
+    """Of 33 blocks: where the longest of sequences of 8 to 16 tiles would take a block over 1.5 times as long."""
+    keys = torch.arange(sequences, dtype=torch.int32) * 8 // (sequences - 1) * 16 + 128
+    starts = torch.cat([keys.new_zeros(1), keys.cumsum(0, dtype=torch.int32)]).to(device())
+    out = torch.zeros(3, dtype=torch.int32, device=device())
+    launch(out, (1,), way_kernel, (starts, out, 33))
+    assert out.tolist() == [share, max(33 // sequences, 1), int(keys.sum()) // 16]
 
 
 def test_small_tiles_compile(multiprocessors, monkeypatch):
