@@ -14,7 +14,7 @@ from torch import nn
 
 # The variables of the function that transformers makes of its own and of the package's.
 _THEIRS, _OWN = "implementation", "torch_function"
-_THERE = ("cpu", "meta")
+_BY_OWN = ("cpu", "meta")  # devices
 
 
 def take_own_functions_on_cpu(model: nn.Module) -> None:
@@ -40,7 +40,7 @@ def _by_device(theirs: Callable, own: Callable) -> Callable:
     def call(*args, **kwargs):
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         first = next(tensors, None)
-        return (own if first is not None and first.device.type in _THERE else theirs)(*args, **kwargs)
+        return (own if first is not None and first.device.type in _BY_OWN else theirs)(*args, **kwargs)
 
     call._by_device = True
     return call

@@ -69,10 +69,10 @@ def choose_tiles(group: int, head_dim: int, v_dim: int, itemsize: int, device_in
 
 
 @functools.lru_cache(maxsize=1024)
-def heads_of_block(group: int, kv_heads: int, tile_d: int, itemsize: int) -> int:
-    """How many of a ``group`` of query heads a block takes, as columns of a product; the others have blocks of their
-    own, which find the keys in the L2 cache. Those of a large group fill more multiprocessors so, if ``kv_heads`` of
-    all batch entries are few.
+def heads_of_block(tile_m: int, kv_heads: int, tile_d: int, itemsize: int) -> int:
+    """How many of a group's query heads, which a tile of ``tile_m`` would hold, a block takes; the others have blocks
+    of their own, which find the keys in the L2 cache. Those of a large group fill more multiprocessors so, if
+    ``kv_heads`` of all batch entries are few.
 
     On an H200 Falcon-7B's 71 heads over one, D 64, take 4.8, 6.5, 7.5, 7.8 and 11.7 us for 1, 2, 4, 6 and 12 texts of
     2048 keys by eights; by 16s 4.7, 6.2, 8.4, 8.8 and 12.6; all in a block 8.2 and 10.4 for 1 and 6 (SDPA 6.0, 6.9,
@@ -80,10 +80,9 @@ def heads_of_block(group: int, kv_heads: int, tile_d: int, itemsize: int) -> int
     together 7.1, 8.1, 9.3, 9.9 and 11.4; 24 heads by 16s 4.9, 5.5, 6.6, 6.8 and 9.7, together 5.8, 5.7, 6.5, 8.4 and
     10.3. But of 29 heads over each of 16, D 64, 9.4 by eights and 8.9 together.
     """
-    heads = max(8, next_power_of_2(group))  # eight columns will do
-    if group > LARGE_GROUP and kv_heads <= FEW_KV_HEADS and (itemsize == 2 or heads > MAX_TILE_M):
+    if tile_m > LARGE_GROUP and kv_heads <= FEW_KV_HEADS and (itemsize == 2 or tile_m > MAX_TILE_M):
         return 8 if tile_d <= 64 else LARGE_GROUP
-    return heads if heads <= MAX_TILE_M else MAX_TILE_M // 2
+    return tile_m if tile_m <= MAX_TILE_M else MAX_TILE_M // 2
 
 
 @functools.lru_cache(maxsize=1024)
@@ -183,7 +182,7 @@ def make_plan(
     visible = keys if window_size is None else min(keys, window_size)
     rows = dtype == torch.float32 and group <= MAX_GROUP
     tiles = choose_tiles(group, head_dim, v_dim, dtype.itemsize, device_index)
-    tiles = (heads_of_block(group, batch * kv_heads, max(tiles[2:]), dtype.itemsize), *tiles[1:])
+    tiles = (heads_of_block(tiles[0], batch * kv_heads, max(tiles[2:]), dtype.itemsize), *tiles[1:])
     parts = -(-group // tiles[0])
     blocks = batch * kv_heads * parts
     if rows and kv_len_per_split is None and device_index >= 0:

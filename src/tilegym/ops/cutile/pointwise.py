@@ -105,12 +105,3 @@ def small_or_flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not is_small(t):
             return flat(*tensors)
     return tensors
-
-
-def softplus(x):
-    """In a kernel: ``log(1 + exp(x))`` of a tile in fp32, to its precision."""
-    power = ct.exp(-ct.abs(x))
-    total = 1.0 + power
-    # log1p by Kahan: what the addition has rounded away is in both logarithm and quotient.
-    small = ct.where(total == 1.0, power, ct.log(total) * (power / ct.where(total == 1.0, 1.0, total - 1.0)))
-    return ct.maximum(x, 0.0) + small
