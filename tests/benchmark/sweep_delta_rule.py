@@ -21,6 +21,7 @@ from tilegym.ops.cutile import gated_delta_rule_backward as backward
 from tilegym.ops.cutile import gated_delta_rule_chunk as chunk
 from tilegym.ops.cutile import gated_delta_rule_tiles as tiles
 from tilegym.ops.cutile.gated_delta_rule import recurrent_kernel
+from tilegym.ops.cutile.gated_delta_rule_solve import LEVELS
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.pytorch import causal_conv1d as torch_conv
 from tilegym.ops.pytorch import gated_delta_rule as torch_rule
@@ -78,8 +79,8 @@ def chunk_tensors(batch, tokens):
         t = inputs(device, batch, tokens)
         rows, chunks = batch * HV, -(-tokens // tiles.CHUNK)
         if device == "cpu":
-            t["solved"] = torch.empty(rows, chunks, tiles.CHUNK, tiles.CHUNK)
-            t["scores"], t["factors"] = t["solved"].clone(), torch.empty(rows, chunks, tiles.FACTORS, tiles.CHUNK)
+            t["solved"] = t["v"].new_empty(rows, chunks, tiles.CHUNK, 2 * tiles.CHUNK)
+            t["scores"], t["factors"] = torch.empty_like(t["solved"]), torch.empty(rows, chunks, tiles.FACTORS, tiles.CHUNK)
         else:
             t["solved"], t["scores"], t["factors"] = chunk.chunk_matrices(t["q"], t["k"], t["g"], t["beta"], True)
         t["states"] = torch.zeros(rows, chunks, D, D, device=device)
@@ -108,18 +109,18 @@ def matrices_group(batch, tokens):
         chunk_tensors(batch, tokens), lambda t: t["solved"], {"op": reference}, flops(batch, tokens, 0, 3), "TFLOP/s"
     )
     for solve_warps in WARPS:
-        for solve_occupancy in (1, 2, 3):
+        for solve_occupancy in (2, 3, 4, 6):
             solve = hinted(chunk.chunk_solve_kernel, num_worker_warps=solve_warps, occupancy=solve_occupancy)
 
             def launches(t, solve=solve):
-                grid = (t["solved"].shape[0] * t["solved"].shape[1],)
+                systems = t["solved"].shape[0] * t["solved"].shape[1]
                 written = (t["solved"], t["scores"], t["factors"])
-                args = (t["q"], t["k"], t["g"], t["beta"], *written, SCALE, GROUP, D, True, tiles.TF32)
-                then = (grid, solve, (t["solved"], t["factors"], tiles.LEVELS, tiles.TF32))
-                return [(grid, chunk.chunk_matrices_kernel, args), then]
+                args = (t["q"], t["k"], t["g"], t["beta"], *written, SCALE, GROUP, D, True, tiles.BF16_PAIR)
+                then = ((systems,), solve, (t["solved"], t["factors"], LEVELS, tiles.TF32))
+                return [((systems // GROUP,), chunk.chunk_matrices_kernel, args), then]
 
             for warps in WARPS:
-                for occupancy in (None, 2):
+                for occupancy in (2, 3, 4):
                     label = f"solve w{solve_warps} occ{solve_occupancy}, products"
                     VARIANTS.append(Variant(name, label, hints(warps, occupancy), launches))
 
@@ -131,7 +132,7 @@ def scan_group(batch, tokens):
     def backward_args(t, tile_v):
         given = (t["q"], t["k"], t["v"], t["solved"], t["scores"], t["factors"])
         written = (t["dstates"], t["dall"])
-        return (*given, t["factors"], t["factors"], *written, GROUP, D, tile_v, False, False, tiles.TF32)
+        return (*given, t["factors"], t["factors"], *written, GROUP, D, tile_v, False, False, tiles.BF16_PAIR)
 
     def backward_reference(t):
         ct.launch(torch.cuda.current_stream(), (batch * HV, 8), backward.backward_scan_kernel, backward_args(t, 16))
@@ -147,7 +148,7 @@ def scan_group(batch, tokens):
         def launches(t, tile_v=tile_v, grid=grid):
             given = (t["q"], t["k"], t["v"], t["solved"], t["scores"], t["factors"])
             args = (*given, t["out"], t["out"], t["out"], t["factors"], t["factors"], GROUP, D, tile_v)
-            return [(grid, chunk.chunk_scan_kernel, (*args, False, False, False, tiles.TF32))]
+            return [(grid, chunk.chunk_scan_kernel, (*args, False, False, False, tiles.BF16_PAIR))]
 
         def backward_launches(t, tile_v=tile_v, grid=grid):
             return [(grid, backward.backward_scan_kernel, backward_args(t, tile_v))]

@@ -21,28 +21,23 @@ Nothing but the inputs is kept for the backward pass: it computes S, miss, X and
 import cuda.tile as ct
 
 from tilegym.ops.cutile.gated_delta_rule_tiles import CHUNK
-from tilegym.ops.cutile.gated_delta_rule_tiles import OF_HELD
-from tilegym.ops.cutile.gated_delta_rule_tiles import OF_READ
-from tilegym.ops.cutile.gated_delta_rule_tiles import OF_WRITE
-from tilegym.ops.cutile.gated_delta_rule_tiles import RATE
-from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_decay
 from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import decay_sums
 from tilegym.ops.cutile.gated_delta_rule_tiles import decays
 from tilegym.ops.cutile.gated_delta_rule_tiles import decays_to_end
-from tilegym.ops.cutile.gated_delta_rule_tiles import factor
+from tilegym.ops.cutile.gated_delta_rule_tiles import factors_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import gram
 from tilegym.ops.cutile.gated_delta_rule_tiles import inverse_norms
 from tilegym.ops.cutile.gated_delta_rule_tiles import matrix_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import numbers_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import product
 from tilegym.ops.cutile.gated_delta_rule_tiles import product_of
-from tilegym.ops.cutile.gated_delta_rule_tiles import product_of_system
 from tilegym.ops.cutile.gated_delta_rule_tiles import product_onto
-from tilegym.ops.cutile.gated_delta_rule_tiles import rows_left
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_matrix
 from tilegym.ops.cutile.gated_delta_rule_tiles import strictly_lower
+from tilegym.ops.cutile.gated_delta_rule_tiles import system_left
+from tilegym.ops.cutile.gated_delta_rule_tiles import system_product
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import span
@@ -65,21 +60,20 @@ def backward_scan_kernel(
         dstate = matrix_of(dfinal, batch, head, column, TILE_K, TILE_V).astype(ct.float32)
     else:
         dstate = ct.zeros((TILE_K, TILE_V), ct.float32)
+    rate, of_held, of_read, of_write, decay = factors_of(factors, row, chunks - 1)
     for step in range(chunks):
         chunk = chunks - 1 - step
         store_matrix(dstates, row, chunk, column, dstate)
         qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
         kt = chunk_of(k, batch, chunk, head // GROUP, 0, TILE_K)
         up = chunk_of(dout, batch, chunk, head, column, TILE_V)
-        dnew = factor(factors, row, chunk, OF_WRITE) * product_of(kt, dstate, PRECISION)
-        dnew = product(ct.transpose(matrix_of(scores, row, chunk, 0, CHUNK, CHUNK)), up, dnew, PRECISION)
-        rate = factor(factors, row, chunk, RATE)
-        inverse = rows_left(matrix_of(solved, row, chunk, 0, CHUNK, CHUNK), rate)
-        da = product_of_system(ct.transpose(inverse), dnew, PRECISION)
+        dnew = of_write * product_of(kt, dstate, PRECISION)
+        dnew = system_product(scores, row, chunk, up, dnew, True, PRECISION)
+        da = system_left(solved, row, chunk, rate, dnew, True, PRECISION)
         store_matrix(dall, row, chunk, column, da)
-        dstate = dstate * chunk_decay(factors, row, chunk)
-        dstate = product(ct.transpose(qt), factor(factors, row, chunk, OF_READ) * up, dstate, PRECISION)
-        dstate = product(ct.transpose(kt), -factor(factors, row, chunk, OF_HELD) * rate * da, dstate, PRECISION)
+        dstate = product(ct.transpose(qt), of_read * up, dstate * decay, PRECISION)
+        dstate = product(ct.transpose(kt), -of_held * rate * da, dstate, PRECISION)
+        rate, of_held, of_read, of_write, decay = factors_of(factors, row, ct.maximum(chunk - 1, 0))
     if INITIAL:
         store_matrix(dinitial, batch, head, column, dstate)
 

@@ -18,6 +18,7 @@ included, multiplies rows of the products instead.
 """
 
 import functools
+import math
 
 import cuda.tile as ct
 import torch
@@ -30,11 +31,13 @@ from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.gated_delta_rule_backward import backward_chunk_kernel
 from tilegym.ops.cutile.gated_delta_rule_backward import backward_scan_kernel
+from tilegym.ops.cutile.gated_delta_rule_solve import LEVELS
+from tilegym.ops.cutile.gated_delta_rule_solve import chunk_solve_kernel
+from tilegym.ops.cutile.gated_delta_rule_tiles import BF16_PAIR
 from tilegym.ops.cutile.gated_delta_rule_tiles import BF16_SPLIT
 from tilegym.ops.cutile.gated_delta_rule_tiles import CHUNK
 from tilegym.ops.cutile.gated_delta_rule_tiles import DECAY
 from tilegym.ops.cutile.gated_delta_rule_tiles import FACTORS
-from tilegym.ops.cutile.gated_delta_rule_tiles import LEVELS
 from tilegym.ops.cutile.gated_delta_rule_tiles import OF_HELD
 from tilegym.ops.cutile.gated_delta_rule_tiles import OF_READ
 from tilegym.ops.cutile.gated_delta_rule_tiles import OF_WRITE
@@ -42,13 +45,11 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import RATE
 from tilegym.ops.cutile.gated_delta_rule_tiles import TF32
 from tilegym.ops.cutile.gated_delta_rule_tiles import TF32_SPLIT
 from tilegym.ops.cutile.gated_delta_rule_tiles import check_supported
-from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_decay
 from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_of
-from tilegym.ops.cutile.gated_delta_rule_tiles import columns_left
 from tilegym.ops.cutile.gated_delta_rule_tiles import decay_sums
 from tilegym.ops.cutile.gated_delta_rule_tiles import decays
 from tilegym.ops.cutile.gated_delta_rule_tiles import decays_to_end
-from tilegym.ops.cutile.gated_delta_rule_tiles import factor
+from tilegym.ops.cutile.gated_delta_rule_tiles import factors_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import grams
 from tilegym.ops.cutile.gated_delta_rule_tiles import inverse_norms
 from tilegym.ops.cutile.gated_delta_rule_tiles import key_tile
@@ -56,11 +57,12 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import matrix_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import numbers_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import product
 from tilegym.ops.cutile.gated_delta_rule_tiles import product_of
-from tilegym.ops.cutile.gated_delta_rule_tiles import product_of_system
-from tilegym.ops.cutile.gated_delta_rule_tiles import solve
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_matrix
+from tilegym.ops.cutile.gated_delta_rule_tiles import store_system
 from tilegym.ops.cutile.gated_delta_rule_tiles import strictly_lower
+from tilegym.ops.cutile.gated_delta_rule_tiles import system_left
+from tilegym.ops.cutile.gated_delta_rule_tiles import system_product
 from tilegym.ops.cutile.gated_delta_rule_tiles import trains
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -70,39 +72,36 @@ from tilegym.ops.pytorch.gated_delta_rule import NORM_EPS
 from tilegym.ops.pytorch.gated_delta_rule import check_chunk
 from tilegym.ops.pytorch.gated_delta_rule import check_delta_rule
 
-PRECISIONS = {torch.float32: BF16_SPLIT, torch.float16: TF32_SPLIT, torch.bfloat16: TF32}
+PRECISIONS = {torch.float32: BF16_SPLIT, torch.float16: TF32_SPLIT, torch.bfloat16: BF16_PAIR}
+# Of the systems' products none is summed along the sequence.
+OF_SYSTEMS = PRECISIONS | {torch.bfloat16: TF32}
 
 
 @ct.kernel
 def chunk_matrices_kernel(
     q, k, g, beta, solved, scores, factors, scale, GROUP: Int, TILE_K: Int, NORM: Bool, PRECISION: Int
 ):
-    """P and A, both [B * Hv, chunks, CHUNK, CHUNK], and the factors of the tokens."""
+    """P and A, as ``store_system`` writes them, and the factors of the tokens: a chunk of all heads of a key head."""
     heads, chunks = g.shape[2], solved.shape[1]
     row, chunk = ct.bid(0) // chunks, ct.bid(0) % chunks
-    batch, head = row // heads, row % heads
-    same_k, same_q, across = grams(q, k, batch, chunk, head // GROUP, TILE_K, PRECISION)
-    rate = numbers_of(beta, batch, chunk, head)[:, None]
-    high, low = decay_sums(g, batch, chunk, head)
+    batch, key_head = row // (heads // GROUP), row % (heads // GROUP)
+    same_k, same_q, across = grams(q, k, batch, chunk, key_head, TILE_K, PRECISION)
     of_k = inverse_norms(same_k, 1, NORM_EPS, NORM)
     of_q = inverse_norms(same_q, 1, NORM_EPS, NORM) * scale
-    between = decays(high, low) * inverse_norms(same_k, 0, NORM_EPS, NORM)
-    store_matrix(scores, row, chunk, 0, across * between * of_q)
-    store_matrix(solved, row, chunk, 0, strictly_lower(same_k * between * of_k))
-    decay = ct.exp(high)[:, None]
-    rest = decays_to_end(high, low)[:, None]
-    for which, column in ct.static_iter(
-        ((OF_READ, decay * of_q), (OF_HELD, decay * of_k), (OF_WRITE, rest * of_k), (RATE, rate), (DECAY, decay))
-    ):  # fmt: skip
-        ct.store(factors, (row, chunk, which, 0), column.reshape((1, 1, 1, CHUNK)))
-
-
-@ct.kernel
-def chunk_solve_kernel(solved, factors, levels, PRECISION: Int):
-    """X in the place of A. On its own, since it needs less shared memory than the products before it."""
-    row, chunk = ct.bid(0) // solved.shape[1], ct.bid(0) % solved.shape[1]
-    system = matrix_of(solved, row, chunk, 0, CHUNK, CHUNK)
-    store_matrix(solved, row, chunk, 0, solve(system, factor(factors, row, chunk, RATE), levels, PRECISION))
+    norms = inverse_norms(same_k, 0, NORM_EPS, NORM)
+    for head in range(key_head * GROUP, (key_head + 1) * GROUP):
+        row = batch * heads + head
+        rate = numbers_of(beta, batch, chunk, head)[:, None]
+        high, low = decay_sums(g, batch, chunk, head)
+        between = decays(high, low) * norms
+        store_system(scores, row, chunk, across * between * of_q, True)
+        store_system(solved, row, chunk, strictly_lower(same_k * between * of_k), True)
+        decay = ct.exp(high)[:, None]
+        rest = decays_to_end(high, low)[:, None]
+        for which, column in ct.static_iter(
+            ((OF_READ, decay * of_q), (OF_HELD, decay * of_k), (OF_WRITE, rest * of_k), (RATE, rate), (DECAY, decay))
+        ):  # fmt: skip
+            ct.store(factors, (row, chunk, which, 0), column.reshape((1, 1, 1, CHUNK)), allow_tma=False)
 
 
 @ct.kernel
@@ -111,6 +110,9 @@ def chunk_scan_kernel(
     INITIAL: Bool, FINAL: Bool, SAVE: Bool, PRECISION: Int,
 ):  # fmt: skip
     """Goes through the chunks with a tile of columns of a head's state, [Dk, TILE_V], in registers.
+
+    For BF16_PAIR tensor cores take k, q, X and P as they are in memory, and the state and the updates as halves: on an
+    H200 128 chunks take 290 us so, and 410 in tf32, which has to be converted and written transposed first.
 
     initial, final: [B, Hv, Dk, Dv]. If SAVE, instead of out: states [B * Hv, chunks, Dk, Dv] before each chunk, and
     missed [B * Hv, chunks, CHUNK, Dv], ``miss``. Blocks: (batch and value heads, tiles of Dv).
@@ -122,23 +124,23 @@ def chunk_scan_kernel(
         state = matrix_of(initial, batch, head, column, TILE_K, TILE_V).astype(ct.float32)
     else:
         state = ct.zeros((TILE_K, TILE_V), ct.float32)
+    rate, of_held, of_read, of_write, decay = factors_of(factors, row, 0)
     for chunk in range(solved.shape[1]):
         kt = chunk_of(k, batch, chunk, head // GROUP, 0, TILE_K)
         vt = chunk_of(v, batch, chunk, head, column, TILE_V).astype(ct.float32)
-        rate = factor(factors, row, chunk, RATE)
-        left = vt - factor(factors, row, chunk, OF_HELD) * product_of(kt, state, PRECISION)
-        miss = product_of_system(columns_left(matrix_of(solved, row, chunk, 0, CHUNK, CHUNK), rate), left, PRECISION)
+        left = vt - of_held * product_of(kt, state, PRECISION)
+        miss = system_left(solved, row, chunk, rate, left, False, PRECISION)
         new = rate * miss
         if SAVE:
             store_matrix(states, row, chunk, column, state)
             store_matrix(missed, row, chunk, column, miss)
         else:
             qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
-            read = factor(factors, row, chunk, OF_READ) * product_of(qt, state, PRECISION)
-            read = product(matrix_of(scores, row, chunk, 0, CHUNK, CHUNK), new, read, PRECISION)
+            read = of_read * product_of(qt, state, PRECISION)
+            read = system_product(scores, row, chunk, new, read, False, PRECISION)
             store_chunk(out, batch, chunk, head, column, read)
-        state = state * chunk_decay(factors, row, chunk)
-        state = product(ct.transpose(kt), factor(factors, row, chunk, OF_WRITE) * new, state, PRECISION)
+        state = product(ct.transpose(kt), of_write * new, state * decay, PRECISION)
+        rate, of_held, of_read, of_write, decay = factors_of(factors, row, chunk + 1)
     if FINAL:
         store_matrix(final, batch, head, column, state)
 
@@ -147,9 +149,9 @@ def chunk_scan_kernel(
 def scan_tiles(states: int, key_dim: int, value_dim: int, device: int) -> tuple[int, int]:
     """(TILE_K, TILE_V) for so many states on CUDA device ``device`` (-1: CPU).
 
-    The columns whose last wave of blocks ends first. On an H200 32 states of 128 x 128 and 512 tokens take 29.5 us with
-    32 columns a block, 40 with 64 and 59 with 128: what a block takes grows by its columns and as much again as 64 of
-    them. Tiles of 16 columns take longer than those of 32, 64 us (backward: 68 instead of 40).
+    The columns whose last wave of blocks ends first. On an H200 32 states of 128 x 128 and 8192 tokens take 288 us with
+    32 columns a block and 391 with 64: what a block takes grows by its columns and as much again as 64 of them. Tiles
+    of 16 columns take longer than those of 32, 857 us: the compiler has them wait for every product.
     """
     tile_k, widest = key_tile(key_dim), tile_of(value_dim)
     widest = min(widest, max(16, 8192 // tile_k))
@@ -158,6 +160,15 @@ def scan_tiles(states: int, key_dim: int, value_dim: int, device: int) -> tuple[
         return ct.cdiv(states * ct.cdiv(value_dim, tile_v), sm_count(device)) * (tile_v + 64)
 
     return tile_k, min((n for n in (128, 64, 32, 16) if n == widest or 32 <= n <= widest), key=time)
+
+
+def of_a_scan(kernel, blocks: int, precision: int, device: int):
+    """``kernel`` for so many blocks: two on a multiprocessor where they would wait for each other.
+
+    On an H200 8 texts of 2048 tokens, 32 heads, take backward 398 and 709 us so, and 515 and 858 without; of a single
+    wave, the blocks that have a multiprocessor to themselves take 290, and with less registers 410.
+    """
+    return hinted(kernel, occupancy=2) if precision == BF16_PAIR and blocks > sm_count(device) else kernel
 
 
 def tile_in_chunk(tile_k: int, device: int) -> int:
@@ -170,15 +181,19 @@ def chunk_matrices(q, k, g, beta, normalize):
     """X, P and the factors of all chunks."""
     batch, tokens, key_heads, key_dim = k.shape
     heads, chunks = g.shape[2], -(-tokens // CHUNK)
-    rows = batch * heads
-    solved = q.new_empty(rows, chunks, CHUNK, CHUNK, dtype=torch.float32)
+    rows, precision = batch * heads, PRECISIONS[q.dtype]
+    if precision == BF16_PAIR:
+        solved = q.new_empty(rows, chunks, CHUNK, 2 * CHUNK)
+    else:
+        solved = q.new_empty(rows, chunks, CHUNK, CHUNK, dtype=torch.float32)
     scores = torch.empty_like(solved)
     factors = q.new_empty(rows, chunks, FACTORS, CHUNK, dtype=torch.float32)
-    constants = (key_dim**-0.5, heads // key_heads, key_tile(key_dim), normalize, PRECISIONS[q.dtype])
-    # Two blocks on a multiprocessor: on an H200 both take 253 us for 8192 tokens of 32 heads, without the hint 360.
-    matrices, solve_all = hinted(chunk_matrices_kernel, occupancy=2), hinted(chunk_solve_kernel, occupancy=2)
-    launch(q, (rows * chunks,), matrices, (q, k, g, beta, solved, scores, factors, *constants))
-    launch(q, (rows * chunks,), solve_all, (solved, factors, LEVELS, PRECISIONS[q.dtype]))
+    constants = (key_dim**-0.5, heads // key_heads, key_tile(key_dim), normalize, precision)
+    # On an H200 8192 tokens of 32 heads, 16 of keys, take 93 us and 64; with two blocks on a multiprocessor 100 and 90.
+    occupancy = 2 if q.dtype == torch.float32 else 4
+    matrices, solve_all = (hinted(x, occupancy=occupancy) for x in (chunk_matrices_kernel, chunk_solve_kernel))
+    launch(q, (batch * key_heads * chunks,), matrices, (q, k, g, beta, solved, scores, factors, *constants))
+    launch(q, (rows * chunks,), solve_all, (solved, factors, LEVELS, OF_SYSTEMS[q.dtype]))
     return solved, scores, factors
 
 
@@ -206,10 +221,12 @@ def chunk_forward(
     final = v.new_empty((batch, heads, key_dim, value_dim) if with_final else (0,), dtype=torch.float32)
     solved, scores, factors = chunk_matrices(q, k, g, beta, normalize)
     tiles = scan_tiles(batch * heads, key_dim, value_dim, v.get_device())
+    grid, precision = (batch * heads, ct.cdiv(value_dim, tiles[1])), PRECISIONS[q.dtype]
     before = out if initial is None else with_unit_stride(initial)
     args = (q, k, v, solved, scores, factors, before, out, final if with_final else out, factors, factors)
-    constants = (heads // key_heads, *tiles, initial is not None, with_final, False, PRECISIONS[q.dtype])
-    launch(v, (batch * heads, ct.cdiv(value_dim, tiles[1])), chunk_scan_kernel, (*args, *constants))
+    constants = (heads // key_heads, *tiles, initial is not None, with_final, False, precision)
+    scan = of_a_scan(chunk_scan_kernel, math.prod(grid), precision, v.get_device())
+    launch(v, grid, scan, (*args, *constants))
     return out, final
 
 
@@ -251,10 +268,14 @@ def chunk_backward(
     grid, constants = (rows, ct.cdiv(value_dim, tiles[1])), (group, *tiles)
     before = factors if initial is None else with_unit_stride(initial)
     args = (q, k, v, solved, scores, factors, before, dout, dout, states, missed)
-    launch(v, grid, chunk_scan_kernel, (*args, *constants, initial is not None, False, True, precision))
+    scan, scan_back = (
+        of_a_scan(kernel, math.prod(grid), precision, v.get_device())
+        for kernel in (chunk_scan_kernel, backward_scan_kernel)
+    )
+    launch(v, grid, scan, (*args, *constants, initial is not None, False, True, precision))
     after = factors if dfinal is None else with_unit_stride(dfinal)
     args = (q, k, dout, solved, scores, factors, after, factors if initial is None else dinitial, dstates, dall)
-    launch(v, grid, backward_scan_kernel, (*args, *constants, dfinal is not None, initial is not None, precision))
+    launch(v, grid, scan_back, (*args, *constants, dfinal is not None, initial is not None, precision))
     # Heads that share a key head have each its own gradient of it, in fp32 until they are added.
     dtype = q.dtype if group == 1 else torch.float32
     dq = q.new_empty(batch, tokens, heads, key_dim, dtype=dtype)
@@ -263,7 +284,7 @@ def chunk_backward(
     tile_v = 16  # on an H200 77 us for 512 tokens of 32 heads, with 32 columns 109, and with 4 warps 155 or more
     args = (q, k, g, beta, dout, states, missed, dstates, dall, dq, dk, dv, dg, dbeta, key_dim**-0.5)
     # Of its products none is summed along the sequence; on thirds tileiras 13.4 fails for sm_80.
-    in_chunk = TF32_SPLIT if precision == BF16_SPLIT else precision
+    in_chunk = TF32 if precision == BF16_PAIR else TF32_SPLIT
     tile_k = tile_in_chunk(tiles[0], v.get_device())
     constants = (ct.cdiv(value_dim, tile_v), group, tile_k, tile_v, normalize, in_chunk)
     launch(v, (rows * chunks,), hinted(backward_chunk_kernel, num_worker_warps=8), (*args, *constants))
