@@ -80,7 +80,8 @@ def chunk_tensors(batch, tokens):
         rows, chunks = batch * HV, -(-tokens // tiles.CHUNK)
         if device == "cpu":
             t["solved"] = t["v"].new_empty(rows, chunks, tiles.CHUNK, 2 * tiles.CHUNK)
-            t["scores"], t["factors"] = torch.empty_like(t["solved"]), torch.empty(rows, chunks, tiles.FACTORS, tiles.CHUNK)
+            t["scores"] = torch.empty_like(t["solved"])
+            t["factors"] = torch.empty(rows, chunks, tiles.FACTORS, tiles.CHUNK)
         else:
             t["solved"], t["scores"], t["factors"] = chunk.chunk_matrices(t["q"], t["k"], t["g"], t["beta"], True)
         t["states"] = torch.zeros(rows, chunks, D, D, device=device)

@@ -279,9 +279,9 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
         assert cutile.scan_tiles(1, 5, 3, 0) == (32, 16)
         cutile.scan_tiles.cache_clear()
         kernel, pair = cutile.chunk_scan_kernel, PRECISIONS[torch.bfloat16]
-        assert cutile.of_a_scan(kernel, 133, pair, 0) is hinted(kernel, occupancy=2)  # two waves, unless blocks share
-        assert cutile.of_a_scan(kernel, 132, pair, 0) is kernel
-        assert cutile.of_a_scan(kernel, 133, PRECISIONS[torch.float32], 0) is kernel
+        assert cutile.backward_scan(kernel, 133, pair, 0) is hinted(kernel, occupancy=2)  # two waves, unless blocks share
+        assert cutile.backward_scan(kernel, 132, pair, 0) is kernel
+        assert cutile.backward_scan(kernel, 133, PRECISIONS[torch.float32], 0) is kernel
 
     @pytest.mark.slow
     @pytest.mark.parametrize("backward", [False, True])
