@@ -20,6 +20,7 @@ Nothing but the inputs is kept for the backward pass: it computes S, miss, X and
 
 import cuda.tile as ct
 
+from tilegym.ops.cutile.gated_delta_rule_tiles import BF16_PAIR
 from tilegym.ops.cutile.gated_delta_rule_tiles import CHUNK
 from tilegym.ops.cutile.gated_delta_rule_tiles import chunk_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import decay_sums
@@ -33,11 +34,15 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import numbers_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import product
 from tilegym.ops.cutile.gated_delta_rule_tiles import product_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import product_onto
+from tilegym.ops.cutile.gated_delta_rule_tiles import product_transposed
+from tilegym.ops.cutile.gated_delta_rule_tiles import saved
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_matrix
+from tilegym.ops.cutile.gated_delta_rule_tiles import store_saved
 from tilegym.ops.cutile.gated_delta_rule_tiles import strictly_lower
 from tilegym.ops.cutile.gated_delta_rule_tiles import system_left
 from tilegym.ops.cutile.gated_delta_rule_tiles import system_product
+from tilegym.ops.cutile.gated_delta_rule_tiles import whole
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import span
@@ -49,7 +54,7 @@ def backward_scan_kernel(
     q, k, dout, solved, scores, factors, dfinal, dinitial, dstates, dall, GROUP: Int, TILE_K: Int, TILE_V: Int,
     FINAL: Bool, INITIAL: Bool, PRECISION: Int,
 ):  # fmt: skip
-    """dS' of every chunk, [B * Hv, chunks, Dk, Dv], and dall, [B * Hv, chunks, CHUNK, Dv], from the last to the first.
+    """dS' of every chunk, [Dk, Dv], and dall, [CHUNK, Dv], as ``store_saved`` writes them, from the last to the first.
 
     dfinal, dinitial: [B, Hv, Dk, Dv]. Blocks: (batch and value heads, tiles of Dv).
     """
@@ -63,14 +68,14 @@ def backward_scan_kernel(
     rate, of_held, of_read, of_write, decay = factors_of(factors, row, chunks - 1)
     for step in range(chunks):
         chunk = chunks - 1 - step
-        store_matrix(dstates, row, chunk, column, dstate)
+        store_saved(dstates, row, chunk, column, dstate)
         qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
         kt = chunk_of(k, batch, chunk, head // GROUP, 0, TILE_K)
         up = chunk_of(dout, batch, chunk, head, column, TILE_V)
         dnew = of_write * product_of(kt, dstate, PRECISION)
         dnew = system_product(scores, row, chunk, up, dnew, True, PRECISION)
         da = system_left(solved, row, chunk, rate, dnew, True, PRECISION)
-        store_matrix(dall, row, chunk, column, da)
+        store_saved(dall, row, chunk, column, da)
         dstate = product(ct.transpose(qt), of_read * up, dstate * decay, PRECISION)
         dstate = product(ct.transpose(kt), -of_held * rate * da, dstate, PRECISION)
         rate, of_held, of_read, of_write, decay = factors_of(factors, row, ct.maximum(chunk - 1, 0))
@@ -106,51 +111,63 @@ def backward_chunk_kernel(
     of_k = inverse_norms(same_k, 1, NORM_EPS, NORM)
     of_q = inverse_norms(gram(qt, qt, PRECISION), 1, NORM_EPS, NORM)
 
-    # What comes through the states: sums over their columns, and so over tiles of Dv.
+    norms_of_k = inverse_norms(same_k, 0, NORM_EPS, NORM)
+    q_hat, k_hat = qt.astype(ct.float32) * of_q, kt.astype(ct.float32) * of_k
+    between, later = decays(high, low), rest
+    if PRECISION == BF16_PAIR:  # the halves of miss enter as they are in memory, in the place of new
+        between, later = between * rate.reshape((1, CHUNK)), rest * rate
+
+    # What comes through the states: sums over their columns, and so over tiles of Dv. That of q first, and then that of
+    # k, for both of which the registers do not suffice.
     of_scores = ct.zeros((CHUNK, CHUNK), ct.float32)  # dP
-    of_system = ct.zeros((CHUNK, CHUNK), ct.float32)  # -dA without beta
     read = ct.zeros((CHUNK, TILE_K), ct.float32)  # dout S^T
+    for column in range(v_tiles):
+        up = (chunk_of(dout, batch, chunk, head, column, TILE_V),)
+        miss = saved(missed, row, chunk, column, CHUNK, TILE_V)
+        new = miss if PRECISION == BF16_PAIR else (rate * whole(miss),)
+        of_scores = product_transposed(up, new, of_scores, PRECISION)
+        read = product_transposed(up, saved(states, row, chunk, column, TILE_K, TILE_V), read, PRECISION)
+    of_scores = of_scores * between
+    # Where keys repeat, what is read of the chunk cancels what is read of the state: neither may be cut off. q and k
+    # enter the products as they are in memory: their norms multiply the other side.
+    dq_hat = scale * product(of_scores * norms_of_k, kt, decay * read, PRECISION)
+    store_chunk(dq, batch, chunk, head, 0, _normalised_back(dq_hat, q_hat, of_q, NORM))
+    scores = gram(qt, kt, PRECISION) * of_q * norms_of_k * scale  # without the decays
+    products = of_scores * scores
+    dtotal = scale * _by_rows(decay * read, q_hat)
+
+    of_system = ct.zeros((CHUNK, CHUNK), ct.float32)  # -dA without beta
     held = ct.zeros((CHUNK, TILE_K), ct.float32)  # dall S^T
     wrote = ct.zeros((CHUNK, TILE_K), ct.float32)  # new dS'^T
     drate = ct.zeros((CHUNK, 1), ct.float32)
     kept = ct.zeros((1, 1), ct.float32)  # the sum of S * dS'
     for column in range(v_tiles):
-        up = chunk_of(dout, batch, chunk, head, column, TILE_V)
-        miss = matrix_of(missed, row, chunk, column, CHUNK, TILE_V)
-        da = matrix_of(dall, row, chunk, column, CHUNK, TILE_V)
-        new = rate * miss
-        state = matrix_of(states, row, chunk, column, TILE_K, TILE_V)
-        dstate = matrix_of(dstates, row, chunk, column, TILE_K, TILE_V)
-        of_scores = product(up, ct.transpose(new), of_scores, PRECISION)
-        of_system = product(da, ct.transpose(new), of_system, PRECISION)
-        read = product(up, ct.transpose(state), read, PRECISION)
-        held = product(da, ct.transpose(state), held, PRECISION)
-        wrote = product(new, ct.transpose(dstate), wrote, PRECISION)
-        kept = kept + ct.sum(ct.sum(state * dstate, axis=1, keepdims=True), axis=0, keepdims=True)
-        drate = drate + _by_rows(da, miss)
-        store_chunk(dv, batch, chunk, head, column, rate * da)
-
-    between = decays(high, low)
-    norms_of_k = inverse_norms(same_k, 0, NORM_EPS, NORM)
-    scores = gram(qt, kt, PRECISION) * of_q * norms_of_k * scale  # without the decays
-    system = same_k * of_k * norms_of_k
-    q_hat, k_hat = qt.astype(ct.float32) * of_q, kt.astype(ct.float32) * of_k
-    of_scores = of_scores * between
+        miss = saved(missed, row, chunk, column, CHUNK, TILE_V)
+        new = miss if PRECISION == BF16_PAIR else (rate * whole(miss),)
+        da = saved(dall, row, chunk, column, CHUNK, TILE_V)
+        state = saved(states, row, chunk, column, TILE_K, TILE_V)
+        dstate = saved(dstates, row, chunk, column, TILE_K, TILE_V)
+        of_system = product_transposed(da, new, of_system, PRECISION)
+        held = product_transposed(da, state, held, PRECISION)
+        wrote = product_transposed(new, dstate, wrote, PRECISION)
+        both = whole(state) * whole(dstate)
+        kept = kept + ct.sum(ct.sum(both, axis=1, keepdims=True), axis=0, keepdims=True)
+        all_ = whole(da)
+        drate = drate + _by_rows(all_, whole(miss))
+        store_chunk(dv, batch, chunk, head, column, rate * all_)
     of_system = strictly_lower(-of_system * between) * rate
-    products = of_scores * scores + of_system * system  # with dP * P + dA * A the decays' gradients
-    wrote, held = rest * wrote, -rate * decay * held
-    # Where keys repeat, what is read of the chunk cancels what is read of the state: neither may be cut off.
-    dq_hat = scale * product(of_scores, k_hat, decay * read, PRECISION)
-    zeros = ct.zeros((CHUNK, TILE_K), ct.float32)
-    dk_hat = product_onto(ct.transpose(of_scores), scale * q_hat, zeros, PRECISION)
-    dk_hat = product_onto(of_system + ct.transpose(of_system), k_hat, dk_hat, PRECISION) + (wrote + held)
+    products = products + of_system * (same_k * of_k * norms_of_k)  # with dP * P + dA * A the decays' gradients
+    wrote, held = later * wrote, -rate * decay * held
+    norms_of_q = scale * of_q.reshape((1, CHUNK))
+    of_system = (of_system + ct.transpose(of_system)) * norms_of_k
+    dk_hat = product_onto(of_system, kt, ct.zeros((CHUNK, TILE_K), ct.float32), PRECISION)
+    dk_hat = product_onto(ct.transpose(of_scores) * norms_of_q, qt, dk_hat, PRECISION) + (wrote + held)
     into = _by_rows(wrote, k_hat)
-    dtotal = ct.sum(products, axis=1, keepdims=True) - ct.sum(products, axis=0, keepdims=True).reshape((CHUNK, 1))
-    dtotal = dtotal + scale * _by_rows(decay * read, q_hat) + _by_rows(held, k_hat) - into
+    passed = ct.sum(products, axis=1, keepdims=True) - ct.sum(products, axis=0, keepdims=True).reshape((CHUNK, 1))
+    dtotal = passed + dtotal + _by_rows(held, k_hat) - into
     dtotal = dtotal + ct.where(last, ct.sum(into, axis=0, keepdims=True) + kept * decay, 0.0)
     tokens = span(chunk, CHUNK)
     dlog = ct.cumsum(dtotal.reshape((CHUNK,)), axis=0, reverse=True)
     ct.scatter(dg, (batch, tokens, head), dlog.astype(dg.dtype))
     ct.scatter(dbeta, (batch, tokens, head), drate.reshape((CHUNK,)).astype(dbeta.dtype))
-    store_chunk(dq, batch, chunk, head, 0, _normalised_back(dq_hat, q_hat, of_q, NORM))
     store_chunk(dk, batch, chunk, head, 0, _normalised_back(dk_hat, k_hat, of_k, NORM))

@@ -18,7 +18,6 @@ included, multiplies rows of the products instead.
 """
 
 import functools
-import math
 
 import cuda.tile as ct
 import torch
@@ -59,6 +58,7 @@ from tilegym.ops.cutile.gated_delta_rule_tiles import product
 from tilegym.ops.cutile.gated_delta_rule_tiles import product_of
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_chunk
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_matrix
+from tilegym.ops.cutile.gated_delta_rule_tiles import store_saved
 from tilegym.ops.cutile.gated_delta_rule_tiles import store_system
 from tilegym.ops.cutile.gated_delta_rule_tiles import strictly_lower
 from tilegym.ops.cutile.gated_delta_rule_tiles import system_left
@@ -114,8 +114,8 @@ def chunk_scan_kernel(
     For BF16_PAIR tensor cores take k, q, X and P as they are in memory, and the state and the updates as halves: on an
     H200 128 chunks take 290 us so, and 410 in tf32, which has to be converted and written transposed first.
 
-    initial, final: [B, Hv, Dk, Dv]. If SAVE, instead of out: states [B * Hv, chunks, Dk, Dv] before each chunk, and
-    missed [B * Hv, chunks, CHUNK, Dv], ``miss``. Blocks: (batch and value heads, tiles of Dv).
+    initial, final: [B, Hv, Dk, Dv]. If SAVE, instead of out, as ``store_saved`` writes them: states, [Dk, Dv] before
+    each chunk, and missed, ``miss``, [CHUNK, Dv]. Blocks: (batch and value heads, tiles of Dv).
     """
     heads = v.shape[2]
     row, column = ct.bid(0), ct.bid(1)
@@ -132,8 +132,8 @@ def chunk_scan_kernel(
         miss = system_left(solved, row, chunk, rate, left, False, PRECISION)
         new = rate * miss
         if SAVE:
-            store_matrix(states, row, chunk, column, state)
-            store_matrix(missed, row, chunk, column, miss)
+            store_saved(states, row, chunk, column, state)
+            store_saved(missed, row, chunk, column, miss)
         else:
             qt = chunk_of(q, batch, chunk, head // GROUP, 0, TILE_K)
             read = of_read * product_of(qt, state, PRECISION)
@@ -160,16 +160,6 @@ def scan_tiles(states: int, key_dim: int, value_dim: int, device: int) -> tuple[
         return ct.cdiv(states * ct.cdiv(value_dim, tile_v), sm_count(device)) * (tile_v + 64)
 
     return tile_k, min((n for n in (128, 64, 32, 16) if n == widest or 32 <= n <= widest), key=time)
-
-
-def backward_scan(kernel, blocks: int, precision: int, device: int):
-    """A scan of the backward pass for so many blocks: two on a multiprocessor where they would wait for each other.
-
-    On an H200 the two take 398 and 709 us so for 8 texts of 2048 tokens, 32 heads, and 515 and 858 without; of a single
-    wave, blocks that have a multiprocessor to themselves take 270 and 517, and with less registers 378 and 589. (The
-    forward pass gains nothing, and with both states tileiras 13.4 crashes.)
-    """
-    return hinted(kernel, occupancy=2) if precision == BF16_PAIR and blocks > sm_count(device) else kernel
 
 
 def tile_in_chunk(tile_k: int, device: int) -> int:
@@ -241,6 +231,13 @@ def _fake_backward(dout, dfinal, q, k, v, g, beta, initial, normalize):
     )
 
 
+def sums_of_groups(x, out):
+    """The sums of ``x``, [B, T, Hk, group, Dk], over a group. Of two heads in one launch, which reads no slower."""
+    if x.shape[3] == 2:
+        return torch.add(x[:, :, :, 0], x[:, :, :, 1], out=out)
+    return out.copy_(x.sum(3))
+
+
 @compilable(fake=_fake_backward)
 def chunk_backward(
     dout: torch.Tensor,
@@ -260,36 +257,35 @@ def chunk_backward(
     group, precision = heads // key_heads, PRECISIONS[q.dtype]
     solved, scores, factors = chunk_matrices(q, k, g, beta, normalize)
     rows, chunks = solved.shape[:2]
-    states = factors.new_empty(rows, chunks, key_dim, value_dim)
-    missed = factors.new_empty(rows, chunks, CHUNK, value_dim)
+    parts = 2 if precision == BF16_PAIR else 1
+    states = solved.new_empty(rows, chunks, parts, key_dim, value_dim)
+    missed = solved.new_empty(rows, chunks, parts, CHUNK, value_dim)
     dstates, dall = torch.empty_like(states), torch.empty_like(missed)
     dinitial = factors.new_empty((0,) if initial is None else initial.shape)
     tiles = scan_tiles(rows, key_dim, value_dim, v.get_device())
     grid, constants = (rows, ct.cdiv(value_dim, tiles[1])), (group, *tiles)
     before = factors if initial is None else with_unit_stride(initial)
     args = (q, k, v, solved, scores, factors, before, dout, dout, states, missed)
-    scan, scan_back = (
-        backward_scan(kernel, math.prod(grid), precision, v.get_device())
-        for kernel in (chunk_scan_kernel, backward_scan_kernel)
-    )
-    launch(v, grid, scan, (*args, *constants, initial is not None, False, True, precision))
+    launch(v, grid, chunk_scan_kernel, (*args, *constants, initial is not None, False, True, precision))
     after = factors if dfinal is None else with_unit_stride(dfinal)
     args = (q, k, dout, solved, scores, factors, after, factors if initial is None else dinitial, dstates, dall)
-    launch(v, grid, scan_back, (*args, *constants, dfinal is not None, initial is not None, precision))
+    launch(v, grid, backward_scan_kernel, (*args, *constants, dfinal is not None, initial is not None, precision))
     # Heads that share a key head have each its own gradient of it, in fp32 until they are added.
     dtype = q.dtype if group == 1 else torch.float32
     dq = q.new_empty(batch, tokens, heads, key_dim, dtype=dtype)
     dk, dv = torch.empty_like(dq), v.new_empty(v.shape)
     dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
-    tile_v = 16  # on an H200 77 us for 512 tokens of 32 heads, with 32 columns 109, and with 4 warps 155 or more
     args = (q, k, g, beta, dout, states, missed, dstates, dall, dq, dk, dv, dg, dbeta, key_dim**-0.5)
     # Of its products none is summed along the sequence; on thirds tileiras 13.4 fails for sm_80.
-    in_chunk = TF32 if precision == BF16_PAIR else TF32_SPLIT
+    in_chunk = BF16_PAIR if precision == BF16_PAIR else TF32_SPLIT
+    # On an H200 8192 tokens of 32 heads take 880 us with halves, with 16 columns 1010 and with 64 940. In tf32 with 16
+    # they took 990, and 512 tokens 77 instead of 109 with 32.
+    tile_v = 32 if precision == BF16_PAIR else 16
     tile_k = tile_in_chunk(tiles[0], v.get_device())
     constants = (ct.cdiv(value_dim, tile_v), group, tile_k, tile_v, normalize, in_chunk)
     launch(v, (rows * chunks,), hinted(backward_chunk_kernel, num_worker_warps=8), (*args, *constants))
     if group > 1:
-        dq, dk = (x.unflatten(2, (key_heads, group)).sum(3).to(q.dtype) for x in (dq, dk))
+        dq, dk = (sums_of_groups(x.unflatten(2, (key_heads, group)), q.new_empty(q.shape)) for x in (dq, dk))
     return dq, dk, dv, dg, dbeta, dinitial
 
 

@@ -34,7 +34,7 @@ MAX_KEY_DIM_OF_GRADIENTS = 128  # tileiras 13.4 fails on wider tiles in bf16, an
 
 
 def product_onto(a, b, acc, PRECISION: Int):
-    """``a @ b + acc`` in fp32, for an ``acc`` that is no larger than the product. For BF16_PAIR a is in bf16.
+    """``a @ b + acc`` in fp32, for an ``acc`` that is no larger than the product.
 
     Tensor cores cut off what they add to an accumulator, :func:`product` rounds it. Of that, in some of what follows a
     loop, tileiras 13.4 makes nothing ("Invalid use-def chain in schedule").
@@ -43,8 +43,7 @@ def product_onto(a, b, acc, PRECISION: Int):
         x, y = thirds(a), thirds(b)
         return ct.mma(x[0], y[0], smaller_products(x, y, acc))
     if PRECISION == BF16_PAIR:
-        high, low = halves(b)
-        return ct.mma(a, high, ct.mma(a, low, acc))
+        return product_of_halves(as_halves(a), as_halves(b), acc)
     x, y = a.astype(ct.float32), b.astype(ct.float32)
     high_x, high_y = x.astype(ct.tfloat32), y.astype(ct.tfloat32)
     if PRECISION == TF32_SPLIT:
@@ -64,6 +63,20 @@ def halves(x):
     """Two tiles in bf16 whose sum is the tile ``x`` in fp32 up to 2^-17 of it, the larger first."""
     high = x.astype(ct.bfloat16)
     return high, (x - high.astype(ct.float32)).astype(ct.bfloat16)
+
+
+def as_halves(x):
+    """:func:`halves` of a tile in fp32; one in bf16 has no lower half."""
+    return (x,) if x.dtype == ct.bfloat16 else halves(x)
+
+
+def product_of_halves(x, y, acc):
+    """The product of two tiles given as one or two in bf16, added to ``acc``, the smallest first."""
+    if len(y) > 1:
+        acc = ct.mma(x[0], y[1], acc)
+    if len(x) > 1:
+        acc = ct.mma(x[1], y[0], acc)
+    return ct.mma(x[0], y[0], acc)
 
 
 def thirds(x):
@@ -130,10 +143,7 @@ def system_product(x, row, chunk, b, acc, TRANSPOSED: Bool, PRECISION: Int):
     low = matrix_of(x, row, chunk, 1, CHUNK, CHUNK)
     if TRANSPOSED:
         low = ct.transpose(low)
-    if b.dtype == ct.bfloat16:
-        return ct.mma(high, b, ct.mma(low, b, acc))
-    upper, lower = halves(b)
-    return ct.mma(high, upper, ct.mma(high, lower, ct.mma(low, upper, acc)))
+    return product_of_halves((high, low), as_halves(b), acc)
 
 
 def gram(a, b, PRECISION: Int):
@@ -198,6 +208,44 @@ def store_system(x, row, chunk, tile, TMA: Bool):
         ct.store(x, (row, chunk, 0, 1), low.reshape((1, 1, CHUNK, CHUNK)), allow_tma=TMA)
     else:
         ct.store(x, (row, chunk, 0, 0), tile.reshape((1, 1, CHUNK, CHUNK)), allow_tma=TMA)
+
+
+def saved(x, row, chunk, column, HEIGHT: Int, WIDTH: Int):
+    """Tile ``column`` of matrix (row, chunk) that :func:`store_saved` wrote, as one in fp32 or two in bf16."""
+    at, shape = (row, chunk, 0, 0, column), (1, 1, 1, HEIGHT, WIDTH)
+    tile = ct.load(x, at, shape, padding_mode=ZERO).reshape((HEIGHT, WIDTH))
+    if x.dtype != ct.bfloat16:
+        return (tile,)
+    low = ct.load(x, (row, chunk, 1, 0, column), shape, padding_mode=ZERO)
+    return tile, low.reshape((HEIGHT, WIDTH))
+
+
+def store_saved(x, row, chunk, column, tile):
+    """Writes into ``x`` a tile in fp32, [B * Hv, chunks, 1, ...], or its halves in bf16, [B * Hv, chunks, 2, ...]."""
+    shape = (1, 1, 1, tile.shape[0], tile.shape[1])
+    if x.dtype == ct.bfloat16:
+        high, low = halves(tile)
+        ct.store(x, (row, chunk, 0, 0, column), high.reshape(shape))
+        ct.store(x, (row, chunk, 1, 0, column), low.reshape(shape))
+    else:
+        ct.store(x, (row, chunk, 0, 0, column), tile.reshape(shape))
+
+
+def whole(x):
+    """The tile in fp32 that :func:`saved` gave."""
+    if len(x) > 1:
+        return x[0].astype(ct.float32) + x[1].astype(ct.float32)
+    return x[0]
+
+
+def product_transposed(x, y, acc, PRECISION: Int):
+    """``x @ y.T + acc`` in fp32, for tiles as :func:`saved` gives them, and an ``acc`` that may be much larger."""
+    if PRECISION == BF16_PAIR:
+        flipped = (ct.transpose(y[0]),)
+        if len(y) > 1:
+            flipped = (*flipped, ct.transpose(y[1]))
+        return product_of_halves(x, flipped, acc)
+    return product(whole(x), ct.transpose(whole(y)), acc, PRECISION)
 
 
 def factors_of(factors, row, chunk):
