@@ -84,8 +84,8 @@ def chunk_tensors(batch, tokens):
             t["factors"] = torch.empty(rows, chunks, tiles.FACTORS, tiles.CHUNK)
         else:
             t["solved"], t["scores"], t["factors"] = chunk.chunk_matrices(t["q"], t["k"], t["g"], t["beta"], True)
-        t["states"] = torch.zeros(rows, chunks, D, D, device=device)
-        t["missed"] = torch.zeros(rows, chunks, tiles.CHUNK, D, device=device)
+        t["states"] = t["v"].new_zeros(rows, chunks, 2, D, D)
+        t["missed"] = t["v"].new_zeros(rows, chunks, 2, tiles.CHUNK, D)
         t["dstates"], t["dall"] = torch.zeros_like(t["states"]), torch.zeros_like(t["missed"])
         t["dq"] = torch.empty(batch, tokens, HV, D, device=device)
         t["dk"], t["dv"] = torch.empty_like(t["dq"]), torch.empty_like(t["v"])
@@ -165,7 +165,7 @@ def gradients_group(batch, tokens):
     def args_of(t, tile_v):
         given = (t["q"], t["k"], t["g"], t["beta"], t["out"], t["states"], t["missed"], t["dstates"], t["dall"])
         written = (t["dq"], t["dk"], t["dv"], t["dg"], t["dbeta"])
-        return (*given, *written, SCALE, D // tile_v, GROUP, D, tile_v, True, tiles.TF32)
+        return (*given, *written, SCALE, D // tile_v, GROUP, D, tile_v, True, tiles.BF16_PAIR)
 
     def filled(device):
         t = chunk_tensors(batch, tokens)(device)
