@@ -277,6 +277,15 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
         assert cutile.scan_tiles(1, 5, 3, 0) == (32, 16)
         cutile.scan_tiles.cache_clear()
 
+    @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
+    def test_narrow_tiles_beside_both_states(self):
+        tensors = floating(arguments(1, 64, 1, 1, 64, 64, dtype=torch.bfloat16))
+        for final, width in ((tensors[5], 32), (None, 64)):
+            with recorded_launches() as launches:
+                chunk_backward(tensors[2], final, *tensors, True)
+            assert [args[-5] for kernel, args in launches if kernel is cutile.backward_scan_kernel] == [64]
+            assert [args[-4] for kernel, args in launches if kernel is cutile.backward_scan_kernel] == [width]
+
     @pytest.mark.slow
     @pytest.mark.parametrize("backward", [False, True])
     @pytest.mark.parametrize(

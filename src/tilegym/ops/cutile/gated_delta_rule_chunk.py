@@ -263,6 +263,8 @@ def chunk_backward(
     dstates, dall = torch.empty_like(states), torch.empty_like(missed)
     dinitial = factors.new_empty((0,) if initial is None else initial.shape)
     tiles = scan_tiles(rows, key_dim, value_dim, v.get_device())
+    if dfinal is not None and initial is not None:  # in wider tiles tileiras 13.4 crashes at the scan back for sm_120
+        tiles = tiles[0], min(tiles[1], 32)
     grid, constants = (rows, ct.cdiv(value_dim, tiles[1])), (group, *tiles)
     before = factors if initial is None else with_unit_stride(initial)
     args = (q, k, v, solved, scores, factors, before, dout, dout, states, missed)
