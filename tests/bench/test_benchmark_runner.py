@@ -1,6 +1,7 @@
 """The runner: what is wrong gets no figure, what overwrites its inputs is still measured rightly."""
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Iterator
 
@@ -166,6 +167,22 @@ def test_failures_are_rows():
     assert found["fail", "forward"].note == "RuntimeError: no available kernel"
     assert found["absent", "forward"].status == "missing"
     assert importlib.util.find_spec("no_such_package_at_all") is None
+
+
+def test_a_peer_whose_backward_pass_fails_keeps_its_forward_pass():
+    def forward_only(x, scale, off=0.0):
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise RuntimeError("no gradients here")
+        return formula(x, scale) + off
+
+    found = measure(toy(peer=forward_only), "forward", "backward")
+    assert found["peer", "forward"].status == "ok" and found["peer", "forward"].seconds > 0
+    assert found["peer", "backward"].status == "failed" and found["peer", "backward"].seconds is None
+    assert found["peer", "backward"].note == "RuntimeError: no gradients here"
+    wrong = measure(toy(peer=functools.partial(forward_only, off=1.0)), "forward", "backward")
+    assert {wrong["peer", mode].status for mode in ("forward", "backward")} == {"WRONG"}
+    ours = measure(toy(ours=forward_only), "forward", "backward")  # whose training is checked whatever is measured
+    assert {ours[spec.OURS, mode].status for mode in ("forward", "backward")} == {"failed"}
 
 
 def test_without_a_baseline_nothing_is_measured():

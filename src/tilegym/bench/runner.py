@@ -130,6 +130,7 @@ class Candidate:
         self.name, self.provider, self.session = name, provider, session
         self.pristine, self.inputs = inputs, inputs
         self.overwrites = False
+        self.without_gradients: str | None = None  # why it has only its forward pass, where its backward pass failed
         self._handed_over: dict[str, str] = {}  # mode to the reason why the backend did not serve it
         self.activations = inputs.benchmark.activations if provider.on_activations else ()
         self.function = compiled(provider)
@@ -212,6 +213,20 @@ def _judge(benchmark: Benchmark, inputs: Inputs, session: Session, gradients: bo
         raise reasons[0]
 
 
+def _judged(
+    judge: check.Judge,
+    name: str,
+    provider: Provider,
+    inputs: Inputs,
+    session: Session,
+    gradients: bool,
+    first: int | None = None,
+) -> tuple[Candidate, check.Verdict]:
+    with session.spending(f"check of {name}"), provider.context():
+        candidate = Candidate(name, provider, inputs, session)
+        return candidate, judge.check(candidate.results(gradients), first)
+
+
 def _checked(
     benchmark: Benchmark, providers: dict[str, Provider], inputs: Inputs, session: Session, gradients: bool
 ) -> Iterator[tuple[Candidate | None, dict[str, Any]]]:
@@ -222,14 +237,16 @@ def _checked(
         if provider.missing():
             yield None, {"provider": name, "status": "missing", "note": provider.missing()}
             continue
+        failure = None
         try:
-            with session.spending(f"check of {name}"), provider.context():
-                candidate = Candidate(name, provider, inputs, session)
-                verdict = judge.check(candidate.results(gradients))
+            candidate, verdict = _judged(judge, name, provider, inputs, session, gradients)
         except Exception as error:  # whatever a foreign provider raises is a row of the report
             failure = _why(error)
-        else:
-            failure = None
+        if failure is not None and gradients and name not in OF_OURS:
+            gc.collect()
+            with contextlib.suppress(Exception):
+                candidate, verdict = _judged(judge, name, provider, inputs, session, False, len(inputs.upstream))
+                candidate.without_gradients, failure = failure, None
         if failure is not None:
             gc.collect()  # the failed call's tensors may be most of the GPU's memory
             yield None, {"provider": name, "status": "failed", "note": failure}
@@ -302,6 +319,10 @@ def _measure_mode(
         row = common | {"mode": mode} | verdict
         if candidate is None:
             yield Result(**row)
+            continue
+        if mode != FORWARD and candidate.without_gradients:
+            failed = {"provider": candidate.name, "status": "failed", "note": candidate.without_gradients}
+            yield Result(**common, mode=mode, **failed)
             continue
         row |= _joined(row, candidate.remarks(mode))
         try:
