@@ -94,7 +94,7 @@ def test_activations_are_overwritten_and_restored_and_parameters_stay_leaves(toy
     assert {call[:3] for call in Squares.calls} == {(False, False, False), (True, True, False)}
     assert all(torch.equal(x, Squares.calls[0][3]) for *_, x in Squares.calls), "every call sees the same inputs"
     assert len([call for call in Squares.calls if call[0]]) > 12
-    assert not in_place._enabled
+    assert in_place._mode is None
 
 
 def test_it_is_measured_with_the_kernels_and_gradients_only(toy):

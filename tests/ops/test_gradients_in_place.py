@@ -256,9 +256,11 @@ def test_the_switch():
         with tilegym.set_gradients_in_place(False):
             assert not in_place.wanted()
         assert in_place.wanted()
-    finally:
         tilegym.set_gradients_in_place(False)
-    assert not in_place.wanted()
+        assert not in_place.wanted(in_place.UNSEEN)
+    finally:
+        tilegym.set_gradients_in_place(None)
+    assert not in_place.wanted() and in_place.wanted(in_place.UNSEEN) == in_place.UNSEEN
 
 
 def test_what_held_in_the_forward_pass_holds(written):
@@ -267,7 +269,8 @@ def test_what_held_in_the_forward_pass_holds(written):
         later = swiglu(*activations_of(leaves))
     backward((later,), leaves)
     assert len(written) == 2
-    later = swiglu(*activations_of(leaves))
+    with tilegym.set_gradients_in_place(False):
+        later = swiglu(*activations_of(leaves))
     with tilegym.set_gradients_in_place(True):
         backward((later,), leaves)
     assert len(written) == 2

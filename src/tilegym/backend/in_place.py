@@ -1,14 +1,18 @@
 """Gradients that are written over the activations that they belong to, so that a training step takes less memory."""
 
+import operator
+import sys
+
 import torch
 
 # Where hooks save tensors autograd cannot tell who else needs them: then these may share memory with no others.
-ALWAYS, ALONE = 1, 2
-_enabled = False  # of this process: what is recomputed in a backward pass runs in autograd's own threads
+# UNSEEN: only over what the graph alone holds.
+ALWAYS, ALONE, UNSEEN = 1, 2, 3
+_mode: bool | None = None  # of this process: what is recomputed in a backward pass runs in autograd's own threads
 
 
 class set_gradients_in_place:
-    """Whether ops of the ``cutile`` backend write gradients over their inputs; off unless set. For the process.
+    """Whether ops of the ``cutile`` backend write gradients over their inputs. For the process.
 
     Called it stays; in a ``with`` statement it holds for the block, as :class:`torch.set_grad_enabled` does. What holds
     when a forward pass runs decides for its backward pass too:
@@ -26,28 +30,37 @@ class set_gradients_in_place:
     before they are rotated, and where one saved its own result (``torch.exp``, the sum of ``fused_add_rms_norm``) that
     another op has written over.
 
+    Unless set, ``swiglu``, ``geglu`` and ``silu_and_mul`` write over activations that nothing but the graph holds: no
+    variable, hook or view that could tell.
+
     Args:
-        mode: whether to write in place.
+        mode: whether to write in place; None: where nothing can tell, as unless set.
     """
 
-    def __init__(self, mode: bool) -> None:
-        global _enabled
-        self._before = _enabled
-        _enabled = bool(mode)
+    def __init__(self, mode: bool | None) -> None:
+        global _mode
+        self._before = _mode
+        _mode = None if mode is None else bool(mode)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_) -> None:
-        global _enabled
-        _enabled = self._before
+        global _mode
+        _mode = self._before
 
 
-def wanted() -> int:
-    """How the forward pass that now runs shall have its gradients written in place: 0 (not), ALWAYS or ALONE."""
-    if not _enabled or torch.compiler.is_compiling():
+def wanted(unless_set: int = 0) -> int:
+    """How the forward pass that now runs shall have its gradients written in place: 0 (not), ALWAYS, ALONE or UNSEEN.
+
+    Args:
+        unless_set: what holds where the user has not said anything, 0 or UNSEEN.
+    """
+    if torch.compiler.is_compiling():
         return 0
-    return ALONE if hooks_save() else ALWAYS
+    if _mode:
+        return ALONE if hooks_save() else ALWAYS
+    return unless_set if _mode is None else 0
 
 
 def hooks_save() -> bool:
@@ -82,7 +95,36 @@ def may_overwrite(how: int, *saved: torch.Tensor) -> bool:
     # Of others, and of more dimensions, kernels would get copies.
     if not all(t.is_contiguous() or t.dim() == 2 for t in saved):
         return False
-    return all(map(_is_alone if how == ALONE else _saved_once, saved))
+    if how != ALWAYS and not all(map(_is_alone, saved)):
+        return False
+    return how == ALONE or all(map(_saved_once, saved))
+
+
+def unpack(ctx: torch.autograd.function.FunctionCtx) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """What the Function of ``ctx`` saved, and by its ``in_place`` :func:`may_overwrite` of all of it.
+
+    It asks for what is saved itself: another reference to it would be taken for somebody else's, and non-reentrant
+    checkpointing gives it out once.
+    """
+    saved = ctx.saved_tensors
+    if ctx.in_place == UNSEEN and any(map(operator.gt, _references(saved), _REFERENCES_OF_SAVED)):
+        return saved, False
+    return saved, may_overwrite(ctx.in_place, *saved)
+
+
+def _references(tensors: tuple[torch.Tensor, ...]) -> tuple[int, int]:
+    """The most references that Python has to one of ``tensors``, and to one of their storages."""
+    storages = [sys.getrefcount(t.untyped_storage()) for t in tensors]
+    return max(sys.getrefcount(tensors[i]) for i in range(len(tensors))), max(storages)
+
+
+def _references_to_what_only_torch_holds() -> tuple[int, int]:
+    holder = torch.zeros((), device="cpu")
+    holder.grad = torch.zeros((), device="cpu")
+    return _references((holder.grad,))
+
+
+_REFERENCES_OF_SAVED = _references_to_what_only_torch_holds()
 
 
 def _saved_once(t: torch.Tensor) -> bool:

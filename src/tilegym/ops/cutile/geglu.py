@@ -177,14 +177,14 @@ class GEGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, tanh):
         ctx.save_for_backward(a, b)
-        ctx.tanh, ctx.in_place = tanh, in_place.wanted()
+        ctx.tanh, ctx.in_place = tanh, in_place.wanted(in_place.UNSEEN)
         return geglu_forward(a, b, tanh)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        saved = ctx.saved_tensors
-        if ctx.in_place and in_place.may_overwrite(ctx.in_place, *saved):
+        saved, overwrites = in_place.unpack(ctx)
+        if overwrites:
             geglu_backward_in_place(dy, *saved, ctx.tanh)
             return *in_place.overwritten(*saved), None
         return *geglu_backward(dy, *saved, ctx.tanh), None

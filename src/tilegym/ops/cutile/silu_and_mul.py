@@ -80,14 +80,14 @@ class SiluAndMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        ctx.in_place = in_place.wanted()
+        ctx.in_place = in_place.wanted(in_place.UNSEEN)
         return silu_and_mul_forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        if ctx.in_place and in_place.may_overwrite(ctx.in_place, x):
+        (x,), overwrites = in_place.unpack(ctx)
+        if overwrites:
             silu_and_mul_backward_in_place(dy, x)
             return in_place.overwritten(x)
         return silu_and_mul_backward(dy, x)

@@ -98,14 +98,14 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)
-        ctx.in_place = in_place.wanted()
+        ctx.in_place = in_place.wanted(in_place.UNSEEN)
         return swiglu_forward(a, b)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        saved = ctx.saved_tensors
-        if ctx.in_place and in_place.may_overwrite(ctx.in_place, *saved):
+        saved, overwrites = in_place.unpack(ctx)
+        if overwrites:
             swiglu_backward_in_place(dy, *saved)
             return in_place.overwritten(*saved)
         return swiglu_backward(dy, *saved)
