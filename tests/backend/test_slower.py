@@ -245,6 +245,36 @@ def test_a_recorded_call_is_asked_again_where_tf32_decides(rows_table, precision
     assert launches == [1, 1, 1, 0]
 
 
+def test_experts_stay_with_the_kernels_while_a_graph_is_captured(table, monkeypatch):
+    """PyTorch's look at which experts were chosen, which a graph cannot hold."""
+    rows = {"fused_moe": {"float32 float32 float32 float32 int64": 4}}
+    slower.file_of(GPU, slower.FOLDER).write_text(json.dumps({"gpu": GPU, "slower": {}, "from_rows": rows}))
+    slower._entries.cache_clear()
+    monkeypatch.setattr(ops.fused_moe.op, "is_slower", slower.lookup_of("fused_moe"))
+    recording.forget()
+    captures = []
+    monkeypatch.setattr(slower, "_is_capturing", lambda: bool(captures))
+    ids = torch.arange(8).view(4, 2) % 3
+    args = torch.randn(4, 16), torch.randn(3, 24, 16), torch.randn(3, 16, 12), torch.rand(4, 2), ids
+
+    def call():
+        ops.fused_moe(*args)
+
+    assert served(call) == ["pytorch"]
+    captures.append(1)
+    assert served(call) == ["cutile"]
+    # A recorded call asks again.
+    with use_backend("cutile"), recorded_launches() as seen:
+        launches = []
+        for capturing in (True, True, True, False, True):
+            captures[:] = [1] * capturing
+            seen.clear()
+            call()
+            launches.append(len(seen) > 0)
+    assert launches == [True, True, True, False, True]
+    recording.forget()
+
+
 def test_a_preferred_backend_gives_way_and_is_recorded(rows_table):
     few, many = (linear_of(n, backend=PREFER_CUTILE) for n in (4, 8))
     assert served(few) == ["cutile"] and served(many) == ["pytorch"]

@@ -104,8 +104,10 @@ def of_latents(heads: int, tokens: tuple[int, ...]) -> Group:
     return Group("mla", f"{heads} heads", arguments, tokens)
 
 
-def of_experts(experts: int, top_k: int, hidden: int, inner: int, rows: tuple[int, ...], oss: bool = False) -> Group:
-    """With ``oss`` in gpt-oss's layout and with its biases."""
+def of_experts(
+    experts: int, top_k: int, hidden: int, inner: int, rows: tuple[int, ...], oss: bool = False, shared: bool = False
+) -> Group:
+    """With ``oss`` in gpt-oss's layout and with its biases; with ``shared`` what all tokens' experts gave is added."""
 
     def arguments(m: int) -> tuple[list, dict]:
         w1 = random(experts, 2 * inner, hidden, scale=hidden**-0.5)
@@ -115,6 +117,8 @@ def of_experts(experts: int, top_k: int, hidden: int, inner: int, rows: tuple[in
             w1, w2 = w1.view(experts, hidden, 2 * inner), w2.view(experts, inner, hidden)
             options = {"b1": random(experts, 2 * inner), "b2": random(experts, hidden), "activation": "gpt_oss"}
             options |= {"interleaved": True, "transposed": True, "limit": 7.0}
+        if shared:
+            options["shared_output"] = random(m, hidden)
         ids = torch.rand(m, experts, device="cuda").topk(top_k).indices
         return [random(m, hidden), w1, w2, random(m, top_k).softmax(-1), ids], options
 
@@ -122,6 +126,7 @@ def of_experts(experts: int, top_k: int, hidden: int, inner: int, rows: tuple[in
 
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
+OF_EXPERTS = (1, 4, 16, 32, 64, 128, 256, 512, 2048)
 GROUPS = (
     *(of_linear(n, k, ROWS) for n, k in ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (3584, 1024))),
     *(of_linear(n, k, ROWS) for n, k in ((1024, 3584), (6144, 1024))),
@@ -140,8 +145,9 @@ GROUPS = (
     *(of_attention(*sizes, (16, 64, 512, 4096)) for sizes in ((32, 8, 128), (8, 2, 256), (64, 8, 64))),
     of_attention(32, 8, 128, (16, 64, 512, 4096), cache=True),
     of_latents(16, (64, 512, 2048)),
-    of_experts(64, 6, 2048, 1408, (1, 4, 16, 64, 512)),
-    of_experts(32, 4, 2880, 2880, (1, 4, 16, 64, 512), oss=True),
+    *(of_experts(64, 6, 2048, 1408, OF_EXPERTS, shared=shared) for shared in (False, True)),
+    of_experts(128, 8, 2048, 768, OF_EXPERTS),
+    of_experts(32, 4, 2880, 2880, OF_EXPERTS, oss=True),
 )
 
 

@@ -243,6 +243,18 @@ def test_a_prompt_that_keeps_the_gpu_busy_is_not_captured(monkeypatch):
 
 
 @gpu
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_a_graph_that_takes_longer_is_not_kept(seconds, monkeypatch):
+    model, prompts = make_model("llama"), [tokens(2, n) for n in (9, 10, 11, 12)]
+    expected = [generate(model, ids) for ids in prompts]
+    monkeypatch.setattr(prompt_graph.PromptGraphs, "_seconds", lambda *_: seconds)
+    with monkey_patch.apply(model, use_cutile=False):
+        for ids, wanted in zip(prompts, expected, strict=True):
+            assert torch.equal(generate(model, ids), wanted)
+        assert len(forms_of(model)) == (seconds == 0.0)
+
+
+@gpu
 def test_what_cannot_be_captured():
     model, prompts = make_model("llama"), [tokens(2, n) for n in (9, 10, 11)]
     expected = [generate(model, ids) for ids in prompts]

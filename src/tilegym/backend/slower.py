@@ -218,7 +218,8 @@ class Lookup:
             if len(self._known) >= 4096:
                 self._known.clear()
             known = self._known[key] = self._listed(args, kwargs)
-        return known
+        # A graph cannot hold what PyTorch does there: the host looks at which experts were chosen.
+        return known and not (self.op == "fused_moe" and recording.ask(_is_capturing))
 
     def _listed(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         from tilegym.backend import dispatcher  # here: it imports this module
@@ -240,6 +241,10 @@ class Lookup:
         if not least or rows < min(least) or _is_ragged((*args, *kwargs.values())):
             return False
         return _of_rows(exact, rows) not in entries.exceptions
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _many_rows(op: str, args: tuple, kwargs: dict[str, Any]) -> bool:

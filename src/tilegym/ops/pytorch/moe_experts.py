@@ -1,6 +1,7 @@
 """``fused_moe`` in plain PyTorch: expert after expert, with the casts of Hugging Face's experts.
 
-While a CUDA graph is captured, pair after pair of token and expert, without a look at the choice on the host.
+Without gradients in fp32 on a GPU, all of them in one call of PyTorch's. While a CUDA graph is captured, pair after
+pair of token and expert, without a look at the choice on the host.
 """
 
 import torch
@@ -125,6 +126,12 @@ def fused_moe(
             limit, shared_output, gated,
         )  # fmt: skip
 
+    if _are_groups(hidden_states, w1, w2, w1_up, topk_weights, b1, b2):
+        return _of_groups(
+            hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_up, b1, b2, interleaved, transposed, alpha,
+            limit, shared_output, gated,
+        )  # fmt: skip
+
     def projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
         w, b = weight[expert], None if bias is None else bias[expert]
         if not transposed:
@@ -162,6 +169,39 @@ def _halves(
     if up is not None or not gated:
         return gate, up
     return (gate[..., ::2], gate[..., 1::2]) if interleaved else gate.chunk(2, dim=-1)
+
+
+def _are_groups(hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether ``grouped_mm`` multiplies these. In 16 bits it sums in another order than Hugging Face's experts."""
+    given = [t for t in (hidden, w1, w2, *others) if t is not None]
+    if torch.compiler.is_compiling() or not (hidden.is_cuda and hidden.dtype == torch.float32):
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return False
+    whole = all(t.is_contiguous() for t in given if t.dim() == 3)
+    aligned = all(size % 4 == 0 for t in (w1, w2) for size in t.shape[1:])
+    return whole and aligned and hidden.numel() > 0 and hasattr(F, "grouped_mm")
+
+
+def _of_groups(hidden, w1, w2, weights, ids, activation, w1_up, b1, b2, interleaved, transposed, alpha, limit,
+               shared, gated):  # fmt: skip
+    """The same with the tokens of all experts in a row; the host waits for their numbers within ``grouped_mm``."""
+    (tokens, top_k), experts = ids.shape, len(w2)
+    ranked, order = torch.where((ids < 0) | (ids >= experts), experts, ids).reshape(-1).sort(stable=True)
+    ends = torch.searchsorted(ranked, torch.arange(1, experts + 1, device=ids.device, dtype=ids.dtype))
+    ends, valid, expert = ends.to(torch.int32), (ranked < experts)[:, None], ranked.clamp(max=experts - 1)
+
+    def projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = F.grouped_mm(x, weight if transposed else weight.mT, offs=ends)
+        return y if bias is None else y + bias[expert]
+
+    x = hidden[order // top_k]
+    gate, up = _halves(projected(x, w1, b1), None if w1_up is None else projected(x, w1_up, None), interleaved, gated)
+    y = projected(activate(gate, up, activation, alpha, limit), w2, b2) * weights.reshape(-1, 1)[order]
+    # Behind the last expert's pairs is what nobody wrote.
+    y = y.masked_fill(~valid, 0).to(hidden.dtype)
+    out = torch.empty_like(y).index_copy_(0, order, y).view(tokens, top_k, -1).sum(1)
+    return out if shared is None else out + shared
 
 
 def _of_gathered(hidden, w1, w2, weights, ids, activation, w1_up, b1, b2, interleaved, transposed, alpha, limit,
