@@ -4,9 +4,7 @@ from unittest import mock
 import cuda.tile as ct
 import pytest
 import torch
-import torch.nn.functional as F
 from common import ARCHITECTURES
-from common import HAS_GPU
 from common import PyTestCase
 from common import assert_compiles
 from common import assert_launches_compile
@@ -188,40 +186,6 @@ class Test_FusedMoE(PyTestCase):
         with pytest.raises(AssertionError, match="the host looks"), Unread():
             reference(**kwargs)
 
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_pytorch_in_groups(self, layout, monkeypatch):
-        """As in fp32 on a GPU."""
-
-        def grouped(**kwargs):
-            with monkeypatch.context() as patch, mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm) as called:
-                patch.setattr(pytorch_experts, "_are_groups", lambda *_: True)
-                out = reference(**kwargs)
-            assert called.call_count == 2 + (kwargs.get("w1_up") is not None)
-            return out
-
-        for size in ((3, 2, 5, 48, 24), (40, 3, 7, 32, 16)):
-            kwargs = arguments(size, torch.float32, **LAYOUTS[layout])
-            self.assertCorrectness(grouped, reference, kwargs)
-            kwargs["topk_ids"][1] = torch.tensor([5, -1, 99][: size[1]])
-            kwargs["topk_ids"][2] = size[2]
-            kwargs["shared_output"] = randn(size[0], size[3], seed=9)
-            self.assertCorrectness(grouped, reference, kwargs)
-
-    @pytest.mark.skipif(HAS_GPU, reason="is about tensors that are not on a GPU")
-    def test_pytorch_takes_groups_for_fp32_on_a_gpu_only(self, monkeypatch):
-        kwargs = arguments((3, 2, 5, 48, 24), torch.float32)
-        given = [kwargs[name] for name in ("hidden_states", "w1", "w2")]
-        assert not pytorch_experts._are_groups(*given)
-        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        assert pytorch_experts._are_groups(*given)
-        for name, other in (("hidden_states", "bfloat16"), ("w1", "mT"), ("w2", "requires_grad_"), ("w1", "odd")):
-            changed = dict(zip(("hidden_states", "w1", "w2"), given, strict=True))
-            t = changed[name]
-            changed[name] = {
-                "bfloat16": t.bfloat16(), "mT": t.mT, "requires_grad_": t.clone().requires_grad_(), "odd": t[..., :47],
-            }[other]  # fmt: skip
-            assert not pytorch_experts._are_groups(*changed.values()), other
-
     @gpu
     @pytest.mark.parametrize("backend", ["pytorch", "cutile"])
     @dtypes()
@@ -303,6 +267,19 @@ class Test_FusedMoE(PyTestCase):
             alone = moe_experts.choose(1, 2, 8, 2, False, 0).rows, moe_experts.choose(1, 8, 128, 4, False, 0).rows
         assert heights == {1: 16, 16: 16, 64: 16, 512: 64, 8192: 128}
         assert alone == (0, 0)
+
+    def test_without_tensor_cores_tokens_are_no_rows_of_16(self):
+        with gpu_plans(hopper=True):
+            rows = {
+                (tokens, transposed, tensor_cores): moe_experts.choose(
+                    tokens, 6, 64, 4, transposed, 0, tensor_cores=tensor_cores
+                ).rows
+                for tokens in (4, 16, 17)
+                for transposed in (False, True)
+                for tensor_cores in (False, True)
+            }
+        vectors = {key for key, height in rows.items() if height == 0}
+        assert vectors == {(4, False, False), (4, True, False), (16, False, False)}
 
     def test_most_experts_have_one_block(self):
         """Two blocks read a weight twice."""

@@ -78,9 +78,10 @@ def choose(
     device: int,
     as_vectors: bool = True,
     alone: bool = False,
+    tensor_cores: bool = True,
 ) -> Plan:
     """The plan for ``tokens`` x ``top_k`` pairs; with ``as_vectors`` few of them are not sorted. ``alone``: for one
-    product, ``ragged_group_gemm``'s.
+    product, ``ragged_group_gemm``'s. ``tensor_cores``: fp32 has none, unless it is rounded to tf32.
 
     Measured on an H200 in bf16 with the experts of Qwen3-30B-A3B: 1 token 36.5 us as vectors, 32.0 with all tokens in
     each block, 2 tokens 54.2 and 51.3, 4 tokens 95.5 and 82.2; 64 tokens 192 us up and 106 down (4130 and 3734 GB/s),
@@ -90,13 +91,18 @@ def choose(
     128 (of 64) take: 256 tokens of Mixtral-8x7B 743 us (914), 512 tokens 1040 (1244), 512 of gpt-oss-20b 498 (500),
     1024 649 (709), 1024 of DeepSeek-V2-Lite 381 (427). One product of as many rows, uneven (torch's grouped_mm): 600 by
     Mixtral's 8 experts 485 (622, 661), 9600 by Qwen3's 128 231 (275, 264), 2400 by gpt-oss's 32 295 (366, 354).
+
+    In fp32 without tf32 4 tokens of Qwen3-30B-A3B, as vectors, take 155 us (1 takes 54), sorted those of
+    DeepSeek-V2-Lite 2031 (1, as vectors, 78), of gpt-oss-20b 715 (106).
     """
     pairs = tokens * top_k
     share = pairs / experts
     # Few enough for blocks of 64 rows: fewer where it was measured, not in fused_moe's backward pass.
     few = share < 64 if (as_vectors or alone) and is_hopper(device) else share <= 128
-    # Eight pairs that fall on 32 experts share hardly any.
-    as_vectors = as_vectors and (tokens == 1 or 4 * pairs <= experts)
+    # Eight pairs that fall on 32 experts share hardly any. Without tensor cores to read each pair's matrices, which
+    # costs no more than so many tokens one by one, is faster than to multiply 16 rows for an expert.
+    together = (4 if transposed else FEW_TOKENS) if device >= 0 else 0
+    as_vectors = as_vectors and (tokens == 1 or 4 * pairs <= experts or (not tensor_cores and tokens <= together))
     if device < 0:
         return Plan(0 if as_vectors else 16, share < 2, Tile(16, 32), Tile(32, 32), transposed)
     # Tensor cores, where they multiply, read the matrices of several experts faster.
@@ -239,7 +245,8 @@ def moe_forward(
             options = (alpha, bound, kind, limit is not None)
             moe_one_token.one_token(plan, hidden, up.arrays[:2], w2, ids.reshape(-1), weights, shared, out, options)
             return out
-    plan = choose(tokens, top_k, experts, itemsize, up.transposed, device)
+    tensor_cores = itemsize == 2 or uses_tf32(hidden.dtype)
+    plan = choose(tokens, top_k, experts, itemsize, up.transposed, device, tensor_cores=tensor_cores)
     options = (up.transposed, up.gate, up.biased, kind, limit is not None)
     if plan.rows == 0:
         ids = ids.reshape(-1)

@@ -1,0 +1,51 @@
+"""``fused_moe`` of the PyTorch backend, of all experts in one call."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import HAS_GPU
+from common import PyTestCase
+from common import randn
+from test_fused_moe import LAYOUTS
+from test_fused_moe import arguments
+
+from tilegym.ops.pytorch import moe_experts as pytorch_experts
+from tilegym.ops.pytorch.moe_experts import fused_moe as reference
+
+
+class Test_Groups(PyTestCase):
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_equals_the_loop(self, layout, monkeypatch):
+        """As in fp32 on a GPU."""
+
+        def grouped(**kwargs):
+            with monkeypatch.context() as patch, mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm) as called:
+                patch.setattr(pytorch_experts, "_are_groups", lambda *_: True)
+                out = reference(**kwargs)
+            assert called.call_count == 2 + (kwargs.get("w1_up") is not None)
+            return out
+
+        for size in ((3, 2, 5, 48, 24), (40, 3, 7, 32, 16)):
+            kwargs = arguments(size, torch.float32, **LAYOUTS[layout])
+            self.assertCorrectness(grouped, reference, kwargs)
+            kwargs["topk_ids"][1] = torch.tensor([5, -1, 99][: size[1]])
+            kwargs["topk_ids"][2] = size[2]
+            kwargs["shared_output"] = randn(size[0], size[3], seed=9)
+            self.assertCorrectness(grouped, reference, kwargs)
+
+    @pytest.mark.skipif(HAS_GPU, reason="is about tensors that are not on a GPU")
+    def test_for_fp32_on_a_gpu_only(self, monkeypatch):
+        kwargs = arguments((3, 2, 5, 48, 24), torch.float32)
+        given = [kwargs[name] for name in ("hidden_states", "w1", "w2")]
+        assert not pytorch_experts._are_groups(*given)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        assert pytorch_experts._are_groups(*given)
+        for name, other in (("hidden_states", "bfloat16"), ("w1", "mT"), ("w2", "requires_grad_"), ("w1", "odd")):
+            changed = dict(zip(("hidden_states", "w1", "w2"), given, strict=True))
+            t = changed[name]
+            changed[name] = {
+                "bfloat16": t.bfloat16(), "mT": t.mT, "requires_grad_": t.clone().requires_grad_(), "odd": t[..., :47],
+            }[other]  # fmt: skip
+            assert not pytorch_experts._are_groups(*changed.values()), other
