@@ -157,9 +157,15 @@ def fused_moe(
 
 def _by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, list[int]]:
     """The (token, expert) pairs sorted by expert, and where each expert's begin and end among them."""
+    _, order, bounds = _ranked(ids, experts)
+    return order, bounds.tolist()
+
+
+def _ranked(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The experts in order, ``experts`` for those left out, the pairs that chose them, and their bounds, tensors."""
     ids = torch.where((ids < 0) | (ids >= experts), experts, ids).reshape(-1)
     ranked, order = torch.sort(ids, stable=True)
-    return order, torch.searchsorted(ranked, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)).tolist()
+    return ranked, order, torch.searchsorted(ranked, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype))
 
 
 def _halves(
@@ -176,6 +182,8 @@ def _are_groups(hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *other
     given = [t for t in (hidden, w1, w2, *others) if t is not None]
     if torch.compiler.is_compiling() or not (hidden.is_cuda and hidden.dtype == torch.float32):
         return False
+    if torch._C._are_functorch_transforms_active():
+        return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return False
     whole = all(t.is_contiguous() for t in given if t.dim() == 3)
@@ -187,9 +195,8 @@ def _of_groups(hidden, w1, w2, weights, ids, activation, w1_up, b1, b2, interlea
                shared, gated):  # fmt: skip
     """The same with the tokens of all experts in a row; the host waits for their numbers within ``grouped_mm``."""
     (tokens, top_k), experts = ids.shape, len(w2)
-    ranked, order = torch.where((ids < 0) | (ids >= experts), experts, ids).reshape(-1).sort(stable=True)
-    ends = torch.searchsorted(ranked, torch.arange(1, experts + 1, device=ids.device, dtype=ids.dtype))
-    ends, valid, expert = ends.to(torch.int32), (ranked < experts)[:, None], ranked.clamp(max=experts - 1)
+    ranked, order, bounds = _ranked(ids, experts)
+    ends, valid, expert = bounds[1:].to(torch.int32), (ranked < experts)[:, None], ranked.clamp(max=experts - 1)
 
     def projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = F.grouped_mm(x, weight if transposed else weight.mT, offs=ends)
