@@ -1,7 +1,9 @@
 """Gradients of gated activations lie where these were, unless set otherwise and where nothing could tell."""
 
+import numpy as np
 import pytest
 import torch
+from common import HAS_GPU
 from common import randn
 from common import sanitized
 from in_place_calls import BACKWARD
@@ -10,6 +12,9 @@ from in_place_calls import assert_equal
 from in_place_calls import backward
 from in_place_calls import leaves_of
 from in_place_calls import tuple_of
+from torch.multiprocessing import reductions
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilegym
@@ -83,6 +88,95 @@ def test_left_alone_where_something_holds_one(call, shapes, hold, written):
     assert not written
     if before is not None:
         assert_equal([held.detach()], [before])
+
+
+class _Exp(torch.autograd.Function):
+    """Keeps its result as an array, whose memory the tensor has."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.result = np.exp(x.detach().numpy())
+        return torch.from_numpy(ctx.result)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.from_numpy(ctx.result)
+
+
+class _Shared(torch.autograd.Function):
+    """Its result may be read by other processes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 1.5).share_memory_()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.5
+
+
+class _Transposed(torch.autograd.Function):
+    """Its gradient must be laid out as an op's own is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.mT.contiguous().mT * 1.5  # elementwise results keep the strides
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient.view(-1) * 1.5).view(gradient.shape)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="arrays and what processes share are on the CPU")
+@pytest.mark.parametrize("set_to", [None, True])
+@pytest.mark.parametrize("function", [_Exp, _Shared])
+@one_each
+def test_memory_that_others_know_of(call, shapes, function, set_to, written):
+    """PyTorch does not count who else refers to it."""
+    leaves = leaves_of(shapes)
+    with tilegym.set_gradients_in_place(False):
+        expected = backward(tuple_of(call(*map(function.apply, leaves))), leaves)
+    with tilegym.set_gradients_in_place(set_to):
+        assert_equal(backward(tuple_of(call(*map(function.apply, leaves))), leaves), expected)
+    assert not written
+
+
+def test_what_was_sent_to_another_process_on_a_gpu(monkeypatch):
+    t = torch.zeros(2)
+    assert in_place._has_memory_of_pytorch(t)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert in_place._has_memory_of_pytorch(t)
+    monkeypatch.setattr(reductions, "shared_cache", {"handle": reductions.StorageWeakRef(t.untyped_storage())})
+    assert not in_place._has_memory_of_pytorch(t)
+
+
+@one_each
+def test_gradients_are_laid_out_as_ever(call, shapes, written):
+    leaves = leaves_of(shapes)
+    with tilegym.set_gradients_in_place(False):
+        expected = backward(tuple_of(call(*map(_Transposed.apply, leaves))), leaves)
+    assert_equal(backward(tuple_of(call(*map(_Transposed.apply, leaves))), leaves), expected)
+    assert not written
+
+
+def test_references_are_counted_without_modes():
+    """One that keeps what is made would make what it holds look like what nobody holds."""
+    kept = []
+
+    class Keeping(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kept.append(function(*args, **(kwargs or {})))
+            return kept[-1]
+
+    class KeepingDispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            kept.append(function(*args, **(kwargs or {})))
+            return kept[-1]
+
+    for mode in (Keeping, KeepingDispatched):
+        with mode():
+            assert in_place._references_to_what_only_torch_holds() == in_place._REFERENCES_OF_SAVED
+    assert not any(isinstance(value, torch.Tensor) for value in kept)
 
 
 @one_each

@@ -4,6 +4,8 @@ import operator
 import sys
 
 import torch
+from torch.multiprocessing import reductions
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Where hooks save tensors autograd cannot tell who else needs them: then these may share memory with no others.
 # UNSEEN: only over what the graph alone holds.
@@ -31,7 +33,8 @@ class set_gradients_in_place:
     another op has written over.
 
     Unless set, ``swiglu``, ``geglu`` and ``silu_and_mul`` write over activations that nothing but the graph holds: no
-    variable, hook or view that could tell.
+    variable, hook or view that could tell. Only what looks at them without holding them does: another stream that is
+    still reading (``record_stream``), and a hook of the op's own node in the graph.
 
     Args:
         mode: whether to write in place; None: where nothing can tell, as unless set.
@@ -81,7 +84,17 @@ def are_activations(*tensors: torch.Tensor) -> bool:
         base = t if t._base is None else t._base
         if t.grad_fn is None or base.grad_fn is None or torch._debug_has_internal_overlap(t) != 0:
             return False
-    return True
+    return all(map(_has_memory_of_pytorch, tensors))
+
+
+def _has_memory_of_pytorch(t: torch.Tensor) -> bool:
+    """Whether no array, file, or other process may share the memory, of which PyTorch counts no references."""
+    storage = t.untyped_storage()
+    if not storage.resizable():
+        return False
+    if not t.is_cuda:
+        return not storage.is_shared()
+    return not any(sent.cdata == storage._cdata for sent in list(reductions.shared_cache.values()))
 
 
 def may_overwrite(how: int, *saved: torch.Tensor) -> bool:
@@ -96,6 +109,8 @@ def may_overwrite(how: int, *saved: torch.Tensor) -> bool:
     if not all(t.is_contiguous() or t.dim() == 2 for t in saved):
         return False
     if how != ALWAYS and not all(map(_is_alone, saved)):
+        return False
+    if how == UNSEEN and not all(map(_is_laid_out_as_new, saved)):
         return False
     return how == ALONE or all(map(_saved_once, saved))
 
@@ -119,9 +134,11 @@ def _references(tensors: tuple[torch.Tensor, ...]) -> tuple[int, int]:
 
 
 def _references_to_what_only_torch_holds() -> tuple[int, int]:
-    holder = torch.zeros((), device="cpu")
-    holder.grad = torch.zeros((), device="cpu")
-    return _references((holder.grad,))
+    # Modes may keep what is made.
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        holder = torch.zeros((), device="cpu")
+        holder.grad = torch.zeros((), device="cpu")
+        return _references((holder.grad,))
 
 
 _REFERENCES_OF_SAVED = _references_to_what_only_torch_holds()
@@ -135,6 +152,16 @@ def _saved_once(t: torch.Tensor) -> bool:
 def _is_alone(t: torch.Tensor) -> bool:
     storage = t.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor and ``storage``
+
+
+def _is_laid_out_as_new(t: torch.Tensor) -> bool:
+    """Whether it has the strides of a gradient that has memory of its own."""
+    expected = 1
+    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
 
 
 def overwritten(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
