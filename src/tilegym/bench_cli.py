@@ -52,7 +52,8 @@ def bench(
     """Measure ops against torch, torch.compile, Liger, cuBLAS, cuDNN and the machine's own limits.
 
     Every provider is checked against an fp64 oracle first; one that is wrong gets no figure, and if it is ours or one
-    of --providers, the exit status is 1. Results are written after every shape: Ctrl-C and SIGTERM keep what is done.
+    of --providers, the exit status is 1, as where one of these fails in every pass. Results are written after every
+    shape: Ctrl-C and SIGTERM keep what is done.
     """
     # One compiling thread in this process: a pool of them would disturb what is measured.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -148,6 +149,8 @@ def _check_writable(output: Path) -> None:
 
     try:
         output.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise spec.BenchmarkError(f"--output {output} is a file: name a folder") from error
     except OSError as error:
         raise spec.BenchmarkError(
             f"--output {output} cannot be written: {error.strerror}; name another folder"
@@ -166,7 +169,11 @@ def _chosen(names: list[str] | None, folder: Path, providers: list[Path]) -> lis
     for name in names or ():
         if name not in found:
             raise spec.BenchmarkError(f"no benchmark of an op {name!r}; there are {', '.join(sorted(found))}")
-    return [found[name] for name in dict.fromkeys(names or by_importance(list(found)))]
+    chosen = [found[name] for name in dict.fromkeys(names or by_importance(list(found)))]
+    if providers and not any(benchmark.extra for benchmark in chosen):
+        added = ", ".join(sorted(name for name, benchmark in found.items() if benchmark.extra)) or "none"
+        raise spec.BenchmarkError(f"--providers adds nothing to the ops named; those it has providers for: {added}")
+    return chosen
 
 
 def _tasks(
@@ -199,6 +206,8 @@ def _tasks(
         }
         listed = "; ".join(f"--{option} {', '.join(map(str, known))}" for option, known in there.items() if known)
         small = "" if gpu else " (small ones, without a GPU)"
+        if model and not there["model"]:
+            small += "; these are of no model, leave out --model"
         raise spec.BenchmarkError(
             f"nothing to measure: no shape fits all that was asked for{small}; there are {listed}"
         )

@@ -18,6 +18,7 @@ from tilegym.bench import job
 from tilegym.bench import models
 from tilegym.bench import terminal
 from tilegym.bench.compare import CRITERION
+from tilegym.bench.prompts import TEXT
 from tilegym.errors import ModelError
 from tilegym.errors import TileGymError
 
@@ -66,7 +67,7 @@ def infer(
         help="Run the unpatched model too; exit status 1 if the two disagree. Alone it stands for all --use_* flags. "
         f"Criterion: {CRITERION}.",
     ),
-    input_text: str = typer.Option("The capital of France is", "--input_text", help="The prompt."),
+    input_text: str | None = typer.Option(None, "--input_text", help=f"The prompt. Default: {TEXT}"),
     sentence_file: Path | None = typer.Option(None, "--sentence_file", help="A text file with one prompt a line."),
     input_length: int | None = typer.Option(
         None, "--input_length", min=1, help="Cut or repeat every prompt to this many tokens."

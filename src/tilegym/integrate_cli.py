@@ -74,7 +74,8 @@ def integrate(
         with models.quiet_transformers(), _warnings_told(tell):
             outcome = run(options, tell)
     except KeyboardInterrupt:
-        print("interrupted: the same command continues where it stopped", file=sys.stderr)
+        again = "the same command without --restart" if restart else "the same command"
+        print(f"interrupted: {again} continues where it stopped", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except TileGymError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -103,7 +104,7 @@ def _show(outcome: Outcome, console: Console) -> None:
         return
     console.print(escape(report.compile_line(outcome.compiled)), highlight=False, soft_wrap=True)
     console.print(f"\n[bold green]PASS[/bold green] {escape(report.verdict(data))}", highlight=False, soft_wrap=True)
-    _print(console, ["", "unpatched", "TileGym", "speed-up"], report.speed_rows(outcome.measured))
+    _print(console, ["", "unpatched", "TileGym", "speed-up"], report.speed_rows(outcome.measured, data["device"]))
     flags = report.flag_rows(outcome.measured, outcome.accepted)
     _print(console, ["flag", "tokens/s", "against unpatched", "greedy tokens"], flags)
     for side, output in zip(("unpatched", "TileGym"), outcome.outputs, strict=True):

@@ -142,6 +142,7 @@ def test_settings_that_no_run_could_use(monkeypatch):
     monkeypatch.setenv("TILEGYM_TUNE_TIMEOUT", "a minute")
     check = by_name(doctor.run_checks())["settings"]
     assert check.status == doctor.FAIL and "'a minute'" in check.found and "TILEGYM_TUNE_TIMEOUT" in check.remedy
+    assert not doctor.backend_can_run(doctor.run_checks())
 
 
 @pytest.mark.parametrize("folder", [None, "kept", "", "off", " None "])

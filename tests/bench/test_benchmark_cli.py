@@ -96,6 +96,23 @@ def test_plug_ins_are_measured_without_a_gpu_too(run, tmp_path):
     assert {row["provider"] for row in results(tmp_path)["results"]} == {"mine"}
 
 
+def test_plug_ins_that_never_work_fail_the_run(run, tmp_path):
+    plug_in = tmp_path / "mine.py"
+    plug_in.write_text("PROVIDERS = {'swiglu': {'never': lambda a, b: 1 / 0, 'nothing': lambda a, b: print()}}\n")
+    done = run("--providers", str(plug_in), "--model", "llama")
+    assert done.exit_code == 1 and "ZeroDivisionError" in done.output
+    assert "it returned NoneType: return a tensor, or several" in done.output
+    plug_in.write_text("PROVIDERS = {}\n")
+    done = run("--providers", str(plug_in), "--model", "llama")
+    assert done.exit_code == 1 and "--providers adds nothing to the ops named" in str(done.exception)
+
+
+def test_a_file_is_no_folder_for_the_results(run, tmp_path):
+    (tmp_path / "there").write_text("")
+    done = run("--output", str(tmp_path / "there"))
+    assert done.exit_code == 1 and "is a file: name a folder" in str(done.exception)
+
+
 def test_columns_are_as_wide_as_the_longest_name(run, tmp_path):
     path = tmp_path / "files" / "bench_small.py"
     path.write_text(path.read_text() + "import dataclasses\n")
@@ -185,7 +202,7 @@ def test_a_wrong_op_makes_the_exit_status_1(run, tmp_path):
     path.write_text(path.read_text().replace("ours=ops.swiglu", "ours=lambda a, b: a"))
     done = run()
     assert done.exit_code == 1
-    assert "swiglu 4x8, tilegym WRONG: result 0: error" in done.output
+    assert "swiglu 4x8, tilegym WRONG: output: error" in done.output
     assert all(row["seconds"] is None for row in results(tmp_path)["results"])
 
 

@@ -96,8 +96,17 @@ def test_wrong_gradients_are_wrong():
 
     half = lambda x, scale: Half.apply(x, scale)  # noqa: E731 - apply takes keywords from torch 2.12 on only
     found = measure(toy(half=half))
-    assert found["half", "backward"].status == "WRONG", str(found["half", "backward"])
+    for mode in ("backward", "both"):
+        assert found["half", mode].status == "WRONG" and found["half", mode].seconds is None, str(found["half", mode])
+        assert found["half", mode].note.startswith("gradient of x: error")
+    assert found["half", "forward"].status == "ok" and found["half", "forward"].seconds > 0
     assert measure(toy(half=half), "forward")["half", "forward"].status == "ok"
+    ours = measure(toy(ours=half))
+    assert {ours[spec.OURS, mode].status for mode in spec.MODES} == {"WRONG"}
+
+
+def test_another_shape_is_named():
+    assert "output: shape [4, 32] instead of [8, 32]" in measure(toy(cut=lambda x, scale: x[:4]))["cut", "forward"].note
 
 
 def test_a_provider_that_is_right_only_under_autograd_is_wrong():

@@ -47,9 +47,15 @@ def test_check_length():
 def test_sentence_file(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\n  two \n", encoding="utf-8")
-    assert prompts.read_prompts("unused", path) == ["one", "two"]
+    assert prompts.read_prompts(None, path) == ["one", "two"]
     path.write_bytes("one\r\ntwo\r\n".encode("utf-8-sig"))  # as Windows writes it
-    assert prompts.read_prompts("unused", path) == ["one", "two"]
+    assert prompts.read_prompts(None, path) == ["one", "two"]
+
+
+def test_one_source_of_prompts(tmp_path):
+    assert prompts.read_prompts(None, None) == [prompts.TEXT] and prompts.read_prompts("a b", None) == ["a b"]
+    with pytest.raises(ModelError, match="--input_text and --sentence_file: give one of them"):
+        prompts.read_prompts("a b", tmp_path / "prompts.txt")
 
 
 @pytest.mark.parametrize(
@@ -60,4 +66,4 @@ def test_bad_sentence_file(tmp_path, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ModelError, match=message):
-        prompts.read_prompts("unused", path)
+        prompts.read_prompts(None, path)

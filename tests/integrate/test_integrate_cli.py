@@ -166,6 +166,8 @@ def test_interrupted(tmp_path, monkeypatch):
     assert result.exit_code == 130 and "the same command continues" in result.stderr
     assert "warning" not in result.stderr
     assert (tmp_path / "out" / ".state" / "state.json").exists()
+    result = run(stablelm(tmp_path), "--random_weights", "--output", tmp_path / "out", "--restart")
+    assert result.exit_code == 130 and "the same command without --restart continues" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")

@@ -238,6 +238,13 @@ def test_nothing_without_gradients(call, shapes, written):
     assert not written
 
 
+def test_the_switch_has_three_positions():
+    for mode in ("no", 1, 0):
+        with pytest.raises(TypeError, match="mode must be True, False or None"):
+            tilegym.set_gradients_in_place(mode)
+    assert in_place._mode is None
+
+
 def test_the_switch():
     assert not in_place.wanted()
     with tilegym.set_gradients_in_place(True):

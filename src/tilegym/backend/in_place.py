@@ -38,12 +38,17 @@ class set_gradients_in_place:
 
     Args:
         mode: whether to write in place; None: where nothing can tell, as unless set.
+
+    Raises:
+        TypeError: it is none of these.
     """
 
     def __init__(self, mode: bool | None) -> None:
         global _mode
+        if mode is not None and not isinstance(mode, bool):
+            raise TypeError(f"set_gradients_in_place: mode must be True, False or None, it is {mode!r}")
         self._before = _mode
-        _mode = None if mode is None else bool(mode)
+        _mode = mode
 
     def __enter__(self) -> None:
         pass

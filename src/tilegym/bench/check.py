@@ -26,8 +26,15 @@ class Deviation:
 
 
 def tensors(result: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of a provider's result."""
-    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    """The tensors of a provider's result.
+
+    Raises:
+        TypeError: it is neither a tensor nor several.
+    """
+    found = result if isinstance(result, list | tuple) else (result,)
+    if not all(isinstance(part, torch.Tensor) for part in found):
+        raise TypeError(f"it returned {', '.join(type(part).__name__ for part in found)}: return a tensor, or several")
+    return tuple(found)
 
 
 def _size(oracle: torch.Tensor) -> float:
@@ -69,9 +76,16 @@ class Judge:
 
     oracle: tuple[torch.Tensor, ...]
     allowed: tuple[Deviation, ...]
+    names: tuple[str, ...] = ()  # of the oracle's tensors, for what is wrong
 
     @classmethod
-    def of(cls, oracle: tuple[torch.Tensor, ...], baseline: tuple[torch.Tensor, ...], dtype: torch.dtype) -> "Judge":
+    def of(
+        cls,
+        oracle: tuple[torch.Tensor, ...],
+        baseline: tuple[torch.Tensor, ...],
+        dtype: torch.dtype,
+        names: tuple[str, ...] = (),
+    ) -> "Judge":
         """Allows what PyTorch's results in ``dtype`` allow.
 
         Raises:
@@ -86,7 +100,7 @@ class Judge:
                 raise ValueError(f"PyTorch's own error against the fp64 oracle is {own.rms:.1e} of its size")
             peak = max(map(abs, map(float, exact.aminmax()))) / _size(exact) if exact.numel() else 0.0
             allowed.append(Deviation(RATIO * own.rms + half_ulp, RATIO * own.largest + half_ulp * peak))
-        return cls(oracle, tuple(allowed))
+        return cls(oracle, tuple(allowed), names)
 
     def check(self, results: tuple[torch.Tensor, ...], first: int | None = None) -> Verdict:
         """Whether a provider's results are as near to the oracle as they have to be: all, or the ``first`` alone."""
@@ -101,8 +115,11 @@ class Judge:
             near = near and own.rms <= limit.rms and own.largest <= NEAR * limit.largest
             # "not <=": a NaN is wrong too.
             if wrong is None and not (own.rms <= limit.rms and own.largest <= limit.largest):
-                wrong = (
-                    f"result {index}: error {own.rms:.1e} rms, {own.largest:.1e} largest, "
+                found = (
+                    f"shape {list(got.shape)} instead of {list(exact.shape)}"
+                    if got.shape != exact.shape
+                    else f"error {own.rms:.1e} rms, {own.largest:.1e} largest, "
                     f"allowed {limit.rms:.1e}, {limit.largest:.1e}"
                 )
+                wrong = f"{self.names[index] if self.names else f'result {index}'}: {found}"
         return Verdict(worst, wrong, near)

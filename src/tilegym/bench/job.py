@@ -74,7 +74,7 @@ class ModelOptions:
 class Options(ModelOptions):
     """What to generate."""
 
-    input_text: str = "The capital of France is"
+    input_text: str | None = None
     sentence_file: Path | None = None
     input_length: int | None = None
     output_length: int = 64

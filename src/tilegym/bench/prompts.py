@@ -10,6 +10,8 @@ import torch
 
 from tilegym.errors import ModelError
 
+TEXT = "The capital of France is"  # where none is given
+
 T = TypeVar("T")
 
 
@@ -43,13 +45,16 @@ class Batch:
         return Batch(self.input_ids[i : i + 1], self.attention_mask[i : i + 1], media)
 
 
-def read_prompts(input_text: str, sentence_file: Path | None) -> list[str]:
-    """The prompts to run: every line of ``sentence_file`` that is not blank, or else ``input_text``.
+def read_prompts(input_text: str | None, sentence_file: Path | None) -> list[str]:
+    """The prompts to run: every line of ``sentence_file`` that is not blank, or else ``input_text``, or else TEXT.
 
     Raises:
-        ModelError: the file cannot be read or holds no text, or ``input_text`` is empty.
+        ModelError: both are given, the file cannot be read or holds no text, or ``input_text`` is empty.
     """
+    if input_text is not None and sentence_file is not None:
+        raise ModelError("--input_text and --sentence_file: give one of them")
     if sentence_file is None:
+        input_text = TEXT if input_text is None else input_text
         if not input_text.strip():
             raise ModelError("--input_text is empty: give the model some text to continue")
         return [input_text]

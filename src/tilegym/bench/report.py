@@ -137,11 +137,15 @@ class Run:
             known[what] = round(known.get(what, 0.0) + taken, 3)
 
     def wrong(self, plugged: Collection[str] = ()) -> list[Result | HostResult]:
-        """Results of ours that are wrong or failed, and wrong ones of ``plugged`` providers: a run that has any is a
-        failure."""
+        """Results of ours that are wrong or failed, wrong ones of ``plugged`` providers, and all of those of which none
+        is measured: a run that has any is a failure."""
         rows = (*self.results, *self.host)
-        ours = [row for row in rows if row.provider in (OURS, IN_PLACE) and row.status != OK]
-        return ours + [row for row in self.results if row.provider in plugged and row.status == "WRONG"]
+        found = [row for row in rows if row.provider in (OURS, IN_PLACE) and row.status != OK]
+        for provider in plugged:
+            own = [row for row in self.results if row.provider == provider]
+            never = all(row.status == "failed" for row in own)  # nor forward alone
+            found += [row for row in own if never or row.status == "WRONG"]
+        return found
 
 
 def _is_unsteady(row: Result) -> bool:

@@ -130,7 +130,7 @@ class Candidate:
         self.name, self.provider, self.session = name, provider, session
         self.pristine, self.inputs = inputs, inputs
         self.overwrites = False
-        self.without_gradients: str | None = None  # why it has only its forward pass, where its backward pass failed
+        self.without_gradients: dict[str, Any] | None = None  # of its row where only its forward pass is right
         self._handed_over: dict[str, str] = {}  # mode to the reason why the backend did not serve it
         self.activations = inputs.benchmark.activations if provider.on_activations else ()
         self.function = compiled(provider)
@@ -206,11 +206,21 @@ def _judge(benchmark: Benchmark, inputs: Inputs, session: Session, gradients: bo
             try:
                 with provider.context():
                     baseline = Candidate(name, provider, inputs, session)
-                    return check.Judge.of(oracle, baseline.results(gradients), session.dtype)
+                    names = _names(benchmark, len(outputs), gradients)
+                    return check.Judge.of(oracle, baseline.results(gradients), session.dtype, names)
             except Exception as error:
                 # Its frames hold the tensors of the call, which may be most of the GPU's memory.
                 reasons.append(error.with_traceback(None))
         raise reasons[0]
+
+
+def _names(benchmark: Benchmark, outputs: int, gradients: bool) -> tuple[str, ...]:
+    """What :meth:`Candidate.results` are."""
+    names = tuple(f"output {i}" for i in range(outputs)) if outputs > 1 else ("output",)
+    if not gradients:
+        return names
+    trained = tuple(f"{name} of a training step" for name in names)
+    return names + trained + tuple(f"gradient of {name}" for name in benchmark.differentiable)
 
 
 def _judged(
@@ -246,7 +256,7 @@ def _checked(
             gc.collect()
             with contextlib.suppress(Exception):
                 candidate, verdict = _judged(judge, name, provider, inputs, session, False, len(inputs.upstream))
-                candidate.without_gradients, failure = failure, None
+                candidate.without_gradients, failure = {"status": "failed", "note": failure}, None
         if failure is not None:
             gc.collect()  # the failed call's tensors may be most of the GPU's memory
             yield None, {"provider": name, "status": "failed", "note": failure}
@@ -254,6 +264,13 @@ def _checked(
         if name == OURS and candidate.is_listed and session.wants(CUTILE):
             queue.append((CUTILE, Provider(benchmark.ours, jit=True, context=slower.ignored)))
         row = {"provider": name, "error": verdict.worst.rms, "largest_error": verdict.worst.largest}
+        if verdict.wrong and not verdict.near and gradients and name not in OF_OURS and not candidate.without_gradients:
+            wrong = row | {"status": "WRONG", "note": verdict.wrong}
+            with contextlib.suppress(Exception):
+                alone, of_forward = _judged(judge, name, provider, inputs, session, False, len(inputs.upstream))
+                if not of_forward.wrong:
+                    alone.without_gradients, candidate, verdict = wrong, alone, of_forward
+                    row |= {"error": verdict.worst.rms, "largest_error": verdict.worst.largest}
         if not verdict.wrong:
             yield candidate, row | {"status": OK}
         elif verdict.near and name not in OF_OURS:
@@ -321,8 +338,7 @@ def _measure_mode(
             yield Result(**row)
             continue
         if mode != FORWARD and candidate.without_gradients:
-            failed = {"provider": candidate.name, "status": "failed", "note": candidate.without_gradients}
-            yield Result(**common, mode=mode, **failed)
+            yield Result(**common | {"mode": mode, "provider": candidate.name} | candidate.without_gradients)
             continue
         row |= _joined(row, candidate.remarks(mode))
         try:

@@ -1,8 +1,9 @@
 """Which calls PyTorch serves faster than the kernels do, from runs that measured both backends side by side.
 
 A kind of calls, of whatever sizes, goes to PyTorch from a number of rows on (:func:`from_rows`). A single call is
-listed only where PyTorch wins beyond the noise, costs the host no more time, and needs no more memory. If that holds at
-every measured shape of the same powers of two, these are listed, else those of its exact sizes.
+listed only where PyTorch wins beyond the noise, costs the host no more time, and needs hardly more memory (MEMORY_RATIO
+and MEMORY_SLACK). If that holds at every measured shape of the same powers of two, these are listed, else those of its
+exact sizes.
 """
 
 from collections.abc import Callable
