@@ -6,6 +6,7 @@ from tilegym import infer
 from tilegym.bench import job
 from tilegym.bench import models
 from tilegym.bench import terminal
+from tilegym.bench.prompts import TEXT
 
 
 def coverage(
@@ -15,7 +16,7 @@ def coverage(
     random_weights: bool = typer.Option(
         False, "--random-weights", "--random_weights", help="Build from the config; download no weights."
     ),
-    input_text: str = typer.Option(job.Options.input_text, "--input-text", "--input_text", help="The prompt."),
+    input_text: str | None = typer.Option(None, "--input-text", "--input_text", help=f"The prompt. Default: {TEXT}"),
     input_length: int | None = typer.Option(
         None, "--input-length", "--input_length", min=1, help="Cut or repeat the prompt to this many tokens."
     ),

@@ -170,8 +170,8 @@ def choose_device(options: ModelOptions) -> tuple[torch.device, str | None, str 
     return (
         device,
         "pytorch",
-        f"--use_cutile: {why}, so TileGym's pytorch backend runs instead; "
-        "add --interpret to run the cuTile kernels on the CPU (slow), or use a machine with a GPU that cuTile supports",
+        f"{why}, so TileGym's pytorch backend runs instead of the cuTile kernels; "
+        "add --interpret to run them on the CPU (slow), or use a machine with a GPU that cuTile supports",
     )
 
 
