@@ -45,7 +45,7 @@ class Check(NamedTuple):
 
 
 def doctor(as_json: bool = typer.Option(False, "--json", help="Print the checks as JSON.")) -> None:
-    """Checks GPU, driver, compiler, backend and caches; exits with 1 if the default backend cannot run as it is set."""
+    """Checks GPU, driver, compiler, backend and caches; exits with 1 if the default backend or a setting is broken."""
     checks = run_checks()
     able = backend_can_run(checks)
     if as_json:
@@ -66,7 +66,7 @@ def run_checks() -> list[Check]:
 
 
 def backend_can_run(checks: list[Check]) -> bool:
-    """Whether the backend that calls would take was found to run."""
+    """Whether the backend that calls would take was found to run, and no setting stops it later."""
     return all(check.status != FAIL for check in checks if check.name in ("backend", "backend runs", "settings"))
 
 

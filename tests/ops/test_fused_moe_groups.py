@@ -42,6 +42,7 @@ class Test_Groups(PyTestCase):
         assert not pytorch_experts._are_groups(*given)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         assert pytorch_experts._are_groups(*given)
+        assert not pytorch_experts._are_groups(*given, torch.empty(3, 0)), "no expert is chosen"
         for name, other in (("hidden_states", "bfloat16"), ("w1", "mT"), ("w2", "requires_grad_"), ("w1", "odd")):
             changed = dict(zip(("hidden_states", "w1", "w2"), given, strict=True))
             t = changed[name]

@@ -110,12 +110,10 @@ def may_overwrite(how: int, *saved: torch.Tensor) -> bool:
     """
     if not how or may_run_again() or not are_activations(*saved):
         return False
-    # Of others, and of more dimensions, kernels would get copies.
-    if not all(t.is_contiguous() or t.dim() == 2 for t in saved):
+    # Of others, and of more dimensions, kernels would get copies. Who has not asked gets gradients laid out as ever.
+    if not all(t.is_contiguous() or (t.dim() == 2 and how != UNSEEN) for t in saved):
         return False
     if how != ALWAYS and not all(map(_is_alone, saved)):
-        return False
-    if how == UNSEEN and not all(map(_is_laid_out_as_new, saved)):
         return False
     return how == ALONE or all(map(_saved_once, saved))
 
@@ -157,16 +155,6 @@ def _saved_once(t: torch.Tensor) -> bool:
 def _is_alone(t: torch.Tensor) -> bool:
     storage = t.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor and ``storage``
-
-
-def _is_laid_out_as_new(t: torch.Tensor) -> bool:
-    """Whether it has the strides of a gradient that has memory of its own."""
-    expected = 1
-    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
-        if stride != expected:
-            return False
-        expected *= max(size, 1)
-    return True
 
 
 def overwritten(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

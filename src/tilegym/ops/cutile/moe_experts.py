@@ -99,8 +99,8 @@ def choose(
     share = pairs / experts
     # Few enough for blocks of 64 rows: fewer where it was measured, not in fused_moe's backward pass.
     few = share < 64 if (as_vectors or alone) and is_hopper(device) else share <= 128
-    # Eight pairs that fall on 32 experts share hardly any. Without tensor cores to read each pair's matrices, which
-    # costs no more than so many tokens one by one, is faster than to multiply 16 rows for an expert.
+    # Eight pairs that fall on 32 experts share hardly any. Without tensor cores 16 rows of an expert take longest:
+    # as vectors, tokens cost at most what they cost one by one.
     together = (4 if transposed else FEW_TOKENS) if device >= 0 else 0
     as_vectors = as_vectors and (tokens == 1 or 4 * pairs <= experts or (not tensor_cores and tokens <= together))
     if device < 0:

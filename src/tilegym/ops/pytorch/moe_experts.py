@@ -188,7 +188,7 @@ def _are_groups(hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *other
         return False
     whole = all(t.is_contiguous() for t in given if t.dim() == 3)
     aligned = all(size % 4 == 0 for t in (w1, w2) for size in t.shape[1:])
-    return whole and aligned and hidden.numel() > 0 and hasattr(F, "grouped_mm")
+    return whole and aligned and all(t.numel() for t in given) and hasattr(F, "grouped_mm")
 
 
 def _of_groups(hidden, w1, w2, weights, ids, activation, w1_up, b1, b2, interleaved, transposed, alpha, limit,
