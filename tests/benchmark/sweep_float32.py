@@ -105,8 +105,9 @@ def of_latents(heads: int, tokens: tuple[int, ...]) -> Group:
 
 
 def of_experts(
-    experts: int, top_k: int, hidden: int, inner: int, rows: tuple[int, ...], oss: bool = False, shared: bool = False
-) -> Group:
+    experts: int, top_k: int, hidden: int, inner: int, rows: tuple[int, ...], oss: bool = False, shared: bool = False,
+    gradients: bool = False,
+) -> Group:  # fmt: skip
     """With ``oss`` in gpt-oss's layout and with its biases; with ``shared`` what all tokens' experts gave is added."""
 
     def arguments(m: int) -> tuple[list, dict]:
@@ -122,11 +123,12 @@ def of_experts(
         ids = torch.rand(m, experts, device="cuda").topk(top_k).indices
         return [random(m, hidden), w1, w2, random(m, top_k).softmax(-1), ids], options
 
-    return Group("fused_moe", f"{top_k} of {experts} x {hidden} x {inner}", arguments, rows)
+    return Group("fused_moe", f"{top_k} of {experts} x {hidden} x {inner}", arguments, rows, gradients)
 
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 OF_EXPERTS = (1, 4, 16, 32, 64, 128, 256, 512, 2048)
+IN_TRAINING = (16, 64, 128, 256, 512, 2048)
 GROUPS = (
     *(of_linear(n, k, ROWS) for n, k in ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (3584, 1024))),
     *(of_linear(n, k, ROWS) for n, k in ((1024, 3584), (6144, 1024))),
@@ -148,6 +150,9 @@ GROUPS = (
     *(of_experts(64, 6, 2048, 1408, OF_EXPERTS, shared=shared) for shared in (False, True)),
     of_experts(128, 8, 2048, 768, OF_EXPERTS),
     of_experts(32, 4, 2880, 2880, OF_EXPERTS, oss=True),
+    of_experts(64, 6, 2048, 1408, IN_TRAINING, gradients=True),
+    of_experts(128, 8, 2048, 768, IN_TRAINING, gradients=True),
+    of_experts(32, 4, 2880, 2880, IN_TRAINING, oss=True, gradients=True),
 )
 
 
@@ -166,12 +171,12 @@ def measured(group: Group, rows: int, name: str, timer: CudaTimer) -> Point:
     args, kwargs = group.arguments(rows)
     function = getattr(ops, group.op)
     if group.gradients:
-        args = [a.requires_grad_() for a in args]
+        args = [a.requires_grad_(a.is_floating_point()) for a in args]
 
     def call(backend: str) -> torch.Tensor:
         out = function(*args, **kwargs, backend=backend)
         first = out[0] if isinstance(out, list | tuple) else out
-        return torch.autograd.grad(first, args, first)[1] if group.gradients else first
+        return torch.autograd.grad(first, [a for a in args if a.requires_grad], first)[1] if group.gradients else first
 
     with precision(name), slower.ignored(), torch.set_grad_enabled(group.gradients):
         kind = slower.kind_of(slower.describe(function.op.signature, tuple(args), kwargs), widths=group.op == "fmha")

@@ -274,12 +274,12 @@ class Test_FusedMoE(PyTestCase):
                 (tokens, transposed, tensor_cores): moe_experts.choose(
                     tokens, 6, 64, 4, transposed, 0, tensor_cores=tensor_cores
                 ).rows
-                for tokens in (4, 16, 17)
+                for tokens in (4, 5, 128, 129)
                 for transposed in (False, True)
                 for tensor_cores in (False, True)
             }
         vectors = {key for key, height in rows.items() if height == 0}
-        assert vectors == {(4, False, False), (4, True, False), (16, False, False)}
+        assert vectors == {(4, False, False), (4, True, False), (5, False, False), (128, False, False)}
 
     def test_most_experts_have_one_block(self):
         """Two blocks read a weight twice."""

@@ -92,8 +92,8 @@ def choose(
     1024 649 (709), 1024 of DeepSeek-V2-Lite 381 (427). One product of as many rows, uneven (torch's grouped_mm): 600 by
     Mixtral's 8 experts 485 (622, 661), 9600 by Qwen3's 128 231 (275, 264), 2400 by gpt-oss's 32 295 (366, 354).
 
-    In fp32 without tf32 4 tokens of Qwen3-30B-A3B, as vectors, take 155 us (1 takes 54), sorted those of
-    DeepSeek-V2-Lite 2031 (1, as vectors, 78), of gpt-oss-20b 715 (106).
+    In fp32 without tf32 16 tokens, as vectors, of Qwen3-30B-A3B take 575 us and of DeepSeek-V2-Lite 765 (1 takes 54 and
+    78), 32, sorted, 6849 and 6787, 512 11151 and 10233; of gpt-oss-20b 4 as vectors 362 (1 takes 105), 16 sorted 1517.
     """
     pairs = tokens * top_k
     share = pairs / experts
@@ -101,7 +101,7 @@ def choose(
     few = share < 64 if (as_vectors or alone) and is_hopper(device) else share <= 128
     # Eight pairs that fall on 32 experts share hardly any. Without tensor cores 16 rows of an expert take longest:
     # as vectors, tokens cost at most what they cost one by one.
-    together = (4 if transposed else FEW_TOKENS) if device >= 0 else 0
+    together = (4 if transposed else 128) if device >= 0 else 0
     as_vectors = as_vectors and (tokens == 1 or 4 * pairs <= experts or (not tensor_cores and tokens <= together))
     if device < 0:
         return Plan(0 if as_vectors else 16, share < 2, Tile(16, 32), Tile(32, 32), transposed)

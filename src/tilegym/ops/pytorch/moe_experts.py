@@ -1,7 +1,7 @@
 """``fused_moe`` in plain PyTorch: expert after expert, with the casts of Hugging Face's experts.
 
-Without gradients in fp32 on a GPU, all of them in one call of PyTorch's. While a CUDA graph is captured, pair after
-pair of token and expert, without a look at the choice on the host.
+In fp32 on a GPU, all of them in one call of PyTorch's. While a CUDA graph is captured, pair after pair of token and
+expert, without a look at the choice on the host.
 """
 
 import torch
@@ -184,8 +184,6 @@ def _are_groups(hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *other
         return False
     if torch._C._are_functorch_transforms_active():
         return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return False
     whole = all(t.is_contiguous() for t in given if t.dim() == 3)
     aligned = all(size % 4 == 0 for t in (w1, w2) for size in t.shape[1:])
     return whole and aligned and all(t.numel() for t in given) and hasattr(F, "grouped_mm")
@@ -196,17 +194,25 @@ def _of_groups(hidden, w1, w2, weights, ids, activation, w1_up, b1, b2, interlea
     """The same with the tokens of all experts in a row; the host waits for their numbers within ``grouped_mm``."""
     (tokens, top_k), experts = ids.shape, len(w2)
     ranked, order, bounds = _ranked(ids, experts)
-    ends, valid, expert = bounds[1:].to(torch.int32), (ranked < experts)[:, None], ranked.clamp(max=experts - 1)
+    ends, left_out, expert = bounds[1:].to(torch.int32), (ranked >= experts)[:, None], ranked.clamp(max=experts - 1)
+    given = (hidden, w1, w2, weights, w1_up, b1, b2)
+    training = torch.is_grad_enabled() and any(t.requires_grad for t in given if t is not None)
 
     def projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = F.grouped_mm(x, weight if transposed else weight.mT, offs=ends)
-        return y if bias is None else y + bias[expert]
+        y = F.grouped_mm(kept(x), weight if transposed else weight.mT, offs=ends)
+        return kept(y) if bias is None else kept(y) + bias[expert]
 
-    x = hidden[order // top_k]
+    def kept(t: torch.Tensor) -> torch.Tensor:
+        """Without what nobody writes behind the last expert's pairs, in ``t`` or in its gradient."""
+        return t.masked_fill(left_out, 0) if training else t
+
+    if training:  # from copies of the pairs' own, so that gradients of a token meet in one order
+        x = hidden[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, -1).index_select(0, order)
+    else:
+        x = hidden[order // top_k]
     gate, up = _halves(projected(x, w1, b1), None if w1_up is None else projected(x, w1_up, None), interleaved, gated)
-    y = projected(activate(gate, up, activation, alpha, limit), w2, b2) * weights.reshape(-1, 1)[order]
-    # Behind the last expert's pairs is what nobody wrote.
-    y = y.masked_fill(~valid, 0).to(hidden.dtype)
+    y = projected(activate(gate, up, activation, alpha, limit), w2, b2) * weights.reshape(-1, 1).index_select(0, order)
+    y = y.masked_fill(left_out, 0).to(hidden.dtype)
     out = torch.empty_like(y).index_copy_(0, order, y).view(tokens, top_k, -1).sum(1)
     return out if shared is None else out + shared
 
