@@ -1,5 +1,6 @@
 """``fused_moe`` of the PyTorch backend, of all experts in one call."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -35,6 +36,9 @@ class Test_Groups(PyTestCase):
             kwargs["shared_output"] = randn(size[0], size[3], seed=9)
             self.assertCorrectness(grouped, reference, kwargs, gradient=True)
             self.assertCorrectness(grouped, reference, kwargs, gradient=("topk_weights",))
+            kwargs["topk_ids"][2] = -1
+            kwargs["hidden_states"][2] = kwargs["topk_weights"][1:3][kwargs["topk_ids"][1:3] == -1] = math.nan
+            self.assertCorrectness(grouped, reference, kwargs, gradient=True)
 
     @pytest.mark.skipif(HAS_GPU, reason="is about tensors that are not on a GPU")
     def test_for_fp32_on_a_gpu_only(self, monkeypatch):

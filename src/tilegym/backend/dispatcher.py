@@ -67,13 +67,31 @@ class Op:
                 (self.preferred_recordings, selector.PREFER_CUTILE),
                 (self.named_recordings, backend),
             ):
-                kept[impl] = Recordings(self.signature, functools.partial(self.serve, how), self.name)
+                known = self.is_slower is not None and how != backend
+                elsewhere = functools.partial(self._settled, impl, how) if known else None
+                kept[impl] = Recordings(self.signature, functools.partial(self.serve, how), self.name, elsewhere)
+
+    def _faster(self, args: tuple, kwargs: dict[str, Any]) -> Callable | None:
+        """The implementation that serves a call faster than cuTile's does, if one is known to."""
+        if self.is_slower is None or not self.is_slower(args, kwargs):
+            return None
+        return self.impls.get(FALLBACK_BACKEND)
+
+    def _settled(
+        self, impl: Callable, how: str | None, args: tuple, kwargs: dict[str, Any], gradients: bool
+    ) -> Callable | None:
+        """What serves calls like this one, if that need not be found out each time: PyTorch, where it is faster, or
+        ``impl``, where gradients are wanted. Kernels alone are recorded."""
+        faster = self._faster(args, kwargs)
+        if faster is not None or not gradients:
+            return faster
+        return functools.partial(self._call, impl, RECORDED_BACKEND, how)
 
     def serve(self, backend: str | None, /, *args, **kwargs) -> Any:
         """Calls the implementation of ``backend``, None for the one that is chosen now."""
         chosen = selector.name_of(backend)
         named = backend is not None and backend != selector.PREFER_CUTILE
-        if self.is_slower is not None and not named and chosen == "cutile" and self.is_slower(args, kwargs):
+        if not named and chosen == "cutile" and self._faster(args, kwargs) is not None:
             chosen = FALLBACK_BACKEND
         impl = self.impls.get(chosen)
         # Those who chose for longer than this call were told already whether the backend can run.
@@ -86,6 +104,10 @@ class Op:
                 why = unreadable((*args, *kwargs.values()))
             if why is not None:
                 return self.call_without(chosen, args, kwargs, why)
+        return self._call(impl, chosen, backend, *args, **kwargs)
+
+    def _call(self, impl: Callable, chosen: str, backend: str | None, /, *args, **kwargs) -> Any:
+        """Calls ``impl``, that of ``chosen``, for a call that asked for ``backend``; others serve what it refuses."""
         try:
             if _observer is None:
                 return impl(*args, **kwargs)

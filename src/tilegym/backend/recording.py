@@ -5,7 +5,8 @@ dtypes, shapes, strides and devices of its tensors, and its other arguments. The
 it allocates, the views it takes, the kernels it launches. If it does nothing else, later calls of its kind do the same.
 
 Not recorded are calls that want gradients, that compute with PyTorch in between, that pass a kernel anything else, or
-that allocate so much that the GPU is at work for longer than the host. While torch.compile traces nothing is.
+that allocate so much that the GPU is at work for longer than the host. While torch.compile traces nothing is. Of ops
+that PyTorch serves faster in part, it is kept which function serves calls of a kind, of those that want gradients too.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from tilegym.backend.recording_writer import write
 MAX_KINDS = 1024  # of calls of one op; lengths that grow by one, as in decoding, give a new kind each time
 # That a call allocates: to write as much takes an H200 longer than a call takes the host. Repeated calls keep all that
 # they allocate until their end.
-MAX_BYTES = 2**26
+MAX_BYTES = 2**28
 # After so many repetitions a call is recorded again, and its launches prepared to go to the driver by addresses: that
 # took an H100's host 0.2 to 0.4 ms a launch, and saves 0.5 to 2 us of each.
 USES_BEFORE_ADDRESSES = 200
@@ -67,11 +68,22 @@ class _Often(NamedTuple):
 
 
 class Recordings:
-    """``serve``, a function of this signature that calls an op, with recordings of its calls."""
+    """``serve``, a function of this signature that calls an op, with recordings of its calls.
 
-    def __init__(self, signature: inspect.Signature, serve: Callable, name: str = "call") -> None:
+    ``elsewhere``, of a call's args, kwargs and whether it wants gradients: the function, of the same arguments, that
+    serves all calls of its kind instead; None if there is none. Given it, calls that want gradients have kinds too.
+    """
+
+    def __init__(
+        self,
+        signature: inspect.Signature,
+        serve: Callable,
+        name: str = "call",
+        elsewhere: Callable[[tuple, dict[str, Any], bool], Callable | None] | None = None,
+    ) -> None:
         self._signature, self._name = signature, name
         self._serve = serve
+        self._elsewhere = None if recording_source.has_lists(signature) else elsewhere
         # By kind; True: seen once, False: cannot be repeated.
         self.known: dict[Any, Recording | _Often | bool] = {}
         self.latest: dict[tuple, Recording] = {}  # by the arguments that are no tensors
@@ -89,13 +101,19 @@ class Recordings:
             "__otherwise__": self._call_without_recording,
             "__name__": __name__,
         }
-        self.call = recording_source.call_of(self._signature, self._name, names)
+        self.call = recording_source.call_of(self._signature, self._name, names, self._elsewhere is not None)
         return self.call(*args, **kwargs)
 
     def _call_without_recording(self, kind: tuple | None, tensors: tuple, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Serves a call that no recording repeats, of kind None if it cannot have one, and records it in time."""
         found = self.known.get(kind)
         if found is True:
+            if self._elsewhere is not None:
+                other = self._served_elsewhere(kind, args, kwargs)
+                if other is not None:
+                    return other(*tensors)
+                if kind[-1]:  # gradients are wanted
+                    return self._serve(*args, **kwargs)
             return self._record(kind, tensors, args, kwargs)
         if isinstance(found, _Often):
             return self._record(kind, tensors, args, kwargs, found.recording)
@@ -106,6 +124,25 @@ class Recordings:
                 self.clear()
             self.known[kind] = True
         return self._serve(*args, **kwargs)
+
+    def _served_elsewhere(self, kind: tuple, args: tuple, kwargs: dict) -> Callable | None:
+        """The function of its tensors that serves such a call elsewhere, which is kept; None if there is none."""
+        global active
+        if not _lock.acquire(blocking=False):
+            return None
+        try:
+            version = _version
+            active = recorder = Recorder(())
+            function = self._elsewhere(args, kwargs, kind[-1])
+        finally:
+            active = None
+            _lock.release()
+        if function is None:
+            return None
+        function = recording_source.of_tensors(function, self._signature, args, kwargs)
+        if version == _version:
+            self.known[kind] = Recording(function, tuple(recorder.answers), None, False)
+        return function
 
     def _record(self, kind: tuple, tensors: tuple, args: tuple, kwargs: dict, former: Recording | None = None) -> Any:
         """Records a call: as it is made, or, if there is a ``former`` recording of its kind, by addresses."""

@@ -17,14 +17,15 @@ import torch
 from tilegym.backend import tensor_guards
 
 
-def call_of(signature: inspect.Signature, name: str, names: dict[str, Any]) -> Callable:
+def call_of(signature: inspect.Signature, name: str, names: dict[str, Any], of_gradients: bool = False) -> Callable:
     """A function with this signature that repeats a call's recording if there is one that still holds.
 
     ``names``: what it refers to. ``__module__.active``: none is repeated then. ``__known__``: from kind to
     ``__Recording__`` or else; what tells a call's kind is hashable. ``__latest__``: a dict, by a call's arguments that
     are no tensors, of the recordings used last: PyTorch tells in a fifth of the time whether tensors are like those.
     ``__still__``: whether its answers hold. ``__otherwise__``: serves all other calls, from kind (None if gradients are
-    wanted or the arguments are not the op's), tensors, args and kwargs.
+    wanted or the arguments are not the op's), tensors, args and kwargs. With ``of_gradients`` calls that want gradients
+    have a kind too, of which this is the last part.
 
     Tensors that no annotation announces become part of the kind.
     """
@@ -50,8 +51,7 @@ def call_of(signature: inspect.Signature, name: str, names: dict[str, Any]) -> C
         else:
             args.append(name_)
         parameters.append(f"{name_}{default}")
-        union = typing.get_origin(parameter.annotation) in (types.UnionType, typing.Union)
-        among = typing.get_args(parameter.annotation) if union else (parameter.annotation,)
+        among = _alternatives(parameter)
         given = "" if type(None) not in among else f"None if {name_} is None else "
         if torch.Tensor in among:
             of = f"{name_}.__class__, {name_}.dtype, {name_}.shape, {name_}.{device}"
@@ -73,15 +73,16 @@ def call_of(signature: inspect.Signature, name: str, names: dict[str, Any]) -> C
     # Calls of several kinds in turn would look for nothing: a recording is kept when it is used twice in a row.
     look, keep = (_LOOK, _KEEP) if not lists else ("", "")
     look = look.format(others=several(others), alike=", ".join(looked_at))
+    wanted = f"__gradients__() and ({' or '.join(gradients) or 'False'})"
+    suited = "__transforms__()" if of_gradients else f"(__transforms__() or {wanted})"
+    kind += [wanted] if of_gradients else []
     source = f"""\
 def {name}({", ".join(parameters)}):
     __kind__ = __found__ = None
     try:
         if __module__.active is None:
             {look}
-            if __found__ is None and not (
-                __transforms__() or __gradients__() and ({" or ".join(gradients) or "False"})
-            ):
+            if __found__ is None and not {suited}:
                 __kind__ = {several(kind)}
                 __found__ = __known__(__kind__)
     except __errors__:
@@ -117,6 +118,30 @@ if __kind__ is not None and __alike__ is not None:
                     if __known__(__kind__) is not __found__:
                         __latest__.clear()
                 __last__[0] = __found__"""
+
+
+def _alternatives(parameter: inspect.Parameter) -> tuple:
+    """The types that a parameter takes."""
+    union = typing.get_origin(parameter.annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(parameter.annotation) if union else (parameter.annotation,)
+
+
+def of_tensors(function: Callable, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> Callable:
+    """``function`` of a call's tensors alone, None for those not given, with its other arguments."""
+    tensors = [name for name, parameter in signature.parameters.items() if torch.Tensor in _alternatives(parameter)]
+    others = {k: v for k, v in signature.bind(*args, **kwargs).arguments.items() if k not in tensors}
+    first = list(signature.parameters.values())[: len(tensors)]
+    if [p.name for p in first if p.kind is p.POSITIONAL_OR_KEYWORD] == tensors:
+        return functools.partial(function, **others)
+    return lambda *values: function(**dict(zip(tensors, values, strict=True)), **others)
+
+
+def has_lists(signature: inspect.Signature) -> bool:
+    """Whether lists of tensors are among what a function of this signature takes."""
+    return any(
+        "torch.Tensor" in str(parameter.annotation) and torch.Tensor not in _alternatives(parameter)
+        for parameter in signature.parameters.values()
+    )
 
 
 class _Nothing(torch.Tensor):

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.backend.selector import get_current_backend
 from tilegym.backend.wrapped import unreadable
@@ -84,7 +85,7 @@ def gate_up_backward(
     )
 
 
-class _GateUp(torch.autograd.Function):
+class _GateUp(Function):
     @staticmethod
     def forward(ctx, x, gate, up, gate_bias, up_bias):
         ctx.save_for_backward(x, gate, up)

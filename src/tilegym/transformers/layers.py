@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch import nn
+from torch.compiler import is_compiling
 
 from tilegym.ops import apply_rope_base
 from tilegym.ops import geglu
@@ -122,9 +123,10 @@ def linear_forward(backend: str | None) -> Callable:
     """Forward for an ``nn.Linear``. Autocast casts the arguments of PyTorch's function only."""
 
     def forward(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            return nn.functional.linear(input, self.weight, self.bias)
+        if is_compiling() or torch._C._is_any_autocast_enabled():
+            kind = input.device.type
+            if kind != "meta" and torch.is_autocast_enabled(kind):
+                return nn.functional.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias, backend=backend)
 
     forward.is_linear = True  # and nothing else: another way to compute it may stand in for it

@@ -10,6 +10,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.geglu import _gate
@@ -176,7 +177,7 @@ def relu_backward(dy: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return dx
 
 
-class GELU(torch.autograd.Function):
+class GELU(Function):
     @staticmethod
     def forward(ctx, x, tanh):
         ctx.save_for_backward(x)
@@ -189,7 +190,7 @@ class GELU(torch.autograd.Function):
         return gelu_backward(dy, *ctx.saved_tensors, ctx.tanh), None
 
 
-class ReLU(torch.autograd.Function):
+class ReLU(Function):
     @staticmethod
     def forward(ctx, x):
         y, bits = relu_forward_bits(x)

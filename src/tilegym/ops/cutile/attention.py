@@ -16,6 +16,7 @@ from tilegym.backend.cutile.autotuner import Autotuner
 from tilegym.backend.cutile.autotuner import Config
 from tilegym.backend.cutile.autotuner import SearchSpace
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.attention_backward import attention_backward
@@ -333,7 +334,7 @@ def attention_forward_lse(
     return _launch_forward(q, k, v, scaling, is_causal, window_size, soft_cap, sinks, attention_mask, kv_len, True)
 
 
-class Attention(torch.autograd.Function):
+class Attention(Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, scaling, is_causal, window_size, soft_cap, attention_mask, kv_len):
         out, lse = attention_forward_lse(

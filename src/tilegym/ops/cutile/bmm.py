@@ -10,6 +10,7 @@ from tilegym.backend.cutile.autotuner import autotune
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.cutile.tuning_key import bucket
+from tilegym.backend.derivatives import Function
 from tilegym.ops.cutile.matmul import DTYPES
 from tilegym.ops.cutile.matmul import _configs
 from tilegym.ops.cutile.matmul import check_supported
@@ -224,7 +225,7 @@ def bmm_forward(
     return c
 
 
-class BMM(torch.autograd.Function):
+class BMM(Function):
     """Both gradients are products of the same kind: dA = dC B^T and dB = A^T dC, transposed as the operands were."""
 
     @staticmethod

@@ -10,6 +10,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.causal_conv1d_kernels import conv_backward_kernel
@@ -244,7 +245,7 @@ def conv_update(
     return y
 
 
-class CausalConv(torch.autograd.Function):
+class CausalConv(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, silu):
         ctx.save_for_backward(x, weight, bias)

@@ -21,6 +21,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile import cross_entropy_ahead
@@ -358,7 +359,7 @@ def cross_entropy_backward_in_place(
     _launch_backward(scale, rows_of(logits), target, lse, None, *options)
 
 
-class CrossEntropy(torch.autograd.Function):
+class CrossEntropy(Function):
     @staticmethod
     def forward(ctx, logits, target, ignore_index, softcap, smoothing, z_loss, reduction):
         options = (ignore_index, softcap, smoothing, z_loss)

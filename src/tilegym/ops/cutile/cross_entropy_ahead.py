@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tilegym.backend import in_place
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.ops.cutile.cross_entropy_terms import above
 from tilegym.ops.cutile.cross_entropy_terms import base_of
@@ -306,7 +307,7 @@ def cross_entropy_correct(
     launch(logits, (8 * sm_count(device),), hinted(correct_kernel, occupancy=8), args, overlap=overlap)
 
 
-class CrossEntropyAhead(torch.autograd.Function):
+class CrossEntropyAhead(Function):
     @staticmethod
     def forward(ctx, logits, target, ignore_index):
         expected = _expected(logits.get_device())

@@ -9,6 +9,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.tiling import FLOATS
@@ -100,7 +101,7 @@ def dropout_forward(x: torch.Tensor, seed: int, p: float) -> torch.Tensor:
     return y
 
 
-class Dropout(torch.autograd.Function):
+class Dropout(Function):
     @staticmethod
     def forward(ctx, x, seed, p):
         ctx.options = seed, p

@@ -12,6 +12,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import of_caller
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
@@ -233,7 +234,7 @@ def dual_rms_norm_backward(
     return dq, dk, q_sums[1], k_sums[1]
 
 
-class DualRMSNorm(torch.autograd.Function):
+class DualRMSNorm(Function):
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, eps, offset, rounded):
         ctx.save_for_backward(q, k, q_weight, k_weight)

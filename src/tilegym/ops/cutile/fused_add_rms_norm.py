@@ -14,6 +14,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import of_caller
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
@@ -171,7 +172,7 @@ def add_rms_norm_forward_rstd(
     return _launch_forward(x, residual, weight, eps, offset, rounded, True)
 
 
-class AddRMSNorm(torch.autograd.Function):
+class AddRMSNorm(Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset, rounded):
         y, total, rstd = add_rms_norm_forward_rstd(x, residual, weight, eps, offset, rounded)

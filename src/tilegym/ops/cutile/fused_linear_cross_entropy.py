@@ -19,6 +19,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.backend.in_place import may_run_again
 from tilegym.errors import UnsupportedError
@@ -248,16 +249,21 @@ def _write_slices(stored, hidden, weight, bias, target, lses, scale, ignore_inde
     slices = plan.slices(len(weight), held, stored[0].stride(0), room, classes, first == tokens)
     most = max((rows.stop - rows.start for rows, direct in slices if not direct), default=0)
     buffer = hidden.new_empty(most, plan.aligned(tokens))
+    others, arrays = hidden[first:], (target[first:], lses[:, first:], scale[first:])
+    parts = {}  # of the buffer, by their number of classes: the host makes few, not some for each slice
     for rows, direct in slices:
         x = stored[0][rows] if rows.start < held else stored[1][rows.start - held : rows.stop - held]
         if not direct:
-            part = buffer[: len(x)]
-            _copy(x, part[:, :first])
+            count = rows.stop - rows.start
+            if count not in parts:
+                part = buffer[:count]
+                parts[count] = part[:, :tokens], part[:, :first], part[:, first:tokens], part[:, first:]
+            part, copied, computed, wide = parts[count]
+            _copy(x, copied)
             if first < tokens:
-                _compute_logits(weight[rows], hidden[first:], part[:, first:tokens])
-                arrays = (target[first:], lses[:, first:], scale[first:])
-                _to_gradient(part[:, first:], bias, *arrays, rows.start, ignore_index)
-            x = part[:, :tokens]
+                _compute_logits(weight[rows], others, computed)
+                _to_gradient(wide, bias, *arrays, rows.start, ignore_index)
+            x = part
         _product(x, hidden, dw[rows])
 
 
@@ -341,7 +347,7 @@ def _scaled(gradient: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dty
     return gradient
 
 
-class FusedLinearCrossEntropy(torch.autograd.Function):
+class FusedLinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, ignore_index, chunk_size, reduction):
         ctx.sizes, ctx.reduction = (ignore_index, chunk_size), reduction

@@ -25,6 +25,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import with_unit_stride
@@ -291,7 +292,7 @@ def chunk_backward(
     return dq, dk, dv, dg, dbeta, dinitial
 
 
-class ChunkGatedDeltaRule(torch.autograd.Function):
+class ChunkGatedDeltaRule(Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, initial, with_final, normalize):
         ctx.save_for_backward(q, k, v, g, beta, initial)

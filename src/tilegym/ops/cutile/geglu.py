@@ -14,6 +14,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.pointwise import layout
@@ -173,7 +174,7 @@ def geglu_backward_in_place(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, 
     _launch_backward(tanh, *small_or_flat(dy, a, b))
 
 
-class GEGLU(torch.autograd.Function):
+class GEGLU(Function):
     @staticmethod
     def forward(ctx, a, b, tanh):
         ctx.save_for_backward(a, b)

@@ -11,6 +11,7 @@ from tilegym.backend import recording
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.bmm import GROUP_M as BATCH_GROUP_M
@@ -240,7 +241,7 @@ def products(
     return group_gemm_forward(group_a, group_b, trans_a, trans_b)
 
 
-class GroupGEMM(torch.autograd.Function):
+class GroupGEMM(Function):
     """Both gradients are groups of products: dA = dC op(B)^T and dB = A^T dC, transposed as B was."""
 
     @staticmethod

@@ -19,6 +19,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import of_caller
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
@@ -292,7 +293,7 @@ def group_norm_backward(
     return dx, *results
 
 
-class GroupNorm(torch.autograd.Function):
+class GroupNorm(Function):
     @staticmethod
     def forward(ctx, x, num_groups, weight, bias, eps):
         y, statistics = group_norm_forward(x, num_groups, weight, bias, eps)

@@ -15,6 +15,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import of_caller
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
@@ -203,7 +204,7 @@ def layer_norm_forward_save(
     return _launch_forward(x, weight, bias, eps, dims, True)
 
 
-class LayerNorm(torch.autograd.Function):
+class LayerNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, dims):
         y, mean, rstd = layer_norm_forward_save(x, weight, bias, eps, dims)

@@ -13,6 +13,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.ops import ops
 from tilegym.ops.cutile.early_weights import NOTHING
 from tilegym.ops.cutile.early_weights import begin_early
@@ -282,7 +283,7 @@ def linear_forward(
     return out
 
 
-class Linear(torch.autograd.Function):
+class Linear(Function):
     """dX = dY W, dW = dY^T X, and the bias gets the sum of dY's rows."""
 
     @staticmethod

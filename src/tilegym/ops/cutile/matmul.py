@@ -15,6 +15,7 @@ from tilegym.backend.cutile.autotuner import SearchSpace
 from tilegym.backend.cutile.autotuner import autotune
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.cutile.tuning_key import bucket
+from tilegym.backend.derivatives import Function
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -270,7 +271,7 @@ def matmul_forward(
     return c
 
 
-class Matmul(torch.autograd.Function):
+class Matmul(Function):
     """Both gradients are products of the same kind: dA = dC B^T and dB = A^T dC, transposed as the operands were."""
 
     @staticmethod

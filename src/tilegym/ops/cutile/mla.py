@@ -16,6 +16,7 @@ from tilegym.backend.cutile.autotuner import Config
 from tilegym.backend.cutile.autotuner import SearchSpace
 from tilegym.backend.cutile.library import compilable
 from tilegym.backend.cutile.tuning_key import bucket
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.attention_backward import launch_backward
@@ -317,7 +318,7 @@ def mla_backward(
     return launch_backward(do, q, k, v, qpe, kpe, out, lse, *options)[:5]
 
 
-class LatentAttention(torch.autograd.Function):
+class LatentAttention(Function):
     @staticmethod
     def forward(ctx, q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len):
         out, lse = mla_forward_lse(q, k, v, qpe, kpe, scaling, is_causal, attention_mask, kv_len)

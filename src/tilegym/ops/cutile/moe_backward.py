@@ -9,6 +9,7 @@ import torch
 
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.ops.cutile.moe_activation import moe_activation_backward_kernel
 from tilegym.ops.cutile.moe_activation import moe_activation_kernel
@@ -198,7 +199,7 @@ def moe_backward(
     return results
 
 
-class FusedMoE(torch.autograd.Function):
+class FusedMoE(Function):
     @staticmethod
     def forward(ctx, hidden, w1, w2, weights, ids, kind, w1_up, b1, b2, interleaved, transposed, alpha, limit, shared):
         out, g = moe_forward_for_gradients(

@@ -10,6 +10,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.tiling import FLOATS
@@ -207,7 +208,7 @@ def moe_topk_backward(
     return dlogits
 
 
-class TopK(torch.autograd.Function):
+class TopK(Function):
     @staticmethod
     def forward(ctx, logits, correction, top_k, scoring, renormalize, groups, chosen_groups, scaling, dtype):
         weights, ids = moe_topk_forward(

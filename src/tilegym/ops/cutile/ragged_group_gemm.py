@@ -10,6 +10,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.matmul import GROUP_M
@@ -237,7 +238,7 @@ def ragged_sum(x: torch.Tensor, weights: torch.Tensor | None, offsets: torch.Ten
     return out
 
 
-class RaggedGroupGEMM(torch.autograd.Function):
+class RaggedGroupGEMM(Function):
     @staticmethod
     def forward(ctx, a, b, offsets, transpose_b, bias):
         ctx.save_for_backward(a, b, offsets)

@@ -13,6 +13,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import of_caller
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
@@ -209,7 +210,7 @@ def rms_norm_forward_rstd(
     return _launch_forward(x, weight, bias, eps, mode, offset, rounded, True)
 
 
-class RMSNorm(torch.autograd.Function):
+class RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, mode, offset, rounded):
         y, rstd = rms_norm_forward_rstd(x, weight, bias, eps, mode, offset, rounded)

@@ -16,6 +16,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.pointwise import over_one_plus_exp
@@ -222,7 +223,7 @@ def rms_norm_gated_backward(
     return dx, dgate, dw
 
 
-class RMSNormGated(torch.autograd.Function):
+class RMSNormGated(Function):
     @staticmethod
     def forward(ctx, x, gate, weight, eps, norm_first, n, silu, rounded):
         ctx.save_for_backward(x, gate, weight)

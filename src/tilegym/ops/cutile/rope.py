@@ -12,6 +12,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.tiling import FLOATS
@@ -161,7 +162,7 @@ def rope_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torc
     _launch(q, k, cos, sin, 0, 0, rotary, False, True, True)
 
 
-class RoPE(torch.autograd.Function):
+class RoPE(Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, rotary):
         ctx.save_for_backward(cos, sin)

@@ -10,6 +10,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.pointwise import layout
@@ -75,7 +76,7 @@ def sigmoid_mul_backward(dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) 
     return dx, dgate
 
 
-class SigmoidMul(torch.autograd.Function):
+class SigmoidMul(Function):
     @staticmethod
     def forward(ctx, x, gate):
         ctx.save_for_backward(x, gate)

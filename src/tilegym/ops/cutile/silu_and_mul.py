@@ -7,6 +7,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.pointwise import layout
@@ -76,7 +77,7 @@ def silu_and_mul_backward_in_place(dy: torch.Tensor, x: torch.Tensor) -> None:
     launch_swiglu_backward(rows_of(dy), *_halves(rows_of(x)))
 
 
-class SiluAndMul(torch.autograd.Function):
+class SiluAndMul(Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)

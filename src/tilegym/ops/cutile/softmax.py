@@ -12,6 +12,7 @@ import torch
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.row_groups import group_size
@@ -152,7 +153,7 @@ def softmax_backward(dy: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tenso
     return dx
 
 
-class Softmax(torch.autograd.Function):
+class Softmax(Function):
     @staticmethod
     def forward(ctx, x, dim):
         y = softmax_forward(x, dim)

@@ -10,6 +10,7 @@ from tilegym.backend import in_place
 from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
+from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.errors import UnsupportedError
 from tilegym.ops.cutile.pointwise import layout
@@ -94,7 +95,7 @@ def swiglu_backward_in_place(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor)
     launch_swiglu_backward(*small_or_flat(dy, a, b))
 
 
-class SwiGLU(torch.autograd.Function):
+class SwiGLU(Function):
     @staticmethod
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)

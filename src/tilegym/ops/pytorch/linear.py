@@ -15,6 +15,8 @@ def linear(
     settled: bool = False,
 ) -> torch.Tensor:
     check_operands(x, weight, bias, out_dtype)
+    if out_dtype is None:
+        return F.linear(x, weight, bias)
     return F.linear(*in_dtype(out_dtype, x, weight, bias))
 
 

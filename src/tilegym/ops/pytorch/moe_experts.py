@@ -211,7 +211,8 @@ def _of_groups(hidden, w1, w2, weights, ids, activation, w1_up, b1, b2, interlea
     else:
         x = hidden[order // top_k]
     gate, up = _halves(projected(x, w1, b1), None if w1_up is None else projected(x, w1_up, None), interleaved, gated)
-    y = projected(activate(gate, up, activation, alpha, limit), w2, b2) * weights.reshape(-1, 1).index_select(0, order)
+    y = projected(activate(gate, up, activation, alpha, limit), w2, b2)
+    y = y * kept(weights.reshape(-1, 1).index_select(0, order))
     y = y.masked_fill(left_out, 0).to(hidden.dtype)
     out = torch.empty_like(y).index_copy_(0, order, y).view(tokens, top_k, -1).sum(1)
     return out if shared is None else out + shared
