@@ -1,11 +1,13 @@
 """Which function serves calls of a kind is found out once: PyTorch's, and the kernels' where gradients are wanted."""
 
 import inspect
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tilegym import backend
 from tilegym.backend import dispatcher
@@ -109,6 +111,23 @@ def test_errors_take_the_way_of_all_calls(product):
     with pytest.raises(ZeroDivisionError):
         product.op(x, weight)
     assert torch.equal(product.op(x, weight), F.linear(x, weight)) and product.served[5:] == ["cutile"] * 2
+
+
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_tensors_that_no_kernel_can_read(product, plain_first):
+    """Nor after calls with plain tensors of their sizes."""
+    x, plain = torch.randn(4, 16), WEIGHT.clone().requires_grad_()
+    if plain_first:
+        for _ in range(3):
+            product.op(x, plain)
+        product.served.clear()
+    for _ in range(4):
+        weight = TwoTensor(WEIGHT.clone(), 2 * WEIGHT).requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            y = product.op(x, weight)
+        assert torch.equal(y.b, 2 * F.linear(x, WEIGHT))
+    assert product.served == ["pytorch"] * 4
 
 
 def test_errors_of_numbers_that_are_none(product):

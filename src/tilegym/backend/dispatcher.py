@@ -83,7 +83,7 @@ class Op:
         """What serves calls like this one, if that need not be found out each time: PyTorch, where it is faster, or
         ``impl``, where gradients are wanted. Kernels alone are recorded."""
         faster = self._faster(args, kwargs)
-        if faster is not None or not gradients:
+        if faster is not None or not gradients or unreadable((*args, *kwargs.values())) is not None:
             return faster
         return functools.partial(self._call, impl, RECORDED_BACKEND, how)
 
