@@ -210,3 +210,22 @@ def test_compiled_tangents():
         dual = forward_ad.make_dual(given, torch.ones_like(given))
         expected, tangent = (forward_ad.unpack_dual(f(dual)).tangent for f in (lambda x: norm(x, "pytorch"), call))
     torch.testing.assert_close(tangent, expected)
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["inference", "training"])
+def test_what_a_transform_has_left_behind(gradients):
+    """A tensor that its function has put elsewhere, and in which the plain one still is."""
+    left = []
+
+    def square(t):
+        left.append(t)
+        return t.square().sum()
+
+    plain, weight = torch.randn(4, 16), torch.rand(16).requires_grad_(gradients)
+    torch.func.grad(square)(plain)
+    for _ in range(4):
+        y = ops.rms_norm(left[0], 16, weight, 1e-6, backend="cutile")
+        assert torch.equal(y, ops.rms_norm(plain.clone(), 16, weight, 1e-6, backend="cutile"))
+        if gradients:
+            assert torch.autograd.grad(y.sum(), weight)[0].shape == (16,)
+            weight = weight.detach().requires_grad_()

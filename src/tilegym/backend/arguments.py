@@ -1,6 +1,7 @@
 """What arguments of an op should have been, looked at once its implementation has failed: what succeeds pays nothing.
 
-Numbers come as numpy's, as tensors of one element and as whole floats, too. Not every implementation takes those.
+Numbers come as numpy's, as tensors of one element and as whole floats, too, and tensors in what a transform of
+torch.func has left around them. Not every implementation takes those.
 """
 
 import inspect
@@ -8,13 +9,15 @@ import types
 import typing
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _NAMES = {int: "a whole number", float: "a number", bool: "True or False", Tensor: "a tensor", types.NoneType: "None"}
 
 
 def plain_arguments(op: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> inspect.BoundArguments | None:
-    """The arguments of a call with plain numbers where the declaration asks for numbers; None if they are that already.
+    """The arguments of a call with plain numbers where the declaration asks for numbers, and tensors that are no longer
+    a transform's; None if they are that already.
 
     Raises:
         TypeError: one is no number, or no tensor, where it has to be; the message names ``op`` and the argument.
@@ -27,6 +30,9 @@ def plain_arguments(op: str, signature: inspect.Signature, args: tuple, kwargs: 
     for name, value in bound.arguments.items():
         allowed = _allowed(signature.parameters[name].annotation)
         kinds = allowed & _NAMES.keys()
+        if isinstance(value, Tensor):
+            bound.arguments[name] = value = torch._C._functorch.unwrap_if_dead(given := value)
+            changed |= value is not given
         if type(value) in kinds or isinstance(value, Tensor) and Tensor in kinds:
             continue
         plain = _plain(value, kinds)
