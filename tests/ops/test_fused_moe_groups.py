@@ -11,6 +11,7 @@ from common import PyTestCase
 from common import randn
 from test_fused_moe import LAYOUTS
 from test_fused_moe import arguments
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tilegym.ops.pytorch import moe_experts as pytorch_experts
 from tilegym.ops.pytorch.moe_experts import fused_moe as reference
@@ -48,8 +49,9 @@ class Test_Groups(PyTestCase):
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         assert pytorch_experts._are_groups(*given)
         assert not pytorch_experts._are_groups(*given, torch.empty(3, 0)), "no expert is chosen"
-        for name, other in (("hidden_states", "bfloat16"), ("w1", "mT"), ("w1", "odd")):
+        for name, other in (("hidden_states", "bfloat16"), ("w1", "mT"), ("w1", "odd"), ("w2", "parts")):
             changed = dict(zip(("hidden_states", "w1", "w2"), given, strict=True))
             t = changed[name]
-            changed[name] = {"bfloat16": t.bfloat16(), "mT": t.mT, "odd": t[..., :47]}[other]
+            parts = TwoTensor(t, t)  # as a DTensor has several processes'
+            changed[name] = {"bfloat16": t.bfloat16(), "mT": t.mT, "odd": t[..., :47], "parts": parts}[other]
             assert not pytorch_experts._are_groups(*changed.values()), other

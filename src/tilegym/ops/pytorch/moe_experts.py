@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tilegym.backend import register_impl
+from tilegym.backend.wrapped import is_wrapped
 from tilegym.ops.pytorch.checks import can_be_read
 from tilegym.ops.pytorch.checks import check_floating
 
@@ -182,7 +183,7 @@ def _are_groups(hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *other
     given = [t for t in (hidden, w1, w2, *others) if t is not None]
     if torch.compiler.is_compiling() or not (hidden.is_cuda and hidden.dtype == torch.float32):
         return False
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or any(map(is_wrapped, given)):
         return False
     whole = all(t.is_contiguous() for t in given if t.dim() == 3)
     aligned = all(size % 4 == 0 for t in (w1, w2) for size in t.shape[1:])
