@@ -31,8 +31,9 @@ def plain_arguments(op: str, signature: inspect.Signature, args: tuple, kwargs: 
         allowed = _allowed(signature.parameters[name].annotation)
         kinds = allowed & _NAMES.keys()
         if isinstance(value, Tensor):
-            bound.arguments[name] = value = torch._C._functorch.unwrap_if_dead(given := value)
-            changed |= value is not given
+            alive = torch._C._functorch.unwrap_if_dead(value)
+            changed |= alive is not value
+            bound.arguments[name] = value = alive
         if type(value) in kinds or isinstance(value, Tensor) and Tensor in kinds:
             continue
         plain = _plain(value, kinds)

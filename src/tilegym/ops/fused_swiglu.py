@@ -19,6 +19,7 @@ from tilegym.backend.derivatives import once_differentiable
 from tilegym.backend.selector import get_current_backend
 from tilegym.backend.wrapped import unreadable
 from tilegym.backend.wrapped import untraceable
+from tilegym.ops.autocast import is_autocast
 from tilegym.ops.modules import SwiGLUMLP
 from tilegym.ops.modules import is_hooked
 from tilegym.ops.ops import linear
@@ -146,7 +147,7 @@ class FusedSwiGLUMLP(SwiGLUMLP):
     def _ready(self, x: Tensor) -> bool:
         """Whether gate and up can be one GEMM."""
         gate, up = self.gate_proj, self.up_proj
-        if not (_is_plain(gate) and _is_plain(up)) or torch.is_autocast_enabled(x.device.type):
+        if not (_is_plain(gate) and _is_plain(up)) or is_autocast(x):
             return False
         if _has_any_global_hook():
             return False

@@ -17,6 +17,7 @@ import torch
 
 from tilegym.errors import UnsupportedError
 from tilegym.ops.autocast import as_autocast_wants
+from tilegym.ops.autocast import is_autocast
 from tilegym.ops.moe_ops import fused_moe
 from tilegym.ops.moe_ops import moe_topk_routing
 from tilegym.ops.ops import linear
@@ -230,7 +231,7 @@ def _router_logits(
         return linear(x, weight, None, torch.float32, backend=backend)
     if wide:
         return linear(x.float(), weight.float(), bias, backend=backend)
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):  # which casts for PyTorch's function only
+    if is_autocast(x):  # which casts for PyTorch's function only
         return torch.nn.functional.linear(x, weight, bias)
     return linear(x, weight, bias, backend=backend)
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from tilegym.errors import LateLogitsError
+from tilegym.ops.autocast import is_autocast
 from tilegym.ops.modules import is_hooked
 from tilegym.transformers.forwards import BoundForward
 
@@ -240,7 +241,7 @@ def late_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
     weight, bias, kind = head.weight, head.bias, hidden.device.type
     if kind == "meta" or torch._C._are_functorch_transforms_active():
         return head(hidden)
-    casts = torch.is_autocast_enabled(kind)
+    casts = is_autocast(hidden)
     dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
     usual = dtype in DTYPES and hidden.dim() > 1
     for t in (hidden, weight) if bias is None else (hidden, weight, bias):

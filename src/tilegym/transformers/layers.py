@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch import nn
-from torch.compiler import is_compiling
 
 from tilegym.ops import apply_rope_base
 from tilegym.ops import geglu
@@ -21,6 +20,7 @@ from tilegym.ops import linear
 from tilegym.ops import rms_norm
 from tilegym.ops import silu_and_mul
 from tilegym.ops import swiglu
+from tilegym.ops.autocast import is_autocast
 from tilegym.ops.modules import apply_rotary_pos_emb as rotate_first_dimensions
 from tilegym.ops.modules import apply_rotary_pos_emb_of_pairs as rotate_pairs
 from tilegym.transformers.forwards import reproducible
@@ -123,10 +123,8 @@ def linear_forward(backend: str | None) -> Callable:
     """Forward for an ``nn.Linear``. Autocast casts the arguments of PyTorch's function only."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if is_compiling() or torch._C._is_any_autocast_enabled():
-            kind = input.device.type
-            if kind != "meta" and torch.is_autocast_enabled(kind):
-                return nn.functional.linear(input, self.weight, self.bias)
+        if is_autocast(input):
+            return nn.functional.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias, backend=backend)
 
     forward.is_linear = True  # and nothing else: another way to compute it may stand in for it
