@@ -152,11 +152,23 @@ def test_tiles_of_paged_keys(multiprocessors):
     def chosen(size, heads, tiles=HALF_WIDE, itemsize=2, device_index=0):
         return decode_varlen.tile_of_keys(tiles, itemsize, size, heads, device_index)
 
-    assert chosen(256, 8) == chosen(0, 8) == chosen(256, 792) == chosen(16, 8) == (128, 2)
-    assert chosen(64, 8) == chosen(192, 8) == chosen(256, 793) == chosen(0, 1024) == (64, 4)
+    assert chosen(0, 8) == chosen(16, 8) == chosen(48, 800) == (128, 2)
+    assert chosen(64, 8) == chosen(192, 8) == chosen(256, 8) == chosen(0, 1024) == (64, 4)
     assert chosen(64, 1024, WIDE) == chosen(64, 8, NARROW) == chosen(64, 8, itemsize=4) == (64, 2)
     assert chosen(256, 1024, (8, 16, 128, 128), device_index=-1) == (16, 2)
     assert decode_varlen.blocks_of(24, 8, 2048, 64, 4, 0) == 2 * decode_varlen.blocks_of(24, 8, 2048, 128, 2, 0) == 66
+
+
+def test_heads_that_share_a_tile():
+    def chosen(size, kv_heads, group=4, tiles=HALF_WIDE, itemsize=2, device_index=0):
+        return decode_varlen.heads_of_tile(tiles, itemsize, size, group, kv_heads, device_index)
+
+    assert chosen(16, 8) == chosen(16, 4) == chosen(48, 12) == chosen(16, 8, tiles=WIDE) == 4
+    assert chosen(32, 2) == chosen(96, 6) == 2 and chosen(8, 8) == 8
+    # A page has as many keys, or not as many heads; queries would be too many; rows are short, numbers long.
+    assert chosen(0, 8) == chosen(64, 8) == chosen(256, 8) == chosen(16, 2) == chosen(16, 6) == chosen(33, 8) == 1
+    assert chosen(16, 8, 32) == chosen(16, 8, tiles=NARROW) == chosen(16, 8, itemsize=4) == 1
+    assert chosen(4, 4, tiles=(8, 16, 32, 32), device_index=-1) == 4
 
 
 @gpu

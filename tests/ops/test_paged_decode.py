@@ -21,7 +21,9 @@ from tilegym.ops.pytorch.paged_decode import fmha_paged_decode as reference
 LENGTHS = (1, 16, 17, 70, 0, 96)  # the last sequences of a batch that is filled up have no keys
 # keys of a page, Hq, Hkv, D, Dv
 SHAPES = [(16, 8, 2, 80, 80), (32, 2, 2, 32, 16), (48, 20, 1, 16, 16)]
+FEW_KEYS = [(4, 8, 4, 32, 16), (8, 12, 6, 32, 32), (2, 24, 8, 20, 20)]  # whose tiles have those of 4, 2 and 8 heads
 GPU_SHAPES = [(256, 32, 8, 128, 128), (256, 16, 2, 256, 256), (64, 71, 1, 64, 64)]
+GPU_FEW_KEYS = [(16, 32, 8, 128, 128), (32, 28, 4, 128, 128), (8, 40, 8, 128, 96), (48, 16, 8, 256, 256)]
 OPTIONS = {
     "scale": dict(scaling=0.6),
     "window": dict(window_size=9),
@@ -64,16 +66,17 @@ def on_copies(function, **kwargs):
 class Test_PagedDecode(PyTestCase):
     @backends("fmha_paged_decode")
     @dtypes()
-    @pytest.mark.parametrize("shape", SHAPES + (GPU_SHAPES if HAS_GPU else []), ids=str)
+    @pytest.mark.parametrize("shape", SHAPES + FEW_KEYS + (GPU_SHAPES + GPU_FEW_KEYS if HAS_GPU else []), ids=str)
     def test_op(self, backend, dtype, shape):
         call, expected = (functools.partial(on_copies, f) for f in (fmha_paged_decode, reference))
         self.assertCorrectness(call, expected, tensors(*shape, dtype=dtype), {"backend": backend})
 
     @dtypes(torch.float32, torch.bfloat16)
+    @pytest.mark.parametrize("shape", [SHAPES[0], FEW_KEYS[0]], ids=str)
     @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-    def test_options(self, dtype, options):
+    def test_options(self, dtype, shape, options):
         call, expected = (functools.partial(on_copies, f) for f in (fmha_paged_decode, reference))
-        kwargs = tensors(*SHAPES[0], dtype=dtype) | options
+        kwargs = tensors(*shape, dtype=dtype) | options
         self.assertCorrectness(call, expected, kwargs, {"backend": "cutile"})
 
     @backends("fmha_paged_decode")
@@ -158,15 +161,50 @@ class Test_PagedDecode(PyTestCase):
                 kwargs["v_pages"][kwargs["block_table"][n, length // size], length % size :] = float("nan")
         torch.testing.assert_close(fmha_paged_decode(**kwargs, backend="cutile"), want, rtol=1e-2, atol=1e-2)
 
+    @pytest.mark.parametrize("shape", GPU_FEW_KEYS[:1] if HAS_GPU else FEW_KEYS, ids=str)
+    @pytest.mark.parametrize("number", [float("nan"), float("inf")])
+    def test_what_is_not_finite_stays_with_its_head(self, shape, number):
+        """Where a tile has the keys of several heads, as where it has those of one; so does what no sequence sees."""
+        kwargs = tensors(*shape, dtype=torch.bfloat16)
+        size, table = shape[0], kwargs["block_table"]
+        expected = on_copies(reference, **kwargs)[0]
+        for n, length in enumerate(LENGTHS):
+            if length % size:
+                for name in ("k_pages", "v_pages"):
+                    kwargs[name][table[n, length // size], length % size :] = number
+        close = functools.partial(torch.testing.assert_close, rtol=2e-2, atol=2e-2, equal_nan=True)
+        close(on_copies(fmha_paged_decode, **kwargs, backend="cutile")[0], expected)
+        kwargs["v_pages"][table[3, 0], 1, 1, 3] = number
+        kwargs["k_pages"][table[5, 0], 0, 0, 2] = float("nan")
+        got = on_copies(fmha_paged_decode, **kwargs, backend="cutile")[0]
+        close(got, on_copies(reference, **kwargs)[0])
+        group = shape[1] // shape[2]
+        assert not got[3, group : 2 * group, 3].isfinite().any()
+        strange = ~got.isfinite()
+        strange[3, group : 2 * group, 3] = False
+        strange[5, :group] = False
+        assert not strange.any()
+
+    def test_tiles_of_several_heads_are_written_to_too(self):
+        """Whose pages are slices of others, with gaps between heads."""
+        kwargs = tensors(*FEW_KEYS[0], dtype=torch.bfloat16)
+        expected = on_copies(reference, **kwargs)
+        both = torch.cat((kwargs["k_pages"], kwargs["v_pages"], kwargs["k_pages"]), dim=3)
+        kwargs |= {"k_pages": both[..., :32], "v_pages": both[..., 32:48]}
+        got = fmha_paged_decode(**kwargs, backend="cutile")
+        torch.testing.assert_close((got, both[..., :32], both[..., 32:48]), expected, rtol=2e-2, atol=2e-2)
+
     @pytest.mark.parametrize(
         "lengths", [(200,), (90, 100), (7, 300, 12), (20,) * 9, (1, 0, 400, 3, 0, 33, 16, 90)], ids=str
     )
     @pytest.mark.parametrize("options", [{}, dict(window_size=40, sinks=randn(8, seed=5))], ids=["", "window"])
-    def test_shares(self, lengths, options):
+    @pytest.mark.parametrize("shape, dtype", [(SHAPES[0], torch.float32), (FEW_KEYS[0], torch.bfloat16)], ids=str)
+    def test_shares(self, shape, dtype, lengths, options):
         """Few sequences, of which each has several blocks; more than there are blocks; one much longer than others."""
-        kwargs = tensors(*SHAPES[0], lengths=lengths) | options
+        kwargs = tensors(*shape, dtype=dtype, lengths=lengths) | options
         expected = on_copies(reference, **kwargs)
-        torch.testing.assert_close(on_copies(fmha_paged_decode, **kwargs, backend="cutile"), expected)
+        limits = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(on_copies(fmha_paged_decode, **kwargs, backend="cutile"), expected, **limits)
 
     @backends("fmha_paged_decode")
     def test_wrong_arguments(self, backend):
@@ -196,7 +234,7 @@ class Test_PagedDecode(PyTestCase):
         architectures = ("sm_80", "sm_90", "sm_100", "sm_120") if name == "scale" else ("sm_90",)
         assert_launches_compile(lambda: fmha_paged_decode(**kwargs, backend="cutile"), architectures)
 
-    @pytest.mark.parametrize("size", [256, 16])
+    @pytest.mark.parametrize("size", [256, 32, 16])
     @pytest.mark.parametrize("head_dim, heads", [(64, 64), (128, 32), (256, 16)])
     def test_real_tiles_compile(self, head_dim, heads, size, monkeypatch):
         chosen = decode_varlen.choose_tiles

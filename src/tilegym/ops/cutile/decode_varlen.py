@@ -21,6 +21,11 @@ from tilegym.ops.cutile.decode_shares import MOST_AT_ONCE
 from tilegym.ops.cutile.decode_shares import parts_of_sequence
 from tilegym.ops.cutile.decode_shares import share_of_block
 from tilegym.ops.cutile.decode_shares import tiles_of_one
+from tilegym.ops.cutile.decode_varlen_tiles import add_by_head
+from tilegym.ops.cutile.decode_varlen_tiles import keys_of
+from tilegym.ops.cutile.decode_varlen_tiles import place_of
+from tilegym.ops.cutile.decode_varlen_tiles import scatter_new
+from tilegym.ops.cutile.decode_varlen_tiles import values_of
 from tilegym.ops.cutile.flash_decode_plan import MAX_TILE_M
 from tilegym.ops.cutile.flash_decode_plan import MAX_TILE_N
 from tilegym.ops.cutile.flash_decode_plan import UNSPLIT_KEYS
@@ -39,24 +44,27 @@ from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
 
-# Of keys that lie in one page; in smaller pages each row is addressed: on an H100 8 tokens behind 1024 to 2048 keys in
-# pages of 16 take 61 us, by tiles of 16 120, of pages of 64 159 by rows and 99 by tiles for 32 tokens.
+# Rows of a tile in pages, which lie in one page: ct.mma takes no fewer by tensor cores. Where a page has fewer keys,
+# they are those of several heads; where that is not possible, each row is addressed. On an H200, Hq32 Hkv8, pages of
+# 16, 8 and 32 tokens behind 1024 to 2048 keys take 25.3 and 69.2 us, with rows that are addressed 50.4 and 152 (a copy
+# of as many bytes 13.8 and 49.7), 128 behind half as many 121 and 501, 32 of Hq16 D256 117 and 405, of Hq64 D64 79.3
+# and 77.3.
 SHORTEST_TILE = 64
 TILE_S = 8  # parts of a sequence that are merged at a time
 MANY_ROWS = 1024  # of the output; more are merged four in a block
-# Blocks a multiprocessor, and of small tiles, half of TILE_BYTES, which shorter pages ask for. On an H200 24 tokens
-# behind 1024 to 2048 keys in pages of 64, Hq32 Hkv8 D128, take 52.6 us with four and 66.6 with two.
+# Blocks a multiprocessor, and of small tiles, half of TILE_BYTES. Pages take small ones: on an H200, pages of 256, 8
+# and 32 tokens behind 1024 to 2048 keys take 21.4 and 60.3 us so (two blocks of them 21.4 and 57.1, large tiles 22.7
+# and 64.5), 8 behind 4096 to 8192 57.4 (59.5, 64.2), 128 behind 512 to 1024 105 (113, 123).
 BLOCKS, BLOCKS_OF_SMALL = 2, 4
-# From so many kv heads for each multiprocessor on, of all sequences, small tiles are faster in long pages too: 128
-# tokens behind 512 to 1024 keys take 103.8 us so and 114.7 with tiles of 128 keys, but 64 of them 59.8 and 59.3.
+# From so many kv heads for each multiprocessor on, of all sequences, small tiles are faster for packed keys too.
 MANY_HEADS = 6
 
 
 @ct.kernel(occupancy=2)
 def decode_packed_kernel(
     q,  # [Tq, Hq, D]
-    k,  # [1, Hkv, Tk, D], or [P, Hkv, S, D] if PAGED
-    v,  # [1, Hkv, Tk, Dv], or [P, Hkv, S, Dv] if PAGED
+    k,  # [1, Hkv, Tk, D], or [P, Hkv, S, D] if PAGED, or [P, Hkv / HEADS, S, HEADS, D]
+    v,  # as k, of Dv columns
     out,  # [Tq, Hq, Dv]
     partial,  # [1, Hq, parts, Dv + STATE_COLUMNS], as merge_states takes it, if SPLIT, else 0
     starts_q,  # [N + 1]; 0 if PAGED: each sequence has one token
@@ -64,16 +72,19 @@ def decode_packed_kernel(
     pages,  # [N, M] if PAGED, else 0
     new_k,  # [N, Hkv, D] if PAGED, else 0: the last key of each sequence, which is written to its page
     new_v,  # [N, Hkv, Dv] if PAGED, else 0
+    k_out,  # k and v themselves if PAGED, to write to, else 0; see launch_decode
+    v_out,
     sinks,  # [Hq] if SINKS, else 0
     scaling: float,
     soft_cap: float,
     window: int,
     blocks: int,  # that share all tiles, if SPLIT
-    TILE_M: Int,  # at least GROUP
+    TILE_M: Int,  # at least GROUP * HEADS
     TILE_N: Int,
     TILE_D: Int,
     TILE_DV: Int,
     GROUP: Int,  # query heads that share a kv head
+    HEADS: Int,  # kv heads whose keys a tile has: see decode_varlen_tiles
     SIZE: Int,  # S if PAGED, else 0
     FULL: Bool,  # TILE_D is D and TILE_DV is Dv
     PAGED: Bool,
@@ -87,10 +98,12 @@ def decode_packed_kernel(
     OVERLAP: Bool,
 ):
     begin_alone(OVERLAP)
-    kv_head, block, options = ct.bid(0), ct.bid(1), (TILE_N, WINDOW, PAGED)
+    KEYS = TILE_N // HEADS
+    first_head, block, options = ct.bid(0), ct.bid(1), (KEYS, WINDOW, PAGED)
     rows, dims = ct.arange(TILE_M, dtype=ct.int32), ct.arange(TILE_DV, dtype=ct.int32)
     columns = ct.arange(TILE_D, dtype=ct.int32)
-    real, heads = rows < GROUP, kv_head * GROUP + rows
+    real, heads = rows < GROUP * HEADS, first_head * (GROUP * HEADS) + rows
+    kv_heads = first_head * HEADS + rows // GROUP
     unit = 1.0 if SOFT_CAP else scaling
 
     def attend(n, token, number, begin, end, tile, count, first_key, keys):
@@ -105,12 +118,11 @@ def decode_packed_kernel(
         old = keys - 1 if PAGED else keys
         own = PAGED and keys > 0 and end == tile + count
         if PAGED and own:
-            at = page_of(pages, n, old, SIZE), kv_head, old % SIZE
-            ct.scatter(k, (*at, columns), ct.gather(new_k, (n, kv_head, columns)))
-            ct.scatter(v, (*at, dims), ct.gather(new_v, (n, kv_head, dims)))
+            scatter_new(k_out, pages, n, old, new_k, first_head, HEADS, SIZE, TILE_D)
+            scatter_new(v_out, pages, n, old, new_v, first_head, HEADS, SIZE, TILE_DV)
 
         def attended(MASKED: bool):
-            """The state behind all tiles; unless MASKED, values behind the last key must be finite."""
+            """The state behind all tiles; unless MASKED, values that are not seen must be finite."""
             acc = ct.zeros((TILE_DV, TILE_M), dtype=ct.float32)
             col_max = ct.full((1, TILE_M), -math.inf, dtype=ct.float32)
             col_sum = ct.zeros((1, TILE_M), dtype=ct.float32)
@@ -119,37 +131,43 @@ def decode_packed_kernel(
                 sink = ct.gather(sinks, heads, mask=real).astype(ct.float32)
                 col_max, col_sum = sink.reshape((1, TILE_M)) / unit, ct.ones((1, TILE_M), dtype=ct.float32)
             if PAGED and own:
-                key = ct.gather(new_k, (n, kv_head, columns)).astype(ct.float32)
-                value = ct.gather(new_v, (n, kv_head, dims)).astype(ct.float32)
-                s = ct.sum(q_rows.astype(ct.float32) * key[None, :], axis=1).reshape((1, TILE_M))
+                key = ct.gather(new_k, (n, kv_heads[:, None], columns[None, :]), mask=real[:, None])
+                value = ct.gather(new_v, (n, kv_heads[None, :], dims[:, None]), mask=real[None, :])
+                s = ct.sum(q_rows.astype(ct.float32) * key.astype(ct.float32), axis=1).reshape((1, TILE_M))
                 if SOFT_CAP:
                     s = cap_scores(s * scaling, soft_cap, EXACT)
                 p, col_max, col_sum, acc = update_softmax(s, col_max, col_sum, acc, unit, 0, EXACT)
-                acc = acc + value[:, None] * p
-            # Keys are the rows of the products and the group's queries the columns, as in decode_kernel.
+                acc = acc + value.astype(ct.float32) * p
+            # Keys are the rows of the products and the queries the columns, as in decode_kernel.
             q_tile = ct.transpose(q_rows)
-            for j in range(begin, min(end, ct.cdiv(old, TILE_N))):
-                nth = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+            for j in range(begin, min(end, ct.cdiv(old, KEYS))):
+                row_of_tile = ct.arange(TILE_N, dtype=ct.int32)
+                nth = j * KEYS + row_of_tile // HEADS
                 seen = (nth >= first_key) & (nth < old)
-                page, row = place_of(pages, n, j, seen, TILE_N, SIZE)
-                k_tile = keys_of(k_own, page, kv_head, row, seen, TILE_N, TILE_D, SIZE, FULL)
+                page, row = place_of(pages, n, j, seen, TILE_N, HEADS, SIZE)
+                k_tile = keys_of(k_own, page, first_head, row, seen, TILE_N, TILE_D, HEADS, SIZE, FULL)
                 if k.dtype == ct.float32:
                     s = product_in_parts(k_tile, q_tile)
                 else:
                     s = ct.mma(k_tile, q_tile, ct.zeros((TILE_N, TILE_M), dtype=ct.float32))
                 if SOFT_CAP:
                     s = cap_scores(s * scaling, soft_cap, EXACT)
-                s = ct.where(seen[:, None], s, -math.inf)
-                v_tile = values_of(v_own, page, kv_head, row, seen, TILE_N, TILE_DV, SIZE, FULL, MASKED)
+                visible = seen[:, None]
+                if HEADS > 1:
+                    visible = visible & (row_of_tile[:, None] % HEADS == rows[None, :] // GROUP)
+                s = ct.where(visible, s, -math.inf)
+                v_tile = values_of(v_own, page, first_head, row, seen, TILE_N, TILE_DV, HEADS, SIZE, FULL, MASKED)
                 p, col_max, col_sum, acc = update_softmax(s, col_max, col_sum, acc, unit, 0, EXACT)
                 if v.dtype == ct.float32:
                     acc = acc + product_in_parts(v_tile, p)
+                elif HEADS > 1 and MASKED:
+                    acc = add_by_head(acc, v_tile, p.astype(v_tile.dtype), seen, rows // GROUP, HEADS)
                 else:
                     acc = ct.mma(v_tile, p.astype(v_tile.dtype), acc)
             return col_max, col_sum, acc
 
         col_max, col_sum, acc = attended(False)
-        if PAGED and SIZE % TILE_N == 0:
+        if PAGED and SIZE * HEADS % TILE_N == 0:
             # A value that is not seen weighs zero, which makes NaN of it if it is not finite.
             check = ct.sum(acc * 0.0)
             if check != check:
@@ -178,44 +196,6 @@ def decode_packed_kernel(
         n = block if PAGED else last_start(starts_q, block, 1, False)
         tile, count, first_key, keys = tiles_of_one(starts_q, starts_k, n, window, *options)
         attend(n, block, 0, tile, tile + count, tile, count, first_key, keys)
-
-
-def page_of(pages, n, key, SIZE: Int):
-    """In a kernel: the page that holds a key of sequence n."""
-    return ct.load(pages, (n, key // SIZE), (1, 1)).astype(ct.int32).item()
-
-
-def place_of(pages, n, j, seen, TILE_N: Int, SIZE: Int):
-    """In a kernel: where tile j of the keys of sequence n is: its page, and which of the page's tiles it is; or, where
-    a tile may lie in several pages, the page and the row of each key, two [TILE_N]."""
-    if SIZE == 0:
-        return 0, j
-    if SIZE % TILE_N == 0:
-        return page_of(pages, n, j * TILE_N, SIZE), j % (SIZE // TILE_N)
-    key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
-    return ct.gather(pages, (n, key // SIZE), mask=seen).astype(ct.int32), key % SIZE
-
-
-def keys_of(k, page, kv_head, row, seen, TILE_N: Int, TILE_D: Int, SIZE: Int, FULL: Bool):
-    """In a kernel: the tile of keys, [TILE_N, TILE_D], at what :func:`place_of` gave."""
-    if SIZE % TILE_N == 0:
-        tile = ct.load(k, (page, kv_head, row, 0), (1, 1, TILE_N, TILE_D), padding_mode=ct.PaddingMode.ZERO)
-        return tile.reshape((TILE_N, TILE_D))
-    at = (page[:, None], kv_head, row[:, None], ct.arange(TILE_D, dtype=ct.int32)[None, :])
-    return ct.gather(k, at, mask=seen[:, None], check_bounds=not FULL)
-
-
-def values_of(v, page, kv_head, row, seen, TILE_N: Int, TILE_DV: Int, SIZE: Int, FULL: Bool, MASKED: bool):
-    """In a kernel: the tile of values, [TILE_DV, TILE_N]; zeros where not ``seen`` if MASKED."""
-    dims = ct.arange(TILE_DV, dtype=ct.int32)[:, None]
-    if SIZE % TILE_N > 0:
-        return ct.gather(v, (page[None, :], kv_head, row[None, :], dims), mask=seen[None, :], check_bounds=not FULL)
-    if MASKED:
-        rows = row * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
-        return ct.gather(v, (page, kv_head, rows, dims), mask=seen[None, :])
-    shape, zero = (1, 1, TILE_DV, TILE_N), ct.PaddingMode.ZERO
-    tile = ct.load(v, (page, kv_head, 0, row), shape, order=(0, 1, 3, 2), padding_mode=zero)
-    return tile.reshape((TILE_DV, TILE_N))
 
 
 @ct.kernel
@@ -269,11 +249,26 @@ def tile_of_keys(
     ``size`` (0: no pages), for so many ``kv_heads`` of all sequences."""
     tile_m, tile_n, *dims = tiles
     can_be_small = device_index >= 0 and itemsize == 2 and tile_m <= 16 and tile_n == MAX_TILE_N and max(dims) == 128
-    if can_be_small and kv_heads > MANY_HEADS * sm_count(device_index):
+    small = whole_tile(size) >= SHORTEST_TILE if size else kv_heads > MANY_HEADS * sm_count(device_index)
+    if can_be_small and small:
         tile_n //= 2
     if size and whole_tile(size) >= min(tile_n, SHORTEST_TILE):
         tile_n = min(tile_n, whole_tile(size))
     return tile_n, BLOCKS_OF_SMALL if can_be_small and tile_n < MAX_TILE_N else BLOCKS
+
+
+def heads_of_tile(
+    tiles: tuple[int, int, int, int], itemsize: int, size: int, group: int, kv_heads: int, device_index: int
+) -> int:
+    """How many of ``kv_heads``, of ``group`` query heads each, a tile of a page of ``size`` has the keys of: enough for
+    SHORTEST_TILE rows. One where a page has as many keys, or heads are too few or too many, and of packed keys (0)."""
+    _, tile_n, *dims = tiles
+    shortest, rows, heads = min(tile_n, SHORTEST_TILE), whole_tile(size), 1
+    if size == 0 or itemsize != 2 or (device_index >= 0 and (tile_n < SHORTEST_TILE or max(dims) < 128)):
+        return 1
+    while rows * heads < shortest and kv_heads % (2 * heads) == 0:
+        heads *= 2
+    return heads if rows * heads >= shortest and group * heads <= MAX_TILE_M else 1
 
 
 def blocks_of(sequences: int, kv_heads: int, keys: int, tile_n: int, each: int, device_index: int) -> int:
@@ -318,28 +313,38 @@ def launch_decode(
     window = 0 if window_size is None else window_size
     tiles, paged = choose_tiles(group, head_dim, v_dim, dtype.itemsize, index), isinstance(pages, torch.Tensor)
     tile_m, _, tile_d, tile_dv = tiles
-    tile_n, each = tile_of_keys(tiles, dtype.itemsize, size if paged else 0, sequences * kv_heads, index)
-    blocks = blocks_of(sequences, kv_heads, min(longest, window or longest), tile_n, each, index)
+    page_size = size if paged else 0
+    tile_n, each = tile_of_keys(tiles, dtype.itemsize, page_size, sequences * kv_heads, index)
+    together = heads_of_tile(tiles, dtype.itemsize, page_size, group, kv_heads, index)
+    if together > 1:
+        tile_m, tile_n = max(8, next_power_of_2(group * together)), whole_tile(size) * together
+        each = BLOCKS if max(tile_d, tile_dv) <= 128 else 1  # with more the compiler has no warps that only load
+        k, v = (x.unflatten(1, (-1, together)).transpose(2, 3) for x in (k, v))
+    keys_of_tile, groups = tile_n // together, kv_heads // together
+    blocks = blocks_of(sequences, groups, min(longest, window or longest), keys_of_tile, each, index)
     split, overlap, parts = blocks > 0, overlaps(index), max(blocks, sequences)
     partial = q.new_empty(1, heads, parts + sequences, v_dim + STATE_COLUMNS, dtype=torch.float32) if split else 0
     chunk = next_power_of_2(min(max(sequences, LEAST_AT_ONCE), MOST_AT_ONCE))
     # Of packed keys it is known how many there are, and so whether one sequence may have most of them.
     even = not paged and not mixed and longest * sequences <= 2 * k.shape[2]
     chunks = (chunk, 0 if even else ct.cdiv(sequences, chunk))
-    arrays = (q, k, v, out, partial, starts_q, starts_k, pages, *new, 0 if sinks is None else sinks)
+    # The compiler orders loads and stores of an array, and waits for each load where there are stores: these are of
+    # rows that no block reads for what they hold, and so go by another name.
+    written = (k, v) if paged else (0, 0)
+    arrays = (q, k, v, out, partial, starts_q, starts_k, pages, *new, *written, 0 if sinks is None else sinks)
     scalars = (scaling, 1.0 if soft_cap is None else soft_cap, window, blocks)
     full = tile_d == head_dim and tile_dv == v_dim
-    tiles = (tile_m, tile_n, tile_d, tile_dv, group, size if paged else 0, full)
+    tiles = (tile_m, tile_n, tile_d, tile_dv, group, together, page_size, full)
     options = (paged, window > 0, soft_cap is not None, sinks is not None, needs_exact(dtype, NO_MASK), split)
     hints = {"num_worker_warps": 8} if tile_m > MAX_TILE_M else {"occupancy": each}
     kernel = hinted(decode_packed_kernel, **hints)
-    grid = (kv_heads, parts if split else tokens)
+    grid = (groups, parts if split else tokens)
     launch(out, grid, kernel, (*arrays, *scalars, *tiles, *options, *chunks, overlap), overlap)
     if split:
         rows = sequences if mixed else tokens
         tile_h = 1 if rows * heads <= MANY_ROWS else 4
         args = (partial, out, starts_q, starts_k, 1.0 if soft_cap is not None else scaling, window, blocks)
-        options = (tile_n, tile_h, tile_dv, v_dim, TILE_S, window > 0, paged, mixed, *chunks, overlap)
+        options = (keys_of_tile, tile_h, tile_dv, v_dim, TILE_S, window > 0, paged, mixed, *chunks, overlap)
         launch(out, (rows, ct.cdiv(heads, tile_h)), merge_packed_kernel, (*args, *options), overlap)
     return out
 
