@@ -131,13 +131,15 @@ class Test_PagedDecode(PyTestCase):
         changed = (expected[1] != kwargs["k_pages"]).flatten(2).any(-1)
         assert changed.sum() == sum(length > 0 for length in lengths)
 
-    def test_calls_of_a_kind(self):
+    @pytest.mark.parametrize("shape, dtype", [(SHAPES[0], torch.float32), (FEW_KEYS[0], torch.bfloat16)], ids=str)
+    def test_calls_of_a_kind(self, shape, dtype):
         """The second is recorded and later ones repeat it, with the pages of the moment."""
+        limit = 1e-4 if dtype == torch.float32 else 2e-2
         for n in range(4):
-            kwargs = tensors(*SHAPES[0], lengths=(*LENGTHS[n:], *LENGTHS[:n]))
+            kwargs = tensors(*shape, dtype=dtype, lengths=(*LENGTHS[n:], *LENGTHS[:n]))
             expected = on_copies(reference, **kwargs)
             got = on_copies(fmha_paged_decode, **kwargs, backend="cutile")
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
 
     @backends("fmha_paged_decode")
     def test_no_sequences(self, backend):
