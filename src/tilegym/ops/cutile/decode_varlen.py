@@ -23,6 +23,7 @@ from tilegym.ops.cutile.decode_shares import share_of_block
 from tilegym.ops.cutile.decode_shares import tiles_of_one
 from tilegym.ops.cutile.decode_varlen_tiles import add_by_head
 from tilegym.ops.cutile.decode_varlen_tiles import keys_of
+from tilegym.ops.cutile.decode_varlen_tiles import page_of
 from tilegym.ops.cutile.decode_varlen_tiles import place_of
 from tilegym.ops.cutile.decode_varlen_tiles import scatter_new
 from tilegym.ops.cutile.decode_varlen_tiles import values_of
@@ -56,7 +57,8 @@ MANY_ROWS = 1024  # of the output; more are merged four in a block
 # and 32 tokens behind 1024 to 2048 keys take 21.4 and 60.3 us so (two blocks of them 21.4 and 57.1, large tiles 22.7
 # and 64.5), 8 behind 4096 to 8192 57.4 (59.5, 64.2), 128 behind 512 to 1024 105 (113, 123).
 BLOCKS, BLOCKS_OF_SMALL = 2, 4
-# From so many kv heads for each multiprocessor on, of all sequences, small tiles are faster for packed keys too.
+# From so many kv heads for each multiprocessor on, of all sequences, packed keys get small tiles too; it is in pages
+# that they were compared.
 MANY_HEADS = 6
 
 
@@ -118,8 +120,9 @@ def decode_packed_kernel(
         old = keys - 1 if PAGED else keys
         own = PAGED and keys > 0 and end == tile + count
         if PAGED and own:
-            scatter_new(k_out, pages, n, old, new_k, first_head, HEADS, SIZE, TILE_D)
-            scatter_new(v_out, pages, n, old, new_v, first_head, HEADS, SIZE, TILE_DV)
+            at = page_of(pages, n, old, SIZE), first_head, old % SIZE
+            scatter_new(k_out, at, new_k, n, HEADS, TILE_D)
+            scatter_new(v_out, at, new_v, n, HEADS, TILE_DV)
 
         def attended(MASKED: bool):
             """The state behind all tiles; unless MASKED, values that are not seen must be finite."""

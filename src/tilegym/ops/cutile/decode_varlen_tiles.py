@@ -69,12 +69,12 @@ def add_by_head(acc, v_tile, p, seen, own, HEADS: Int):
     return acc
 
 
-def scatter_new(array, pages, n, key, new, first_head, HEADS: Int, SIZE: Int, TILE: Int):
-    """In a kernel: writes the rows of ``new``, [N, Hkv, D], of sequence n and HEADS heads to where ``key`` lies."""
-    page, columns = page_of(pages, n, key, SIZE), ct.arange(TILE, dtype=ct.int32)
+def scatter_new(array, at, new, n, HEADS: Int, TILE: Int):
+    """In a kernel: writes the rows of ``new``, [N, Hkv, D], of sequence n and HEADS heads to ``at``: the page, which
+    HEADS heads of it, and the row in the page."""
+    columns, first_head = ct.arange(TILE, dtype=ct.int32), at[1]
     if HEADS == 1:
-        ct.scatter(array, (page, first_head, key % SIZE, columns), ct.gather(new, (n, first_head, columns)))
+        ct.scatter(array, (*at, columns), ct.gather(new, (n, first_head, columns)))
     else:
         each, columns = ct.arange(HEADS, dtype=ct.int32)[:, None], columns[None, :]
-        rows = ct.gather(new, (n, first_head * HEADS + each, columns))
-        ct.scatter(array, (page, first_head, key % SIZE, each, columns), rows)
+        ct.scatter(array, (*at, each, columns), ct.gather(new, (n, first_head * HEADS + each, columns)))
