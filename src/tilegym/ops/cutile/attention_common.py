@@ -51,7 +51,8 @@ def softmax_step(s, row_max, row_sum, unit, AXIS: Int, EXACT: Bool):
     """Takes a tile of scores, in multiples of ``unit`` and with the keys along ``AXIS``, into the online softmax.
 
     Returns the probabilities (relative to the new maximum), the updated row_max and row_sum, and what the weighted sum
-    of values so far is to be multiplied by.
+    of values so far is to be multiplied by. With a row_sum as long as ``s`` along ``AXIS`` each key of a tile has a sum
+    of its own: see :func:`sums_of_keys`.
     """
     new_max = ct.maximum(row_max, ct.max(s, axis=AXIS, keepdims=True))
     # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is not a number.
@@ -64,13 +65,24 @@ def softmax_step(s, row_max, row_sum, unit, AXIS: Int, EXACT: Bool):
         unit = unit * LOG2E
         p = ct.exp2(s * unit - base * unit, flush_to_zero=True)
         shrink = ct.exp2((row_max - base) * unit, flush_to_zero=True)
-    return p, new_max, row_sum * shrink + ct.sum(p, axis=AXIS, keepdims=True), shrink
+    total = p if row_sum.shape[AXIS] == s.shape[AXIS] else ct.sum(p, axis=AXIS, keepdims=True)
+    return p, new_max, row_sum * shrink + total, shrink
 
 
 def update_softmax(s, row_max, row_sum, acc, unit, AXIS: Int, EXACT: Bool):
     """:func:`softmax_step`, of the weighted sum ``acc`` too: returns the probabilities, row_max, row_sum and acc."""
     p, row_max, row_sum, shrink = softmax_step(s, row_max, row_sum, unit, AXIS, EXACT)
     return p, row_max, row_sum, acc * shrink
+
+
+def sums_of_keys(col_sum, TILE_N: Int):
+    """``col_sum``, [1, M], as sums of TILE_N keys each, [TILE_N, M], which are added up behind the last tile: keys are
+    shared out among warps, which would wait for each other for the sums of every tile.
+
+    On an H200 pages of 16 keys take 3 % less time so, latents of 16 and of 128 heads 2 to 4 %; ``fmha_decode`` gains
+    nothing, and is slower with few keys.
+    """
+    return ct.where(ct.arange(TILE_N, dtype=ct.int32)[:, None] == 0, col_sum, 0.0)
 
 
 def needs_exact(dtype: torch.dtype, mask_kind: int) -> bool:

@@ -14,6 +14,7 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.ops.cutile.attention_common import NO_MASK
 from tilegym.ops.cutile.attention_common import cap_scores
 from tilegym.ops.cutile.attention_common import needs_exact
+from tilegym.ops.cutile.attention_common import sums_of_keys
 from tilegym.ops.cutile.attention_common import update_softmax
 from tilegym.ops.cutile.attention_common import with_unit_stride
 from tilegym.ops.cutile.decode_shares import LEAST_AT_ONCE
@@ -142,7 +143,7 @@ def decode_packed_kernel(
                 p, col_max, col_sum, acc = update_softmax(s, col_max, col_sum, acc, unit, 0, EXACT)
                 acc = acc + value.astype(ct.float32) * p
             # Keys are the rows of the products and the queries the columns, as in decode_kernel.
-            q_tile = ct.transpose(q_rows)
+            q_tile, col_sums = ct.transpose(q_rows), sums_of_keys(col_sum, TILE_N)
             for j in range(begin, min(end, ct.cdiv(old, KEYS))):
                 row_of_tile = ct.arange(TILE_N, dtype=ct.int32)
                 nth = j * KEYS + row_of_tile // HEADS
@@ -160,14 +161,14 @@ def decode_packed_kernel(
                     visible = visible & (row_of_tile[:, None] % HEADS == rows[None, :] // GROUP)
                 s = ct.where(visible, s, -math.inf)
                 v_tile = values_of(v_own, page, first_head, row, seen, TILE_N, TILE_DV, HEADS, SIZE, FULL, MASKED)
-                p, col_max, col_sum, acc = update_softmax(s, col_max, col_sum, acc, unit, 0, EXACT)
+                p, col_max, col_sums, acc = update_softmax(s, col_max, col_sums, acc, unit, 0, EXACT)
                 if v.dtype == ct.float32:
                     acc = acc + product_in_parts(v_tile, p)
                 elif HEADS > 1 and MASKED:
                     acc = add_by_head(acc, v_tile, p.astype(v_tile.dtype), seen, rows // GROUP, HEADS)
                 else:
                     acc = ct.mma(v_tile, p.astype(v_tile.dtype), acc)
-            return col_max, col_sum, acc
+            return col_max, ct.sum(col_sums, axis=0, keepdims=True), acc
 
         col_max, col_sum, acc = attended(False)
         if PAGED and SIZE * HEADS % TILE_N == 0:

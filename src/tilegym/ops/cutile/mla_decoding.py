@@ -60,7 +60,7 @@ def attend(
     """Takes tile ``j`` of the latents into ``state``; PARTIAL: some of its keys are behind the last one."""
     batch, head_tile = place
     q_tile, qpe_tile = queries
-    row_max, row_sum, acc = state
+    row_max, row_sums, acc = state
     latents = ct.load(kv, (batch, j, 0), (1, TILE_N, q_tile.shape[0 if KEYS_LEFT else 1]), padding_mode=ZERO)
     latents = latents.reshape((TILE_N, latents.shape[2]))
     positions = ct.load(kpe, (batch, j, 0), (1, TILE_N, qpe_tile.shape[0 if KEYS_LEFT else 1]), padding_mode=ZERO)
@@ -87,7 +87,7 @@ def attend(
         columns = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
         s = ct.where((columns[:, None] if KEYS_LEFT else columns[None, :]) < keys, s, -math.inf)
     unit = 1.0 if MASK == ADDITIVE_MASK else scaling
-    p, row_max, row_sum, acc = update_softmax(s, row_max, row_sum, acc, unit, 0 if KEYS_LEFT else 1, EXACT)
+    p, row_max, row_sums, acc = update_softmax(s, row_max, row_sums, acc, unit, 0 if KEYS_LEFT else 1, EXACT)
     p = p.astype(kv.dtype)
     left, right = (ct.transpose(latents), p) if KEYS_LEFT else (p, latents)
     if kv.dtype == ct.float32:
@@ -95,7 +95,7 @@ def attend(
         acc = acc + ct.mma(left, right, ct.zeros(acc.shape, ct.float32))
     else:
         acc = ct.mma(left, right, acc)
-    return row_max, row_sum, acc
+    return row_max, row_sums, acc
 
 
 @ct.kernel
@@ -141,7 +141,8 @@ def mla_decoding_kernel(
         q_tile, qpe_tile = ct.transpose(q_tile), ct.transpose(qpe_tile)
     row = (1, TILE_H) if KEYS_LEFT else (TILE_H, 1)
     acc = ct.zeros((TILE_D, TILE_H) if KEYS_LEFT else (TILE_H, TILE_D), dtype=ct.float32)
-    state = (ct.full(row, -math.inf, dtype=ct.float32), ct.zeros(row, dtype=ct.float32), acc)
+    sums = (TILE_N, TILE_H) if KEYS_LEFT else (TILE_H, TILE_N)  # of the keys of a tile: see sums_of_keys
+    state = (ct.full(row, -math.inf, dtype=ct.float32), ct.zeros(sums, dtype=ct.float32), acc)
 
     # Two loops, so that tiles seen as a whole go from memory to the tensor cores without passing through registers.
     queries, place = (q_tile, qpe_tile), (batch, head_tile)
@@ -154,7 +155,8 @@ def mla_decoding_kernel(
     for j in range(max(first, full), last):
         state = attend(queries, kv, kpe, mask, place, j, keys, state, scaling, *options, True)
 
-    row_max, row_sum, acc = state
+    row_max, row_sums, acc = state
+    row_sum = ct.sum(row_sums, axis=0 if KEYS_LEFT else 1, keepdims=True)
     if FINAL:
         unit = 1.0 if MASK == ADDITIVE_MASK else scaling
         acc = acc * (1.0 / ct.where(row_sum == 0.0, 1.0, row_sum))  # no key seen: zeros
