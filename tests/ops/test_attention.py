@@ -359,14 +359,15 @@ class Test_FMHA(PyTestCase):
 
     @pytest.mark.parametrize("arch", ARCHITECTURES)
     @pytest.mark.parametrize("head_dim", [72, 128, 192, 256])
-    def test_compiles(self, arch, head_dim):
+    @pytest.mark.parametrize("fixed", [False, True], ids=["", "fixed"])
+    def test_compiles(self, arch, head_dim, fixed):
         q = torch.empty(1, 8, 512, head_dim, dtype=torch.bfloat16)
         k, v, out = (torch.empty(1, n, 512, head_dim, dtype=torch.bfloat16) for n in (2, 2, 8))
         parts = parts_of(head_dim, torch.bfloat16)
         config = _configs(arch, sum(parts))[0]
         tile = (config.TILE_M, config.TILE_N, *parts, *parts)
         interleave = interleave_of(config, True)
-        flags = (True, False, False, 0, 1, False, False, False, True, config.TWO_LOOPS, False, False, interleave)
+        flags = (True, False, False, 0, 1, False, False, False, True, config.TWO_LOOPS, False, False, fixed, interleave)
         kernel = attention_kernel.replace_hints(**config.hints)
         assert_compiles(kernel, (q, k, v, out, 0, 0, 0, 0, 0.1, 1.0, 0, *tile, *flags), (arch,))
 
@@ -418,7 +419,7 @@ class Test_Configs:
     def test_something_suits_every_length(self, arch, tile_d):
         for queries in (1, 16, 100, 8192):
             q = torch.empty(1, 1, queries, tile_d, device="meta")
-            assert any(_suits(q, config) for config in _configs(arch, tile_d))
+            assert any(_suits(q, q, False, 0, config) for config in _configs(arch, tile_d))
 
     def test_few_blocks_of_wide_heads_have_short_tiles(self, monkeypatch):
         monkeypatch.setattr(attention_tiles, "sm_count", lambda device: 132)

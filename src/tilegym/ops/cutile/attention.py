@@ -31,13 +31,14 @@ from tilegym.ops.cutile.attention_common import needs_exact
 from tilegym.ops.cutile.attention_common import parts_of
 from tilegym.ops.cutile.attention_common import prepare_mask
 from tilegym.ops.cutile.attention_common import with_unit_stride
+from tilegym.ops.cutile.attention_scores import attend_all
 from tilegym.ops.cutile.attention_scores import store_lse
 from tilegym.ops.cutile.attention_scores import take_scores
-from tilegym.ops.cutile.attention_tiles import for_each_tile
 from tilegym.ops.cutile.attention_tiles import interleave_of
 from tilegym.ops.cutile.attention_tiles import interleaved_block
 from tilegym.ops.cutile.attention_tiles import key_tiles
 from tilegym.ops.cutile.attention_tiles import mask_of_rows
+from tilegym.ops.cutile.attention_tiles import may_keep_first_maximum
 from tilegym.ops.cutile.attention_tiles import tallest_tile
 from tilegym.ops.cutile.attention_tiles import valid_keys
 from tilegym.ops.cutile.matmul import uses_tf32
@@ -72,6 +73,7 @@ def attend(
     KV_LEN: Bool,
     EXACT: Bool,
     TF32: Bool,
+    FIXED: Bool = False,
 ):
     """Takes tile ``j`` of the keys and values into ``state``; ``partial``: some query must not see some key of it."""
     batch, _, kv_head, _ = place
@@ -80,7 +82,7 @@ def attend(
     if TILE_R:
         rest = load_columns(k, batch, kv_head, j, TILE_N, TILE_R, TF32, TILE_D // TILE_R)
         s = ct.mma(queries[1], rest, s)
-    options = (TILE_N, TILE_DV, CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT, TF32, TILE_RV)
+    options = (TILE_N, TILE_DV, CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT, TF32, TILE_RV, FIXED)
     return take_scores(s, v, mask, place, j, partial, limits, state, scaling, soft_cap, *options)
 
 
@@ -115,6 +117,7 @@ def attention_kernel(
     TWO_LOOPS: Bool,  # one over the tiles that are seen as a whole, one over the others; else one with a branch
     TF32: Bool,
     LSE: Bool,
+    FIXED: Bool,  # see attend_all
     INTERLEAVE: Int,  # heads
 ):
     # Neighbouring blocks share a head, whose keys stay in the L2 cache. The last queries see the most keys: they go
@@ -147,13 +150,18 @@ def attention_kernel(
         TILE_D, TILE_R, TILE_DV, TILE_RV, CAUSAL, WINDOW, SOFT_CAP, MASK, MASK_ROWS, KV_LEN, EXACT, TF32,
     )  # fmt: skip
 
-    def step(state, j, partial):
-        return attend(queries, k, v, mask, place, j, partial, limits, state, scaling, soft_cap, TILE_N, *options)
+    def online(state, j, partial):
+        how = (*options, False)
+        return attend(queries, k, v, mask, place, j, partial, limits, state, scaling, soft_cap, TILE_N, *how)
+
+    def fixed(state, j, partial):
+        how = (*options, True)
+        return attend(queries, k, v, mask, place, j, partial, limits, state, scaling, soft_cap, TILE_N, *how)
 
     # A single comparison is for wide rows only: on an H100, causal, 4 x 4096 tokens, D 256 gains 1 %, but D 128 takes
     # 959 us instead of 933 and D 64 626 instead of 607.
     partial_head = WINDOW or MASK == KEY_MASK or TILE_D + TILE_R <= 128
-    state = for_each_tile(step, state, tiles, BOUNDED, TWO_LOOPS, partial_head)
+    state = attend_all(online, fixed, state, tiles, FIXED, BOUNDED, TWO_LOOPS, partial_head)
     row_max, row_sum = state[0], state[1]
     if LSE:
         store_lse(lse, batch, head, i, row_max, row_sum, 1.0 if SOFT_CAP else scaling, TILE_M, EXACT)
@@ -173,26 +181,32 @@ def _configs(arch: str, tile_d: int) -> list[Config]:
     warps a 128 x 128 tile reaches a third of that: its accumulators spill. Heads in turns gain 3 to 4 % if causal. To
     compute the scores of the next keys before the softmax of these, which tileiras overlaps, gains nothing. In two
     tiles (parts_of), full: B8 H16 S1024 D80 126 (117), S729 D72 83 (80); B2 H32 S2048 D96 causal 138 (147).
+
+    FIXED (see attend_all) gains where the exponentials are the bottleneck. On an H200, beside the same without: D 64
+    causal 526 and 600, full 965 and 1138, 16 x 512 tokens of 16 heads 48.2 and 50.4; 4 x 4096 of 16 heads D 72 711 and
+    825; 4096 of 32 heads D 96 211 and 224; 2 x 4096 of 16 heads D 160 308 and 328. But D 128 causal 938 and 922, full
+    1819 and 1748, and few keys, for the sake of the first tile: 32 x 257 tokens of 16 heads D 64 49.9 and 46.1.
     """
     if arch == "cpu":
-        return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=True)]
+        return [Config(TILE_M=32, TILE_N=32, TWO_LOOPS=True, FIXED=fixed) for fixed in (True, False)]
     if arch.startswith("sm_9"):
         wide = Config(TILE_M=64, TILE_N=128, TWO_LOOPS=False, INTERLEAVE=8, occupancy=2)
         if tile_d > 128:
             tall = Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, INTERLEAVE=8, num_worker_warps=8)
-            return [tall, wide] if tile_d <= 160 else [tall, Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False)]
+            if tile_d > 160:
+                return [tall, Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False)]
+            return [tall, wide, _fixed(tall)]
         tall = Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False, num_worker_warps=8)
         if tile_d > 96:
             return [wide, tall]
         if tile_d > 64:
             small = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=8, occupancy=3)
             if tile_d > 80:
-                return [wide, small, tall]
-            return [Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, occupancy=2), wide, small, tall]
-        return [
-            Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=32, occupancy=4),
-            Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2),
-        ]
+                return [wide, small, tall, _fixed(small)]
+            high = Config(TILE_M=128, TILE_N=64, TWO_LOOPS=False, occupancy=2)
+            return [high, wide, small, tall, _fixed(high)]
+        small = Config(TILE_M=64, TILE_N=64, TWO_LOOPS=False, INTERLEAVE=32, occupancy=4)
+        return [_fixed(small), small, Config(TILE_M=64, TILE_N=128, TWO_LOOPS=True, INTERLEAVE=8, occupancy=2)]
     if arch.startswith("sm_10") and tile_d <= 128:
         return [
             Config(TILE_M=128, TILE_N=128, TWO_LOOPS=False),
@@ -218,7 +232,14 @@ def _configs_fp32(arch: str, tile_d: int) -> list[Config]:
     return [*tall, Config(TILE_M=32, TILE_N=32, TWO_LOOPS=False)]
 
 
-def _suits(q: torch.Tensor, cfg: Config) -> bool:
+def _fixed(config: Config) -> Config:
+    """``config`` with the softmax relative to the first tile's maximum."""
+    return Config(**config.options, FIXED=True)
+
+
+def _suits(q: torch.Tensor, k: torch.Tensor, WINDOW: bool, MASK: int, cfg: Config) -> bool:
+    if vars(cfg).get("FIXED", False) and not may_keep_first_maximum(q.dtype, k.shape[2], MASK, WINDOW, q.get_device()):
+        return False
     return cfg.TILE_M <= tallest_tile(q)
 
 
@@ -280,6 +301,7 @@ def _launch_forward(
             cfg.TWO_LOOPS or has_kv_len,
             tf32,
             with_lse,
+            vars(cfg).get("FIXED", False),
             interleave_of(cfg, is_causal),
         )
 

@@ -11,6 +11,7 @@ from tilegym.ops.cutile.attention_common import LOG2E
 from tilegym.ops.cutile.attention_common import cap_scores
 from tilegym.ops.cutile.attention_common import load_rows
 from tilegym.ops.cutile.attention_common import softmax_step
+from tilegym.ops.cutile.attention_tiles import for_each_tile
 from tilegym.ops.cutile.attention_tiles import load_mask
 from tilegym.ops.cutile.attention_tiles import seen_keys
 from tilegym.ops.cutile.tiling import Bool
@@ -39,11 +40,12 @@ def take_scores(
     EXACT: Bool,
     TF32: Bool,
     TILE_RV: Int = 0,
+    FIXED: Bool = False,
 ):
     """Takes the products ``s`` of queries and tile ``j`` of the keys, and its values, into the softmax ``state``.
 
     That is (row_max, row_sum, acc), of TILE_DV columns of the values, and of the next TILE_RV, if any, one more acc.
-    ``partial``: some query must not see some key of the tile.
+    ``partial``: some query must not see some key of the tile. FIXED: row_max stays as it is, see :func:`attend_all`.
     """
     batch, head, _, i = place
     positions, keys, window = limits
@@ -65,13 +67,43 @@ def take_scores(
         s = ct.where(visible, s, -math.inf)
     # Scores are still q k^T where nothing but a factor follows, which then costs no operation of its own.
     unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
-    p, row_max, row_sum, shrink = softmax_step(s, state[0], state[1], unit, 1, EXACT)
+    row_max, row_sum, acc = state[0], state[1], state[2]
+    rest = state[3] if TILE_RV else 0
+    if FIXED:
+        p = ct.exp2(s * (unit * LOG2E) - row_max * (unit * LOG2E), flush_to_zero=True)
+        row_sum = row_sum + ct.sum(p, axis=1, keepdims=True)
+    else:
+        p, row_max, row_sum, shrink = softmax_step(s, row_max, row_sum, unit, 1, EXACT)
+        acc, rest = acc * shrink, rest * shrink if TILE_RV else 0
     options = (TILE_N, KV_LEN, TF32)
-    sums = (add_values(state[2] * shrink, p, v, place, j, partial, keys, 0, TILE_DV, *options),)
+    sums = (add_values(acc, p, v, place, j, partial, keys, 0, TILE_DV, *options),)
     if TILE_RV:
-        rest = add_values(state[3] * shrink, p, v, place, j, partial, keys, TILE_DV // TILE_RV, TILE_RV, *options)
-        sums = (*sums, rest)
+        sums = (*sums, add_values(rest, p, v, place, j, partial, keys, TILE_DV // TILE_RV, TILE_RV, *options))
     return row_max, row_sum, *sums
+
+
+def attend_all(online, fixed, state, tiles, FIXED: Bool, BOUNDED: Bool, TWO_LOOPS: Bool, PARTIAL_HEAD: Bool = True):
+    """:func:`for_each_tile` of ``online``, a step of :func:`take_scores`; with FIXED all tiles but the first by
+    ``fixed``, relative to the largest scores of the first: nothing waits for a later tile's, and no sums shrink.
+
+    That is as exact, since all sums are floating-point numbers, until a score so much larger comes that one overflows,
+    or where a query sees no key of the first tile: then a sum is not finite, and all is done again by ``online``.
+    """
+    if FIXED:
+        first, full_first, full_last, last = tiles
+        first = min(first, max(last - 1, 0))  # where there is no tile, one that lies in the array
+        result = online(state, first, first < full_first or first >= full_last if BOUNDED else False)
+        second = first + 1
+        rest = (second, max(second, full_first), max(second, full_last), last)
+        result = for_each_tile(fixed, result, rest, BOUNDED, TWO_LOOPS, PARTIAL_HEAD)
+        check = ct.sum(result[1] * 0.0) + ct.sum(result[2] * 0.0)
+        if len(result) > 3:
+            check = check + ct.sum(result[3] * 0.0)
+        if check != check:
+            result = for_each_tile(online, state, tiles, BOUNDED, TWO_LOOPS, PARTIAL_HEAD)
+    else:
+        result = for_each_tile(online, state, tiles, BOUNDED, TWO_LOOPS, PARTIAL_HEAD)
+    return result
 
 
 def add_values(

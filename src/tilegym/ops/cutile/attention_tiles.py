@@ -1,5 +1,7 @@
 """Which tiles of scores an attention kernel looks at, and the part of a mask that belongs to one."""
 
+import functools
+
 import cuda.tile as ct
 import torch
 
@@ -183,3 +185,13 @@ def mask_of_rows(attention_mask: torch.Tensor | None, keys: int) -> tuple[int, t
     kind, mask = prepare_mask(attention_mask, keys)
     one_row = kind == NO_MASK or mask.shape[2] == 1
     return (KEY_MASK if one_row and kind == BOOLEAN_MASK else kind), mask, one_row
+
+
+@functools.lru_cache(maxsize=4096)
+def may_keep_first_maximum(dtype: torch.dtype, keys: int, mask_kind: int, windowed: bool, device_index: int) -> bool:
+    """Whether the softmax of so many ``keys`` may be relative to the first tile's maximum, see ``attend_all``: in fp16
+    e^11 overflows, fp32 is exact, and behind a window or a mask most queries do not see the first tile. With few keys
+    the first tile, and another look at the sums, cost more than is gained."""
+    if dtype != torch.bfloat16 or windowed or mask_kind not in (NO_MASK, KEY_MASK):
+        return False
+    return keys > 32 if device_index < 0 else keys >= 512

@@ -23,8 +23,9 @@ from tilegym.ops.cutile.attention_common import check_supported
 from tilegym.ops.cutile.attention_common import needs_exact
 from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.attention_common import with_unit_stride
-from tilegym.ops.cutile.attention_tiles import for_each_tile
+from tilegym.ops.cutile.attention_scores import attend_all
 from tilegym.ops.cutile.attention_tiles import key_tiles
+from tilegym.ops.cutile.attention_tiles import may_keep_first_maximum
 from tilegym.ops.cutile.decode_varlen import decode_packed
 from tilegym.ops.cutile.decode_varlen import launch_decode
 from tilegym.ops.cutile.decode_varlen import wants_splits
@@ -65,6 +66,7 @@ def varlen_kernel(
     EXACT: Bool,
     TWO_LOOPS: Bool,
     TF32: Bool,
+    FIXED: Bool,  # see attend_all
     MIXED: Bool,  # sequences of a single query are another launch's
 ):
     # kv heads take turns, and the last queries, which see the most keys, go first: see interleaved_block.
@@ -78,10 +80,10 @@ def varlen_kernel(
     i = t - first_query // TILE_Q - sequence
     if MIXED and queries == 1 and sequence < starts_q.shape[0] - 1:
         queries, keys = 0, 0
-    # Tiles of a slice end where the sequence does. No slice may begin behind the array.
+    # Tiles of a slice end where the sequence does. No slice may begin behind the array, nor be empty.
     first_key = min(first_key, k.shape[2] - 1)
-    k = k.slice(2, first_key, first_key + keys)
-    v = v.slice(2, first_key, first_key + keys)
+    k = k.slice(2, first_key, first_key + max(keys, 1))
+    v = v.slice(2, first_key, first_key + max(keys, 1))
 
     rows = ct.arange(TILE_M, dtype=ct.int32)[:, None]
     query, head = i * TILE_Q + rows // GROUP, kv_head * GROUP + rows % GROUP
@@ -102,11 +104,14 @@ def varlen_kernel(
     place, limits = (0, 0, kv_head, 0), (keys - queries + query, keys, window)
     options = (TILE_N, TILE_D, 0, TILE_DV, 0, CAUSAL, WINDOW, SOFT_CAP, NO_MASK, 1, False, EXACT, TF32)
 
-    def step(state, j, partial):
-        return attend((q_tile,), k, v, 0, place, j, partial, limits, state, scaling, soft_cap, *options)
+    def online(state, j, partial):
+        return attend((q_tile,), k, v, 0, place, j, partial, limits, state, scaling, soft_cap, *options, False)
+
+    def fixed(state, j, partial):
+        return attend((q_tile,), k, v, 0, place, j, partial, limits, state, scaling, soft_cap, *options, True)
 
     state = (row_max, row_sum, ct.zeros((TILE_M, TILE_DV), dtype=ct.float32))
-    state = for_each_tile(step, state, tiles, True, TWO_LOOPS)
+    state = attend_all(online, fixed, state, tiles, FIXED, True, TWO_LOOPS)
     row_sum = ct.where(state[1] == 0.0, 1.0, state[1])  # no key seen: zeros
     columns = ct.arange(TILE_DV, dtype=ct.int32)[None, :]
     acc = (state[2] * (1.0 / row_sum)).astype(out.dtype)
@@ -114,13 +119,15 @@ def varlen_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tiles(group: int, tile_d: int, fp32: bool, device_index: int) -> tuple[int, int, int, bool, dict[str, int]]:
-    """TILE_Q, TILE_M, TILE_N, TWO_LOOPS and the compiler's hints.
+def choose_tiles(
+    group: int, tile_d: int, fp32: bool, device_index: int
+) -> tuple[int, int, int, bool, bool, dict[str, int]]:
+    """TILE_Q, TILE_M, TILE_N, TWO_LOOPS, FIXED where it may be, and the compiler's hints.
 
     The tiles are those that ``fmha`` tries first for few queries: not measured for packed sequences themselves.
     """
     hints = {}
-    two_loops = False
+    two_loops, fixed = False, device_index < 0
     if device_index < 0:
         tile_m, tile_n = 32, 16
     elif fp32:
@@ -128,14 +135,14 @@ def choose_tiles(group: int, tile_d: int, fp32: bool, device_index: int) -> tupl
     elif torch.cuda.get_device_capability(device_index)[0] in (9, 10):
         tile_m, tile_n = 64, 64
         if tile_d <= 64:
-            hints = {"occupancy": 4}
+            fixed, hints = torch.cuda.get_device_capability(device_index)[0] == 9, {"occupancy": 4}
         elif tile_d <= 128:
             tile_n, two_loops, hints = 128, True, {"occupancy": 2}
     else:
         tile_m, tile_n = 64, 64 if tile_d <= 128 else 32
         hints = {"occupancy": 2} if tile_d <= 128 else {}
     tile_m = max(tile_m, next_power_of_2(group))
-    return tile_m // group, tile_m, tile_n, two_loops, hints
+    return tile_m // group, tile_m, tile_n, two_loops, fixed, hints
 
 
 def _fake(q, k, v, *_):
@@ -164,7 +171,7 @@ def varlen_forward(
         return out.zero_()
     k, v = (with_unit_stride(x.transpose(0, 1)[None]) for x in (k, v))
     dtype, group, tile_d, tile_dv = q.dtype, heads // kv_heads, tile_of(head_dim), tile_of(v_dim)
-    tile_q, tile_m, tile_n, two_loops, hints = choose_tiles(
+    tile_q, tile_m, tile_n, two_loops, fixed, hints = choose_tiles(
         group, max(tile_d, tile_dv), dtype == torch.float32, q.get_device()
     )
     # However the sequences are cut, they have no more tiles than this.
@@ -179,7 +186,8 @@ def varlen_forward(
     # Where all sequences have as many queries as the longest one there are no single tokens.
     mixed = sequences > 1 and queries != sequences * (max_seqlen_q or 0)
     mixed = mixed and wants_splits(visible, keys, kv_heads, q.get_device())
-    how = (needs_exact(dtype, NO_MASK), two_loops, uses_tf32(dtype), mixed)
+    fixed = fixed and may_keep_first_maximum(dtype, longest, NO_MASK, window_size is not None, q.get_device())
+    how = (needs_exact(dtype, NO_MASK), two_loops, uses_tf32(dtype), fixed, mixed)
     launch(out, (tiles * kv_heads,), hinted(varlen_kernel, **hints), (*arrays, *scalars, *constants, *how))
     if mixed:
         options = (longest, scaling, window_size, soft_cap, sinks)
