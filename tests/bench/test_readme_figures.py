@@ -22,6 +22,7 @@ ROWS = {
     "`fmha` backward": [f"fmha, backward: B4 H32/8 T4096 D128 {kind}" for kind in ("causal", "full")],
     "D256, causal": [f"fmha, {passes}: B4 H32/8 T4096 D256 causal" for passes in ("forward", "backward")],
     "Phi-3-mini's, D96": [f"fmha, {passes}: Phi-3-mini, 4096 tokens" for passes in ("forward", "backward")],
+    "gpt-oss-20b's, D64": [f"fmha, {passes}: gpt-oss-20b, 8192 tokens" for passes in ("forward", "backward")],
     "`mla` B4 H16 T4096": ["mla, forward: B4 H16 T4096 causal"],
     "`mla` backward": ["mla, backward: B4 H16 T4096 causal"],
     "`fmha_decode` B8 H32/8 T8192": ["fmha_decode, forward: B8 H32/8 T8192 D128"],

@@ -28,6 +28,7 @@ from tilegym.bench.spec import BACKWARD
 from tilegym.bench.spec import BOTH
 from tilegym.bench.spec import FORWARD
 from tilegym.bench.spec import IN_PLACE
+from tilegym.bench.spec import MODES
 from tilegym.bench.spec import OURS
 from tilegym.bench.spec import BenchmarkError
 
@@ -207,7 +208,9 @@ def page(merged: Merged, models: dict[str, str], note: str = "", trainings: dict
         parts.append(f"{HOST}\n{_host_table(merged)}")
     if merged.cases:
         parts.append("## Ops\n")
-        for op, mode in dict.fromkeys((op, mode) for op, mode, _ in merged.cases):
+        measured = dict.fromkeys((op, mode) for op, mode, _ in merged.cases)
+        ops = dict.fromkeys(op for op, _ in measured)
+        for op, mode in ((op, mode) for op in ops for mode in MODES if (op, mode) in measured):
             rows = {shape: found for (o, m, shape), found in merged.cases.items() if (o, m) == (op, mode)}
             parts.append(f"### {op}, {mode}\n\n{_op_table(rows, merged, mode)}")
     if models:
