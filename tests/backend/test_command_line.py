@@ -152,3 +152,10 @@ def test_ctrl_c_while_a_command_is_imported_is_a_word(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_ctrl_c_while_pytorch_is_imported_is_a_word(tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    program = "import sys; sys.path.insert(0, sys.argv.pop(1)); import tilegym_command; tilegym_command.main()"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path), "doctor"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
