@@ -20,7 +20,7 @@ Handler = Callable[["Importer", Node], Value]
 HANDLERS: dict[str, Handler] = {}
 # These give their first argument's elements, maybe in another shape or dtype.
 SAME = frozenset(
-    "_to_copy alias clone contiguous detach detach_ dropout expand expand_as float flatten lift_fresh_copy reshape "
+    "_to_copy alias clone contiguous detach detach_ expand expand_as float flatten lift_fresh_copy reshape "
     "squeeze to type_as unflatten unsqueeze view view_as".split()
 )
 UNARY = {name: name for name in "exp log sqrt rsqrt sin cos tanh abs sign relu sigmoid silu neg expm1".split()}
@@ -32,11 +32,8 @@ BINARY = {
     "le": "less_equal",
     "eq": "equal",
     "ne": "not_equal",
-    "logical_and": "and",
-    "bitwise_and": "and",
-    "logical_or": "or",
-    "bitwise_or": "or",
 }
+LOGICAL = {"logical_and": "and", "bitwise_and": "and", "logical_or": "or", "bitwise_or": "or"}
 
 
 def handler(*names: str) -> Callable[[Handler], Handler]:
@@ -65,7 +62,28 @@ def _simple(op: str, count: int) -> Handler:
 
 HANDLERS.update({name: _simple(op, 1) for name, op in UNARY.items()})
 HANDLERS.update({name: _simple(op, 2) for name, op in BINARY.items()})
-HANDLERS.update({name: _simple("not", 1) for name in ("logical_not", "bitwise_not")})
+
+
+def _logical(op: str, count: int) -> Handler:
+    def handle(imp: "Importer", node: Node) -> Value:
+        values = [imp.argument(a) for a in node.args[:count]]
+        if any(value.dtype != imp.truth for value in values):
+            raise Unsupported(f"{node.target} of numbers")
+        return imp.builder.make(op, *values, dtype=imp.truth)
+
+    return handle
+
+
+HANDLERS.update({name: _logical(op, 2) for name, op in LOGICAL.items()})
+HANDLERS.update({name: _logical("not", 1) for name in ("logical_not", "bitwise_not")})
+
+
+@handler("dropout")
+def _dropout(imp: "Importer", node: Node) -> Value:
+    p, train = arguments(node, "p", "train")
+    if train and p:
+        raise Unsupported("random numbers")
+    return imp.argument(node.args[0])
 
 
 @handler("div", "div_")

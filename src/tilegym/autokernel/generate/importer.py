@@ -265,7 +265,7 @@ class Importer:
             self._cut(node, name)
             return
         if name in SAME:
-            self.values[node] = self._rounded(node, self._viewed(node))
+            self.values[node] = self._rounded(node, self._cast(node, self._viewed(node)))
         elif name in HANDLERS:
             self.values[node] = self._rounded(node, HANDLERS[name](self, node))
         else:
@@ -284,6 +284,17 @@ class Importer:
             # Being repeated (expand) needs nothing done; anything else would move elements.
             if (value.rows and not rows) or (value.cols and not cols):
                 raise Unsupported(f"{node.target} to {list(sizes(node))} mixes rows and columns")
+        return value
+
+    def _cast(self, node: Node, value: Value) -> Value:
+        """``value`` as the type of ``node`` has it, but for rounding."""
+        dtype = node.meta["val"].dtype
+        if dtype == torch.bool and value.dtype != torch.bool:
+            zero = self.builder.constant(0.0, value.dtype if value.is_integer else None)
+            return self.builder.make("not_equal", value, zero, dtype=torch.bool)
+        whole = value.is_integer or (value.op == "constant" and float(value.number).is_integer())
+        if dtype in INTEGERS and not whole:
+            raise Unsupported(f"numbers cut off to {dtype}")
         return value
 
     def _rounded(self, node: Node, value: Value) -> Value:
