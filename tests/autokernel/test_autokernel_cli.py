@@ -264,6 +264,10 @@ def test_a_model_that_is_not_there_leaves_the_name_free(repository, tmp_path, mo
     options = ["--run", "one", "--repository", repository, "--out", repository / "out", "--device", "cpu"]
     for model in ("no_such.py::model", "neither.py::model"):
         assert "no Python file" in str(call(model, *options).exception)
+    file = tmp_path / "models.py"
+    file.write_text("def wants(a):\n    return a\n")
+    assert "it is called without arguments" in str(call(f"{file}::wants", *options).exception)
+    assert f"takes {file}::FUNCTION" in str(call(file, *options).exception)
     repo = Repository(repository, "one", tmp_path / "worktrees")
     repo.check_clean()  # nor does its folder make the tree dirty for the next run
     with pytest.raises(AutokernelError):

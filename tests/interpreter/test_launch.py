@@ -80,6 +80,7 @@ def test_arguments_that_are_refused():
     with pytest.raises(ValueError, match="CPU tensors, got one on meta"):
         launch((1,), double, (x, x.to("meta"), 8))
     frozen = np.ones(8, dtype=np.float32)
+    launch((1,), double, (np.ones(8, dtype=np.float32), frozen, 8))  # one that may be written to, of the same kind
     frozen.flags.writeable = False
     for arrays in ((x, frozen), (frozen, x)):
         with pytest.raises(ValueError, match="has to be writable: pass a copy"):

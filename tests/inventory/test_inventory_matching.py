@@ -263,6 +263,8 @@ def test_a_reference_that_fails_is_an_error():
     broken = required({"a": X["a"]}, Y, "y = a @ a @ torch.ones(3, 3)")
     with pytest.raises(InventoryError, match="the reference of 'needed' fails"):
         match(broken)
+    with pytest.raises(InventoryError, match="reference is no Python: '\\(' was never closed"):
+        match(broken.model_copy(update={"reference": "def run(a, b:\n"}))
 
 
 def test_an_adapter_takes_the_inputs_by_position_or_by_name():

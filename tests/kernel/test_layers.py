@@ -213,6 +213,9 @@ def test_unkernelize(scale_kernel):
     with pytest.raises(KernelError, match="this Sequential is not kernelized: there is no report"):
         report(model)
     unkernelize_model(model)
+    for function in (report, unkernelize_model):
+        with pytest.raises(KernelError, match="a torch.nn.Module, or None for the functions: this is str"):
+            function("model")
 
 
 def test_kernelizing_again_replaces_what_was_there():

@@ -8,6 +8,7 @@ from tiny_models import observed
 from tiny_models import ops_of
 from tiny_models import tokens
 
+from tilegym.errors import PatchError
 from tilegym.transformers import monkey_patch
 
 PATCHES = {
@@ -32,3 +33,8 @@ def test_reverting_one_family_leaves_the_models_of_others(reverted):
         for family, model in models.items():
             assert not ops_called(model) if family == reverted else ops_called(model) >= ops_of(family), family
     assert not any(ops_called(model) for model in models.values())
+
+
+def test_reverting_what_is_no_model():
+    with pytest.raises(PatchError, match="patched into a torch.nn.Module, this is str"):
+        monkey_patch.revert("llama")

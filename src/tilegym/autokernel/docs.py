@@ -116,7 +116,12 @@ def write(page: Path, folders: list[Path], generated: Path | None) -> None:
         raise AutokernelError(f"{page} has no place for what was measured: it has to hold {BEGIN} and {END}")
     lines = [line for folder in folders for line in run_section(folder)]
     if generated is not None:
-        lines += generated_section(json.loads(generated.read_text(encoding="utf-8")))
+        try:
+            rows = json.loads(generated.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reason = f"it has to be the JSON that tests/benchmark/bench_generated.py wrote: {error}"
+            raise AutokernelError(f"--generated {generated}: {reason}") from error
+        lines += generated_section(rows)
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     page.write_text("\n".join([before + BEGIN, "", *lines, END]) + after, encoding="utf-8")
 

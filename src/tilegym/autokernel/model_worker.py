@@ -106,11 +106,18 @@ def _from_file(name: str, seed: int) -> Any:
     import sys
 
     sys.modules[file.stem] = module  # where inspect looks for the source of its classes
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ModelError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, function, None)):
         raise ModelError(f"{path} has no function {function!r}")
     torch.manual_seed(seed)
-    model = getattr(module, function)()
+    try:
+        model = getattr(module, function)()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{name} failed: {reason}; it is called without arguments, and returns a model") from error
     if not (isinstance(model, torch.nn.Module) and hasattr(model, "config") and hasattr(model, "generate")):
         raise ModelError(f"{name} returned a {type(model).__name__}: return a causal language model of transformers")
     refuse_encoder(model.config, name)

@@ -29,7 +29,9 @@ class Repository:
             self.root = Path(_git(root, "rev-parse", "--show-toplevel"))
             self.base = _git(self.root, "rev-parse", "HEAD")
         except (OSError, AutokernelError) as error:
-            raise AutokernelError(f"{root} is in no git repository with a commit: {error}") from error
+            reason = str(error).splitlines()[0]
+            remedy = "run `git init` and commit there, or name a repository with --repository"
+            raise AutokernelError(f"{root} is in no git repository with a commit: {remedy} ({reason})") from error
 
     def check_clean(self) -> None:
         """Raises AutokernelError unless everything in the user's tree is committed or ignored, or the run's own."""

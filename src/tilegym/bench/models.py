@@ -68,6 +68,8 @@ def load_config(model_id: str, random_weights: bool, trust_remote_code: bool = F
             raise ModelError(f"{model_id} is a preset without weights: add --random_weights to run its shape")
         source = PRESET_DIR / f"{model_id}.json"
     elif os.path.isfile(path):  # which is False for names that are too long, where path.is_file() is an error
+        if path.suffix == ".py":
+            raise ModelError(f"{model_id} is a Python file: `tilegym autokernel` takes {model_id}::FUNCTION")
         if not random_weights:
             raise ModelError(f"{model_id} is a file: give its folder, or add --random_weights to run a config file")
         source = path

@@ -81,7 +81,7 @@ def _argument_key(arg):
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.shape, arg.stride(), arg.data_ptr() % 16
     if isinstance(arg, np.ndarray):
-        return arg.dtype.str, arg.shape, arg.strides, arg.ctypes.data % 16
+        return arg.dtype.str, arg.shape, arg.strides, arg.ctypes.data % 16, arg.flags.writeable
     if isinstance(arg, (tuple, list)):
         return type(arg), tuple(map(_argument_key, arg))
     return type(arg), repr(arg) if isinstance(arg, float) else arg

@@ -90,9 +90,17 @@ def load(reference: str, name: str = "reference") -> Callable:
 
 @functools.lru_cache(maxsize=256)
 def numbers(reference: str) -> list[bool | int | float]:
-    """The numbers written in ``reference``, each once, negated where a minus stands before them."""
+    """The numbers written in ``reference``, each once, negated where a minus stands before them.
+
+    Raises:
+        InventoryError: it is no Python.
+    """
     found: dict[tuple[type, float], bool | int | float] = {}
-    for node in ast.walk(ast.parse(reference)):
+    try:
+        tree = ast.parse(reference)
+    except (SyntaxError, ValueError) as error:
+        raise InventoryError(f"a Definition's reference is no Python: {error}") from error
+    for node in ast.walk(tree):
         value = node.value if isinstance(node, ast.Constant) else None
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
             value = node.operand.value

@@ -142,12 +142,20 @@ def report(model: nn.Module | None = None) -> Report:
     return found
 
 
+def _check_is_model(model: object) -> None:
+    if model is not None and not isinstance(model, nn.Module):
+        found = type(model).__name__
+        raise KernelError(f"kernels are in a torch.nn.Module, or None for the functions: this is {found}")
+
+
 def _report_of(model: nn.Module | None) -> Report | None:
+    _check_is_model(model)
     return _process_report if model is None else vars(model).get(_REPORT)
 
 
 def _undo(model: nn.Module | None) -> None:
     global _process_report
+    _check_is_model(model)
     if model is None:
         _process_report = None
         function_patches.release(function_patches.PROCESS)

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tilegym.errors import PatchError
 from tilegym.transformers.patching import PatchSet
 
 
 def model_in(model: nn.Module) -> nn.Module:
-    """The model of transformers in a model of peft's; any other model itself."""
+    """The model of transformers in a model of peft's; any other model itself.
+
+    Raises:
+        PatchError: it is no ``torch.nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        raise PatchError(f"kernels are patched into a torch.nn.Module, this is {type(model).__name__}")
     return model.get_base_model() if hasattr(type(model), "get_base_model") else model
 
 

@@ -289,7 +289,8 @@ class PatchSet:
         """Raises PatchError, with what was skipped and why, if nothing is patched by this set or was already."""
         if not self.patched and not any(entry.why == ALREADY_PATCHED for entry in self.skipped):
             reasons = "; ".join(dict.fromkeys(f"{e.compute} at {e.module}: {e.why}" for e in self.skipped))
-            raise PatchError(f"nothing was patched in {what}: {reasons or 'no compute was asked for'}")
+            reasons = reasons or "no module matched, or no compute was asked for"
+            raise PatchError(f"nothing was patched in {what}: {reasons}")
 
     def __enter__(self) -> "PatchSet":
         if self._reverted:
