@@ -34,8 +34,13 @@ def dropout_of_nothing(x):
     return F.dropout(x, 0.0, training=True) * 2
 
 
+def both_comparisons(x):
+    return torch.where((x > -0.4) & (x < 0.7) | (x > 1.5), x, -x)
+
+
 @pytest.mark.parametrize(
-    "region", [mask, truth_as_numbers, truth_of_numbers, dropout_that_does_nothing, dropout_of_nothing]
+    "region",
+    [mask, both_comparisons, truth_as_numbers, truth_of_numbers, dropout_that_does_nothing, dropout_of_nothing],
 )
 def test_casts(region):
     x = randn(4, 64).clamp(min=-0.5)

@@ -164,6 +164,11 @@ def test_bad_input_is_one_clear_error(run, arguments, message):
     assert isinstance(error, TileGymError) and message in str(error)
 
 
+def test_a_backend_of_the_environment_that_is_none_is_refused_where_it_would_not_be_taken(run, monkeypatch):
+    monkeypatch.setenv("TILEGYM_BACKEND", "no_backend")
+    assert "no backend is called 'no_backend'; there are" in str(run("--list").exception)
+
+
 def test_sizes_that_there_are_not_are_an_error_that_names_those_there_are():
     benchmarks = bench_cli._chosen(["rms_norm"], spec.default_folder(), [])
     with pytest.raises(spec.BenchmarkError, match=r"there are --mode forward, backward, both; --tokens 7, 64$"):

@@ -18,9 +18,10 @@ from torch.nn.attention import sdpa_kernel
 
 from tilegym.ops.cutile.attention_common import KEY_MASK
 from tilegym.ops.cutile.mla import mla_kernel
-from tilegym.ops.cutile.mla_decoding import merge_kernel
-from tilegym.ops.cutile.mla_decoding import mla_decoding_kernel
+from tilegym.ops.cutile.mla_decoding_kernels import merge_kernel
+from tilegym.ops.cutile.mla_decoding_kernels import mla_decoding_kernel
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
+from tilegym.ops.cutile.tiling import next_power_of_2
 
 D, R = 128, 64
 LATENT = 512
@@ -131,7 +132,7 @@ def decode_group(batch, heads, keys):
     return name
 
 
-def decode(group, batch, heads, tiles, splits, h, keys_left, kv_len=False, merge=(16, 128)):
+def decode(group, batch, heads, tiles, parts, splits, h, keys_left, kv_len=False, merge=(16, 512)):
     tile_h, tile_n = tiles
 
     def launches(t):
@@ -139,40 +140,42 @@ def decode(group, batch, heads, tiles, splits, h, keys_left, kv_len=False, merge
         width = LATENT + STATE_COLUMNS
         partial = t["o"] if final else t["partial"][: batch * heads * splits * width].view(batch, heads, splits, width)
         arrays = (t["q"], t["qpe"], t["kv"], t["kpe"], partial, t["lse"] if final else 0, 0)
-        sizes = (t["kv_len"] if kv_len else 0, SCALE, tile_h, tile_n, LATENT, R, keys_left)
+        sizes = (t["kv_len"] if kv_len else 0, SCALE, tile_h, tile_n, LATENT // parts, parts, R, keys_left)
         grid = (batch * -(-heads // tile_h), splits)
         first = (grid, mla_decoding_kernel, (*arrays, *sizes, 0, 1, kv_len, False, final, False))
         if final:
             return [first]
-        merging = (batch * heads, LATENT // merge[1])
-        return [first, (merging, merge_kernel, (partial, t["o"], t["lse"], SCALE, *merge, False))]
+        at_once, columns = min(next_power_of_2(splits), merge[0]), merge[1]
+        options = (at_once, columns, splits > at_once, True, False)
+        merging = (batch * heads, LATENT // columns)
+        return [first, (merging, merge_kernel, (partial, t["o"], t["lse"], SCALE, *options))]
 
     layout = "keys left" if keys_left else "heads left"
     merged = "" if splits == 1 else f" merge{merge[0]}x{merge[1]}"
-    label = f"{tile_h}x{tile_n} {layout} splits{splits}{merged}{' kv_len' * kv_len}"
+    label = f"{tile_h}x{tile_n} parts{parts} {layout} splits{splits}{merged}{' kv_len' * kv_len}"
     VARIANTS.append(Variant(group, label, h, launches))
 
 
-KEY_TILES = ((64, hints()), (64, hints(8)), (128, hints()), (128, hints(8)), (32, hints()), (32, hints(None, 2)))
-FEW_HEADS = ((1, 8192, (16, 32, 64, 128)), (16, 8192, (4, 8, 16)), (64, 8192, (2, 4)), (128, 4096, (1, 2, 3)))
+FEW_HEADS = ((1, 512, (4, 8)), (1, 8192, (32, 64)), (16, 8192, (4, 8)), (64, 8192, (1, 2)))
 for batch, keys, chosen in FEW_HEADS:
     g = decode_group(batch, 16, keys)
     for splits in chosen:
-        for tile_n, h in KEY_TILES:
-            decode(g, batch, 16, (16, tile_n), splits, h, True)
-    for h in (hints(), hints(8)):
-        decode(g, batch, 16, (16, 64), chosen[1], h, False)
-    decode(g, batch, 16, (16, 64), chosen[1], hints(), True, kv_len=True)
-    for merge in ((32, 128), (8, 512), (16, 64), (64, 64)):
-        decode(g, batch, 16, (16, 64), chosen[1], hints(), True, merge=merge)
-for batch, keys, chosen in ((1, 8192, (16, 32, 66)), (16, 8192, (2, 4, 8)), (64, 8192, (1, 2)), (132, 4096, (1, 2))):
+        for tile_n, h in ((64, hints()), (64, hints(8)), (128, hints()), (128, hints(8))):
+            for parts in (1, 2, 4):
+                decode(g, batch, 16, (16, tile_n), parts, splits, h, True)
+    decode(g, batch, 16, (16, 128), 4, chosen[1], hints(8), True, kv_len=True)
+    for merge in ((8, 512), (16, 256), (16, 128)):
+        decode(g, batch, 16, (16, 128), 4, chosen[1], hints(8), True, merge=merge)
+MANY_HEADS = ((1, 8192, (32, 64)), (16, 512, (1, 2, 4)), (16, 8192, (2, 4)), (64, 8192, (1, 2)))
+for batch, keys, chosen in MANY_HEADS:
     g = decode_group(batch, 128, keys)
     for splits in chosen:
-        for tile_n in (32, 64):
-            decode(g, batch, 128, (64, tile_n), splits, hints(8), False)
-        decode(g, batch, 128, (64, 64), splits, hints(8), True)
-        decode(g, batch, 128, (32, 64), splits, hints(8), True)
-    decode(g, batch, 128, (64, 64), chosen[1], hints(8), False, kv_len=True)
+        for parts in (1, 2, 4, 8):
+            decode(g, batch, 128, (64, 64), parts, splits, hints(8), False)
+            decode(g, batch, 128, (64, 64), parts, splits, hints(8), True)
+            decode(g, batch, 128, (32, 128), parts, splits, hints(8), True)
+        decode(g, batch, 128, (16, 128), 4, splits, hints(8), True)
+    decode(g, batch, 128, (64, 64), 4, chosen[1], hints(8), False, kv_len=True)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from tilegym.ops import fmha_decode
 from tilegym.ops import mla_decoding
 from tilegym.ops import mla_decoding_split_kv
 from tilegym.ops.cutile import mla_decoding as implementation
-from tilegym.ops.cutile.mla_decoding import choose_splits
-from tilegym.ops.cutile.mla_decoding import choose_tiles
 from tilegym.ops.cutile.mla_decoding import mla_decoding_forward
-from tilegym.ops.cutile.mla_decoding import mla_decoding_kernel
+from tilegym.ops.cutile.mla_decoding import plan
+from tilegym.ops.cutile.mla_decoding_kernels import merge_kernel
+from tilegym.ops.cutile.mla_decoding_kernels import mla_decoding_kernel
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.pytorch.mla_decoding import mla_decoding as reference
 from tilegym.ops.pytorch.mla_decoding import mla_decoding_split_kv as split_reference
@@ -122,7 +122,7 @@ class Test_MLA_Decoding(PyTestCase):
         with recorded_launches(run=True) as launches:
             self.assertCorrectness(mla_decoding, reference, kwargs, {"backend": "cutile", "transpose": transpose})
         if not HAS_GPU:
-            assert launches[0][1][13] is transpose
+            assert launches[0][1][14] is transpose
 
     @backends("mla_decoding")
     def test_is_the_definition(self, backend):
@@ -288,16 +288,19 @@ class Test_MLA_Decoding(PyTestCase):
         q, qpe = torch.empty(2, heads, 512, dtype=torch.bfloat16), torch.empty(2, heads, 64, dtype=torch.bfloat16)
         kv, kpe = torch.empty(2, 4096, 512, dtype=torch.bfloat16), torch.empty(2, 4096, 64, dtype=torch.bfloat16)
         partial, kv_len = torch.empty(2, heads, 8, 512 + STATE_COLUMNS), torch.empty(2, dtype=torch.int32)
-        tiles = choose_tiles(2, heads, 512, 64, 2, None, 0)
-        kernel = mla_decoding_kernel.replace_hints(num_worker_warps=8) if heads == 128 else mla_decoding_kernel
-        args = (q, qpe, kv, kpe, partial, 0, 0, kv_len, 0.1, *tiles, 0, 1, True, False, False, arch == "sm_90")
-        assert_compiles(kernel, args, (arch,))
+        for shape in implementation.shapes_for(heads, 2, 0):
+            kernel = (
+                mla_decoding_kernel.replace_hints(num_worker_warps=shape.warps) if shape.warps else mla_decoding_kernel
+            )
+            tiles = (shape.heads, shape.keys, shape.part, 512 // shape.part, 64, shape.keys_left)
+            args = (q, qpe, kv, kpe, partial, 0, 0, kv_len, 0.1, *tiles, 0, 1, True, False, False, arch == "sm_90")
+            assert_compiles(kernel, args, (arch,))
 
     @pytest.mark.parametrize("name", ["all masked", "additive mask"])
     def test_everything_compiles(self, name, monkeypatch):
         monkeypatch.setattr(implementation, "fits_wide", lambda index: True)
-        monkeypatch.setattr(implementation, "choose_tiles", lambda *a: choose_tiles(*a[:-1], 0))  # those of a GPU
-        monkeypatch.setattr(implementation, "plan", implementation.plan.__wrapped__)
+        monkeypatch.setattr(implementation, "sm_count", lambda index: 132)
+        monkeypatch.setattr(implementation, "plan", lambda *a: plan.__wrapped__(*a[:-1], 0))  # that of a GPU
         kwargs = {k: v.cpu().half() if isinstance(v, torch.Tensor) else v for k, v in tensors(*SHAPES[0]).items()}
         with recorded_launches() as launches:
             mla_decoding_split_kv(
@@ -305,7 +308,13 @@ class Test_MLA_Decoding(PyTestCase):
             )
         assert [kernel._pyfunc.__name__ for kernel, _ in launches] == ["mla_decoding_kernel", "merge_kernel"]
         for kernel, args in launches:
-            assert_compiles(kernel, args, ARCHITECTURES if kernel is implementation.merge_kernel else ("sm_90",))
+            assert_compiles(kernel, args, ARCHITECTURES if kernel is merge_kernel else ("sm_90",))
+
+    @pytest.mark.parametrize("dim, splits", [(512, 4), (512, 40), (400, 40)])
+    def test_merges_compile(self, dim, splits):
+        partial, out = torch.empty(2, 128, splits, dim + STATE_COLUMNS), torch.empty(2, 128, dim, dtype=torch.bfloat16)
+        options = (min(splits, 16), 512, splits > 16, dim == 512, True)
+        assert_compiles(merge_kernel, (partial, out, torch.empty(2, 128), 0.1, *options), ("sm_90",))
 
     @gpu
     def test_more_than_2_to_the_31_elements(self):
@@ -337,34 +346,74 @@ class Test_Plan:
     @pytest.fixture(autouse=True)
     def hopper(self, monkeypatch):
         monkeypatch.setattr(implementation, "sm_count", lambda index: 132)
-        choose_splits.cache_clear()
+        monkeypatch.setattr(implementation, "fits_wide", lambda index: True)
+        plan.cache_clear()
         yield
-        choose_splits.cache_clear()
+        plan.cache_clear()
 
-    @pytest.mark.parametrize("blocks", [1, 2, 8])
-    def test_few_blocks_are_split_until_the_gpu_is_full(self, blocks):
-        assert 100 <= blocks * choose_splits(blocks, 512, 0) <= 132
+    @staticmethod
+    def planned(batch, heads, keys):
+        (blocks, splits), (tile_h, tile_n, *_), _ = plan(batch, heads, keys, 512, 64, 2, None, None, 0)
+        assert blocks == batch * -(-heads // tile_h)
+        return tile_h, tile_n, blocks, splits
 
-    def test_full_waves(self):
+    # What was the fastest of all on an H200, or at most 6 % slower.
+    @pytest.mark.parametrize(
+        "batch, heads, keys, tile_h, tile_n, splits",
+        [
+            (1, 128, 512, 16, 64, 8),
+            (1, 128, 2048, 16, 128, 16),
+            (1, 128, 8192, 32, 128, 32),
+            (1, 128, 32768, 32, 128, 32),
+            (4, 128, 2048, 32, 128, 8),
+            (16, 128, 512, 16, 128, 1),
+            (16, 128, 8192, 64, 64, 4),
+            (64, 128, 512, 64, 64, 1),
+            (64, 128, 8192, 64, 64, 1),
+            (1, 16, 512, 16, 64, 8),
+            (1, 16, 8192, 16, 128, 64),
+            (16, 16, 8192, 16, 128, 8),
+            (64, 16, 8192, 16, 128, 2),
+            (16, 64, 8192, 64, 64, 8),
+            (64, 64, 2048, 64, 64, 2),
+        ],
+    )
+    def test_measured(self, batch, heads, keys, tile_h, tile_n, splits):
+        assert self.planned(batch, heads, keys)[::3] == (tile_h, splits)
+        assert self.planned(batch, heads, keys)[1] == tile_n
+
+    def test_waves_are_full(self):
         """What 96 or 200 blocks take alone is less than two waves."""
-        for blocks in (96, 200):
-            splits = choose_splits(blocks, 128, 0)
+        for batch in (48, 100):
+            _, _, blocks, splits = self.planned(batch, 128, 8192)
             waves = blocks * splits / 132
             assert splits > 1 and waves / math.ceil(waves) > 0.85
 
-    def test_no_more_than_pay(self):
-        assert choose_splits(1, 1, 0) == 1
-        assert choose_splits(132, 128, 0) == 1
-        assert choose_splits(10**6, 128, 0) == 1
-        assert choose_splits(0, 128, 0) >= 1
-        assert choose_splits(1, 10**6, 0) <= 256
+    def test_no_more_splits_than_pay(self):
+        assert self.planned(1, 16, 1)[3] == 1
+        assert self.planned(132, 16, 8192)[3] == 1
+        assert self.planned(10**6, 128, 8192)[3] == 1
+        assert self.planned(0, 128, 8192)[3] >= 1
+        assert 100 <= self.planned(1, 16, 10**6)[3] <= 256
 
-    def test_tiles(self, monkeypatch):
-        monkeypatch.setattr(implementation, "fits_wide", lambda index: True)
-        assert choose_tiles(8, 16, 512, 64, 2, None, 0) == (16, 128, 512, 64, True)
-        assert choose_tiles(8, 128, 512, 64, 2, None, 0) == (64, 64, 512, 64, False)
-        assert choose_tiles(1, 128, 512, 64, 2, None, 0) == (32, 64, 512, 64, True)
+    def test_splits_that_are_asked_for(self):
+        assert plan(1, 128, 1000, 512, 64, 2, None, 100, 0)[0][1] == 10
+        assert plan(1, 128, 10**6, 512, 64, 2, None, 1, 0)[0][1] == 256
+
+    def test_tiles(self):
         for heads in (1, 16, 20, 64, 128):
-            tile_h, tile_n, tile_d, tile_r, keys_left = choose_tiles(2, heads, 512, 64, 2, None, 0)
-            assert 16 <= tile_h <= 64 and (tile_d, tile_r) == (512, 64)
-            assert (tile_n if keys_left else tile_h) >= 64
+            for transpose in (None, True, False):
+                _, tiles, _ = plan(2, heads, 4096, 512, 64, 2, transpose, None, 0)
+                tile_h, tile_n, part, parts, tile_r, keys_left = tiles
+                assert 16 <= tile_h <= 64 and part * parts == 512 and tile_r == 64
+                if transpose is None:
+                    assert (tile_n if keys_left else tile_h) >= 64
+                else:
+                    assert keys_left == transpose
+        assert plan(2, 16, 4096, 300, 64, 2, None, None, 0)[1][2:4] == (128, 3)
+        assert plan(2, 128, 4096, 130, 24, 2, None, None, 0)[1][2:5] == (128, 2, 32)
+
+    def test_where_shared_memory_is_small(self, monkeypatch):
+        monkeypatch.setattr(implementation, "fits_wide", lambda index: False)
+        for heads in (16, 32, 128):
+            assert self.planned(4, heads, 4096)[1] == 64

@@ -33,7 +33,9 @@ BINARY = {
     "eq": "equal",
     "ne": "not_equal",
 }
-LOGICAL = {"logical_and": "and", "bitwise_and": "and", "logical_or": "or", "bitwise_or": "or"}
+LOGICAL = {
+    f"{name}{op}{tail}": op for op in ("and", "or") for name, tail in (("logical_", ""), ("bitwise_", ""), ("__", "__"))
+}
 
 
 def handler(*names: str) -> Callable[[Handler], Handler]:

@@ -78,32 +78,48 @@ def merge_states(partial, batch, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, DV
     return acc
 
 
-def merge_in_order(partial, batch, heads, splits, unit, TILE_S: Int, TILE_D: Int, DV: Int):
-    """In a kernel: as :func:`merge_states` for ``heads``, [TILE_H, 1], and up to TILE_S splits.
+def add_in_order(
+    partial, where, first, splits, state, unit, TILE_S: Int, TILE_D: Int, EMPTY: Bool, WHOLE: Bool
+):  # fmt: skip
+    """In a kernel: adds up to TILE_S splits from ``first`` on to ``state``: the largest scores, [TILE_H, 1], the sums
+    relative to them, and the weighted sums, [TILE_H, TILE_D]; EMPTY: there is no state yet.
 
-    They are added up in their order, so that the result has the same bits for every TILE_H. All loads come before the
-    first use, in no loop, and without a mask: splits that are none are read as the last one, and weigh nothing.
+    ``where`` is a batch entry, heads, [TILE_H, 1], columns, [1, TILE_D], and DV; WHOLE: no column is behind DV. The
+    splits are added up in their order, so that the result has the same bits for every TILE_H. All loads come before the
+    first use, and those of what is known to lie in the array without a mask: splits that are none are read as the last
+    one, and weigh nothing.
     """
-    columns = ct.arange(TILE_D, dtype=ct.int32)[None, :]
+    batch, heads, columns, width = where
     tops, totals, parts = (), (), ()
     for i in ct.static_iter(range(TILE_S)):
-        split = min(i, splits - 1)
-        tops = (*tops, ct.gather(partial, (batch, heads, split, DV), check_bounds=False))
-        totals = (*totals, ct.gather(partial, (batch, heads, split, DV + 1), check_bounds=False))
-        if TILE_D == DV:
+        split = min(first + i, splits - 1)
+        tops = (*tops, ct.gather(partial, (batch, heads, split, width), check_bounds=False))
+        totals = (*totals, ct.gather(partial, (batch, heads, split, width + 1), check_bounds=False))
+        if WHOLE:
             parts = (*parts, ct.gather(partial, (batch, heads, split, columns), check_bounds=False))
         else:
-            parts = (*parts, ct.gather(partial, (batch, heads, split, columns), mask=columns < DV))
-    base = tops[0]
+            parts = (*parts, ct.gather(partial, (batch, heads, split, columns), mask=columns < width))
+    top = tops[0] if EMPTY else ct.maximum(state[0], tops[0])
     for i in ct.static_iter(range(1, TILE_S)):
-        base = ct.maximum(base, tops[i])
-    base = ct.where(base == -math.inf, 0.0, base)
-    total = ct.zeros(base.shape, dtype=ct.float32)
-    acc = ct.zeros((base.shape[0], TILE_D), dtype=ct.float32)
+        top = ct.maximum(top, tops[i])
+    base = ct.where(top == -math.inf, 0.0, top)
+    if EMPTY:
+        total = ct.zeros(top.shape, dtype=ct.float32)
+        acc = ct.zeros((top.shape[0], TILE_D), dtype=ct.float32)
+    else:
+        shrink = ct.exp((state[0] - base) * unit)
+        total, acc = state[1] * shrink, state[2] * shrink
     for i in ct.static_iter(range(TILE_S)):
-        weight = ct.where(i < splits, ct.exp((tops[i] - base) * unit), 0.0)
+        weight = ct.where(first + i < splits, ct.exp((tops[i] - base) * unit), 0.0)
         total = total + weight * totals[i]
         acc = acc + weight * parts[i]
+    return top, total, acc
+
+
+def merge_in_order(partial, batch, heads, splits, unit, TILE_S: Int, TILE_D: Int, DV: Int):
+    """In a kernel: as :func:`merge_states` for ``heads``, [TILE_H, 1], and up to TILE_S splits: see add_in_order."""
+    where = (batch, heads, ct.arange(TILE_D, dtype=ct.int32)[None, :], DV)
+    _, total, acc = add_in_order(partial, where, 0, splits, (0, 0, 0), unit, TILE_S, TILE_D, True, TILE_D == DV)
     return acc * (1.0 / ct.where(total == 0.0, 1.0, total))
 
 
