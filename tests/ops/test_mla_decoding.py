@@ -168,6 +168,10 @@ class Test_MLA_Decoding(PyTestCase):
         kwargs = tensors(*SHAPES[0], dtype=dtype) | {"kv_len_per_split": kv_len_per_split, "kv_len": lengths(150, 3)}
         self.assertCorrectness(mla_decoding_split_kv, split_reference, kwargs, {"backend": "cutile"})
 
+    def test_more_splits_than_are_merged_at_once(self):
+        kwargs = tensors(1, 4, 700, 64, 16, dtype=torch.bfloat16) | {"kv_len_per_split": 16}
+        self.assertCorrectness(mla_decoding_split_kv, split_reference, kwargs, {"backend": "cutile"})
+
     def test_splits_do_not_depend_on_lengths(self):
         """A captured graph replays with other lengths: the grid must be that of the cache."""
         kwargs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in tensors(*SHAPES[0]).items()}

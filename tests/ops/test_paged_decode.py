@@ -208,6 +208,14 @@ class Test_PagedDecode(PyTestCase):
         limits = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
         torch.testing.assert_close(on_copies(fmha_paged_decode, **kwargs, backend="cutile"), expected, **limits)
 
+    @pytest.mark.parametrize("heads", ["one", "several"])
+    def test_more_parts_than_are_merged_at_once(self, heads, monkeypatch):
+        monkeypatch.setattr(decode_varlen, "blocks_of", lambda *args: 48)
+        monkeypatch.setattr(decode_varlen, "MANY_ROWS", 1024 if heads == "one" else 0)
+        kwargs = tensors(*SHAPES[0], lengths=(900, 90))
+        expected = on_copies(reference, **kwargs)
+        torch.testing.assert_close(on_copies(fmha_paged_decode, **kwargs, backend="cutile"), expected)
+
     @backends("fmha_paged_decode")
     def test_wrong_arguments(self, backend):
         kwargs, call = tensors(*SHAPES[1]), functools.partial(fmha_paged_decode, backend=backend)

@@ -35,7 +35,10 @@ from tilegym.ops.cutile.flash_decode_plan import choose_tiles
 from tilegym.ops.cutile.packed import last_start
 from tilegym.ops.cutile.packed import number_at
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
-from tilegym.ops.cutile.splitk_reduce import merge_states
+from tilegym.ops.cutile.splitk_reduce import add_in_order
+from tilegym.ops.cutile.splitk_reduce import add_in_turns
+from tilegym.ops.cutile.splitk_reduce import no_state
+from tilegym.ops.cutile.splitk_reduce import normalised
 from tilegym.ops.cutile.splitk_reduce import product_in_parts
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -69,7 +72,7 @@ def decode_packed_kernel(
     k,  # [1, Hkv, Tk, D], or [P, Hkv, S, D] if PAGED, or [P, Hkv / HEADS, S, HEADS, D]
     v,  # as k, of Dv columns
     out,  # [Tq, Hq, Dv]
-    partial,  # [1, Hq, parts, Dv + STATE_COLUMNS], as merge_states takes it, if SPLIT, else 0
+    partial,  # [1, Hq, parts, Dv + STATE_COLUMNS], as add_in_order takes it, if SPLIT, else 0
     starts_q,  # [N + 1]; 0 if PAGED: each sequence has one token
     starts_k,  # [N + 1]
     pages,  # [N, M] if PAGED, else 0
@@ -226,9 +229,15 @@ def merge_packed_kernel(
     if single and count == 0:
         ct.scatter(out, at, ct.zeros((TILE_H, TILE_DV), out.dtype))
     elif end - begin > 1:
-        parts = partial.slice(1, first_head, min(first_head + TILE_H, out.shape[1])).slice(2, begin, end)
-        acc = merge_states(parts, 0, unit, TILE_H, TILE_S, TILE_DV, DV)
-        ct.scatter(out, at, acc.astype(out.dtype))
+        where = (0, ct.minimum(at[1], out.shape[1] - 1), begin, at[2], DV)
+        parts, whole = end - begin, TILE_DV == DV
+        state = no_state(TILE_H, TILE_DV)
+        if parts <= TILE_S:
+            state = add_in_order(partial, 0, where, 0, parts, state, unit, TILE_S, TILE_DV, True, whole, False)
+        else:
+            # Rare, and few at a time: a loop loads ahead, in registers, and then fewer blocks are at work.
+            state = add_in_turns(partial, 0, where, parts, state, unit, 2, TILE_DV, whole, False)
+        ct.scatter(out, at, normalised(state).astype(out.dtype))
 
 
 def unsplit_keys(device_index: int) -> int:

@@ -16,6 +16,9 @@ from tilegym.ops.cutile.attention_common import softmax_step
 from tilegym.ops.cutile.attention_common import truth
 from tilegym.ops.cutile.splitk_reduce import STATE_COLUMNS
 from tilegym.ops.cutile.splitk_reduce import add_in_order
+from tilegym.ops.cutile.splitk_reduce import add_in_turns
+from tilegym.ops.cutile.splitk_reduce import no_state
+from tilegym.ops.cutile.splitk_reduce import normalised
 from tilegym.ops.cutile.splitk_reduce import product_in_parts
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -114,7 +117,7 @@ def mla_decoding_kernel(
     qpe,  # [B, H, Dr]
     kv,  # [B, S, D]
     kpe,  # [B, S, Dr]
-    out,  # [B, H, D] if FINAL, else [B, H, splits, D + STATE_COLUMNS]: what merge_splits takes
+    out,  # [B, H, D] if FINAL, else [B, H, splits, D + STATE_COLUMNS]: what merge_kernel takes
     lse,  # [B, H] if FINAL, else 0
     mask,  # [B or 1, H or 1, 1, S] if MASK, else 0
     kv_len,  # [B] if KV_LEN, else 0
@@ -211,16 +214,17 @@ def merge_kernel(
     splits, width = partial.shape[2], partial.shape[3] - STATE_COLUMNS
     columns = part * TILE_C + ct.arange(TILE_C, dtype=ct.int32)[None, :]
     heads = head + ct.zeros((1, 1), dtype=ct.int32)
-    where = (batch, heads, columns, width)
-    state = add_in_order(partial, where, 0, splits, (0, 0, 0), unit, TILE_S, TILE_C, True, DIVIDES)
+    where = (batch, heads, 0, columns, width)
     if IN_TURNS:
-        for turn in range(1, ct.cdiv(splits, TILE_S)):
-            state = add_in_order(partial, where, turn * TILE_S, splits, state, unit, TILE_S, TILE_C, False, DIVIDES)
-    top, total, acc = state
-    acc = acc * (1.0 / ct.where(total == 0.0, 1.0, total))
+        state = no_state(1, TILE_C)
+        state = add_in_turns(partial, 0, where, splits, state, unit, TILE_S, TILE_C, DIVIDES, False)
+    else:
+        nothing = (0, 0, 0)
+        state = add_in_order(partial, 0, where, 0, splits, nothing, unit, TILE_S, TILE_C, True, DIVIDES, False)
+    acc = normalised(state)
     if DIVIDES:
         ct.scatter(out, (batch, heads, columns), acc.astype(out.dtype), check_bounds=False)
     else:
         ct.scatter(out, (batch, heads, columns), acc.astype(out.dtype), mask=columns < width)
     if part == 0:
-        ct.store(lse, (batch, head), log_sum_exp(top, total, unit))
+        ct.store(lse, (batch, head), log_sum_exp(state[0], state[1], unit))

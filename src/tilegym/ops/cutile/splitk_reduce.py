@@ -13,7 +13,7 @@ from tilegym.ops.cutile.attention_common import tile_of
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
 from tilegym.ops.cutile.tiling import begin
-from tilegym.ops.cutile.tiling import span
+from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.pytorch.splitk_reduce import check_arguments
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -38,63 +38,30 @@ def product_in_parts(a, b):
     return sums.reshape((rows, columns))
 
 
-def merge_splits(partial, top, total, batch, state, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, SUMS: Bool):
-    """In a kernel: all splits merged in their order, [TILE_H, TILE_D] in fp32, and the state after them.
-
-    partial [B, H, splits, Dv] holds each split's sum of values weighted by ``exp(unit * (score - top))``, top and total
-    [B, H, splits] or [B, H, splits, 1] the largest score and the sum of the weights. Without SUMS (total is 0) partial
-    is normalised and ``unit * top`` the logarithm of the sum of exponentials. ``state``, a pair [TILE_H, 1], is what to
-    start from.
-    """
-    all_top, all_total = state
-    acc = ct.zeros((TILE_H, TILE_D), dtype=ct.float32)
-    heads, columns = ct.arange(TILE_H, dtype=ct.int32), ct.arange(TILE_D, dtype=ct.int32)
-    for s in range(ct.cdiv(partial.shape[2], TILE_S)):
-        splits = span(s, TILE_S)
-        at = (batch, heads[:, None], splits[None, :], 0)[: top.ndim]
-        tops = ct.gather(top, at, padding_value=-math.inf)
-        new_top = ct.maximum(all_top, ct.max(tops, axis=1, keepdims=True))
-        base = ct.where(new_top == -math.inf, 0.0, new_top)
-        weight = ct.exp((tops - base) * unit)
-        shrink = ct.exp((all_top - base) * unit)
-        tile = ct.gather(partial, (batch, heads[:, None, None], splits[None, :, None], columns[None, None, :]))
-        weighted = weight.reshape((TILE_H, TILE_S, 1)) * tile
-        if SUMS:
-            weight = weight * ct.gather(total, at)
-        else:
-            # A split that saw no key weighs nothing, whatever its output holds.
-            weighted = ct.where(weight.reshape((TILE_H, TILE_S, 1)) == 0.0, 0.0, weighted)
-        all_total = all_total * shrink + ct.sum(weight, axis=1, keepdims=True)
-        acc = acc * shrink + ct.sum(weighted, axis=1)
-        all_top = new_top
-    return acc * (1.0 / ct.where(all_total == 0.0, 1.0, all_total)), (all_top, all_total)
-
-
-def merge_states(partial, batch, unit, TILE_H: Int, TILE_S: Int, TILE_D: Int, DV: Int):
-    """In a kernel: all splits of [B, H, splits, DV + STATE_COLUMNS] merged: column DV is top, the next total."""
-    nothing = (ct.full((TILE_H, 1), -math.inf, dtype=ct.float32), ct.zeros((TILE_H, 1), dtype=ct.float32))
-    parts, top, total = partial.slice(3, 0, DV), partial.slice(3, DV, DV + 1), partial.slice(3, DV + 1, DV + 2)
-    acc, _ = merge_splits(parts, top, total, batch, nothing, unit, TILE_H, TILE_S, TILE_D, True)
-    return acc
-
-
 def add_in_order(
-    partial, where, first, splits, state, unit, TILE_S: Int, TILE_D: Int, EMPTY: Bool, WHOLE: Bool
-):  # fmt: skip
+    partial, lse, where, first, splits, state, unit, TILE_S: Int, TILE_D: Int, EMPTY: Bool, WHOLE: Bool, LSE: Bool
+):
     """In a kernel: adds up to TILE_S splits from ``first`` on to ``state``: the largest scores, [TILE_H, 1], the sums
     relative to them, and the weighted sums, [TILE_H, TILE_D]; EMPTY: there is no state yet.
 
-    ``where`` is a batch entry, heads, [TILE_H, 1], columns, [1, TILE_D], and DV; WHOLE: no column is behind DV. The
-    splits are added up in their order, so that the result has the same bits for every TILE_H. All loads come before the
-    first use, and those of what is known to lie in the array without a mask: splits that are none are read as the last
-    one, and weigh nothing.
+    partial [B, H, splits, DV + STATE_COLUMNS] holds each split's sum of values, weighted by ``exp(unit * (score -
+    top))``, in column DV top, its largest score, and then the sum of the weights. With LSE it is [B, H, splits, DV] and
+    normalised, and ``unit`` times lse [B, H, splits] the logarithm of the sum of exponentials. ``where`` is a batch
+    entry, heads, [TILE_H, 1], the number of the first split, columns, [1, TILE_D], and DV; WHOLE: no column is behind.
+
+    The splits are added up in their order, so that the result has the same bits for every TILE_H. All loads come before
+    the first use, and those of what is known to lie in the array without a mask: splits that are none are read as the
+    last one, and weigh nothing.
     """
-    batch, heads, columns, width = where
+    batch, heads, begin, columns, width = where
     tops, totals, parts = (), (), ()
     for i in ct.static_iter(range(TILE_S)):
-        split = min(first + i, splits - 1)
-        tops = (*tops, ct.gather(partial, (batch, heads, split, width), check_bounds=False))
-        totals = (*totals, ct.gather(partial, (batch, heads, split, width + 1), check_bounds=False))
+        split = begin + min(first + i, splits - 1)
+        if LSE:
+            tops = (*tops, ct.gather(lse, (batch, heads, split), check_bounds=False))
+        else:
+            tops = (*tops, ct.gather(partial, (batch, heads, split, width), check_bounds=False))
+            totals = (*totals, ct.gather(partial, (batch, heads, split, width + 1), check_bounds=False))
         if WHOLE:
             parts = (*parts, ct.gather(partial, (batch, heads, split, columns), check_bounds=False))
         else:
@@ -111,16 +78,43 @@ def add_in_order(
         total, acc = state[1] * shrink, state[2] * shrink
     for i in ct.static_iter(range(TILE_S)):
         weight = ct.where(first + i < splits, ct.exp((tops[i] - base) * unit), 0.0)
-        total = total + weight * totals[i]
-        acc = acc + weight * parts[i]
+        if LSE:
+            # A split that saw no key weighs nothing, whatever its output holds.
+            total = total + weight
+            acc = acc + ct.where(weight == 0.0, 0.0, weight * parts[i])
+        else:
+            total = total + weight * totals[i]
+            acc = acc + weight * parts[i]
     return top, total, acc
 
 
+def add_in_turns(
+    partial, lse, where, splits, state, unit, TILE_S: Int, TILE_D: Int, WHOLE: Bool, LSE: Bool
+):  # fmt: skip
+    """In a kernel: :func:`add_in_order` of all splits, however many, TILE_S at a time."""
+    for turn in range(ct.cdiv(splits, TILE_S)):
+        first = turn * TILE_S
+        state = add_in_order(partial, lse, where, first, splits, state, unit, TILE_S, TILE_D, False, WHOLE, LSE)
+    return state
+
+
+def no_state(TILE_H: Int, TILE_D: Int):
+    """In a kernel: the state of no split."""
+    row = (TILE_H, 1)
+    nothing = ct.zeros(row, dtype=ct.float32), ct.zeros((TILE_H, TILE_D), dtype=ct.float32)
+    return ct.full(row, -math.inf, dtype=ct.float32), *nothing
+
+
+def normalised(state):
+    """In a kernel: the weighted sums over the sum of the weights; zeros where no key was seen."""
+    return state[2] * (1.0 / ct.where(state[1] == 0.0, 1.0, state[1]))
+
+
 def merge_in_order(partial, batch, heads, splits, unit, TILE_S: Int, TILE_D: Int, DV: Int):
-    """In a kernel: as :func:`merge_states` for ``heads``, [TILE_H, 1], and up to TILE_S splits: see add_in_order."""
-    where = (batch, heads, ct.arange(TILE_D, dtype=ct.int32)[None, :], DV)
-    _, total, acc = add_in_order(partial, where, 0, splits, (0, 0, 0), unit, TILE_S, TILE_D, True, TILE_D == DV)
-    return acc * (1.0 / ct.where(total == 0.0, 1.0, total))
+    """In a kernel: up to TILE_S splits merged, for ``heads``, [TILE_H, 1]: see :func:`add_in_order`."""
+    where = (batch, heads, 0, ct.arange(TILE_D, dtype=ct.int32)[None, :], DV)
+    whole = TILE_D == DV
+    return normalised(add_in_order(partial, 0, where, 0, splits, (0, 0, 0), unit, TILE_S, TILE_D, True, whole, False))
 
 
 @ct.kernel
@@ -131,27 +125,35 @@ def splitk_reduce_kernel(
     out,  # [B, Hq, 1, Dv]
     TILE_S: Int,
     TILE_D: Int,
+    LOOP: Bool,  # there are more splits than TILE_S
+    WHOLE: Bool,  # TILE_D is Dv
     SINKS: Bool,
 ):
     # One block a row of the output.
     batch, head = ct.bid(0) // partial.shape[1], ct.bid(0) % partial.shape[1]
-    top, total = ct.full((1, 1), -math.inf, dtype=ct.float32), ct.zeros((1, 1), dtype=ct.float32)
+    state = no_state(1, TILE_D)
     if SINKS:
-        top = ct.load(sinks, (head,), (1,)).astype(ct.float32).reshape((1, 1))
-        total = ct.ones((1, 1), dtype=ct.float32)
-    partial, lse = partial.slice(1, head, head + 1), lse.slice(1, head, head + 1)
-    acc, _ = merge_splits(partial, lse, 0, batch, (top, total), 1.0, 1, TILE_S, TILE_D, False)
+        sink = ct.load(sinks, (head,), (1,)).astype(ct.float32).reshape((1, 1))
+        state = (sink, ct.ones((1, 1), dtype=ct.float32), state[2])
+    heads, columns = head + ct.zeros((1, 1), dtype=ct.int32), ct.arange(TILE_D, dtype=ct.int32)[None, :]
+    where, splits = (batch, heads, 0, columns, partial.shape[3]), partial.shape[2]
+    if LOOP:
+        state = add_in_turns(partial, lse, where, splits, state, 1.0, TILE_S, TILE_D, WHOLE, True)
+    else:
+        state = add_in_order(partial, lse, where, 0, splits, state, 1.0, TILE_S, TILE_D, not SINKS, WHOLE, True)
+    acc = normalised(state)
     ct.store(out, (batch, head, 0, 0), acc.reshape((1, 1, 1, TILE_D)).astype(out.dtype))
 
 
 @ct.kernel
 def merge_kernel(partial, out, unit: float, TILE_S: Int, TILE_D: Int, DV: Int, HOW: Int, OVERLAP: Bool):
-    """:func:`merge_states` with one block a row of ``out``, [B, Hq, 1, Dv]. TILE_S: all splits, unless IN_TURNS."""
+    """All splits of [B, Hq, splits, DV + STATE_COLUMNS] merged, with one block a row of ``out``, [B, Hq, 1, Dv].
+    TILE_S: all splits, unless IN_TURNS."""
     begin(OVERLAP)
     batch, head = ct.bid(0) // partial.shape[1], ct.bid(0) % partial.shape[1]
     columns = ct.arange(TILE_D, dtype=ct.int32)
+    heads = head + ct.zeros((1, 1), dtype=ct.int32)
     if HOW == IN_ORDER:
-        heads = head + ct.zeros((1, 1), dtype=ct.int32)
         acc = merge_in_order(partial, batch, heads, partial.shape[2], unit, TILE_S, TILE_D, DV).reshape((TILE_D,))
     elif HOW == AT_ONCE:
         # All loads before the first use, and no loop: on an H200 B8 Hq32 Hkv8 T8192 takes 72.6 us instead of 74.6.
@@ -166,7 +168,10 @@ def merge_kernel(partial, out, unit: float, TILE_S: Int, TILE_D: Int, DV: Int, H
         total = ct.sum(weight * total, axis=0, keepdims=True)
         acc = ct.sum(weight.reshape((TILE_S, 1)) * tile, axis=0) * (1.0 / ct.where(total == 0.0, 1.0, total))
     else:
-        acc = merge_states(partial.slice(1, head, head + 1), batch, unit, 1, TILE_S, TILE_D, DV).reshape((TILE_D,))
+        where = (batch, heads, 0, columns[None, :], DV)
+        state, splits = no_state(1, TILE_D), partial.shape[2]
+        state = add_in_turns(partial, 0, where, splits, state, unit, TILE_S, TILE_D, TILE_D == DV, False)
+        acc = normalised(state).reshape((TILE_D,))
     ct.scatter(out, (batch, head, 0, columns), acc.astype(out.dtype), mask=columns < DV)
 
 
@@ -184,7 +189,8 @@ def splitk_reduce_forward(
     if splits == 0:
         return out.zero_()
     arrays = (partial, lse, 0 if sinks is None else sinks, out)
-    constants = (TILE_S, tile_of(head_dim), sinks is not None)
+    tile_s, tile_d = min(TILE_S, next_power_of_2(splits)), tile_of(head_dim)
+    constants = (tile_s, tile_d, splits > tile_s, tile_d == head_dim, sinks is not None)
     launch(out, (batch * heads,), splitk_reduce_kernel, (*arrays, *constants))
     return out
 
