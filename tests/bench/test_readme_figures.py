@@ -25,6 +25,7 @@ ROWS = {
     "gpt-oss-20b's, D64": [f"fmha, {passes}: gpt-oss-20b, 8192 tokens" for passes in ("forward", "backward")],
     "`mla` B4 H16 T4096": ["mla, forward: B4 H16 T4096 causal"],
     "`mla` backward": ["mla, backward: B4 H16 T4096 causal"],
+    "`mla_decoding` B64 T8192": [f"mla_decoding, forward: B64 H{heads} T8192" for heads in (16, 128)],
     "`fmha_decode` B8 H32/8 T8192": ["fmha_decode, forward: B8 H32/8 T8192 D128"],
     "`chunk_gated_delta_rule` T8192": ["chunk_gated_delta_rule, forward: B1 T8192 H16/32 D128"],
     "`matmul` 4096, `group_gemm` 4 of 4096": ["matmul, forward: 4096", "group_gemm, forward: 4 of 4096"],

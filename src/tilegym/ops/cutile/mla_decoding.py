@@ -60,7 +60,7 @@ SHAPES = (
     Shape(64, 64, 128, False, 8, 8.4, 3.6, 2.2),
     Shape(32, 128, 128, True, 8, 6.1, 0.0, 3.3),
     Shape(16, 128, 128, True, 8, 3.9, 0.0, 3.1),
-    Shape(16, 64, 512, True, None, 3.9, 0.0, 1.9),
+    Shape(16, 64, 512, True, None, 4.1, 0.0, 2.2),
 )
 # Where shared memory does not hold 128 latents.
 NARROW_SHAPES = (SHAPES[0], Shape(32, 64, 512, True, 8, 6.1, 0.0, 1.9), SHAPES[3])
@@ -92,7 +92,8 @@ def time_of(shape: Shape, rows: int, blocks: int, tiles: int, splits: int, multi
     waves = -(-blocks * splits // multiprocessors)
     time = waves * (shape.begin + -(-tiles // splits) * shape.tile)
     if splits > 1:
-        time += shape.split + 1.5 + 0.0007 * rows * splits + 0.8 * (-(-splits // MERGED_AT_ONCE) - 1)
+        turns = -(-splits // MERGED_AT_ONCE)
+        time += shape.split + 1.5 + 0.0007 * rows * splits + 0.8 * (turns - 1) + 2 * max(turns - 4, 0)
     return time
 
 
