@@ -20,6 +20,7 @@ from tilegym.integrate.inputs import main_output
 from tilegym.transformers import monkey_patch
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import causal_mask
+from tilegym.transformers.patching import ALREADY_PATCHED
 
 _TEXT = dict(
     vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -264,6 +265,18 @@ def test_twice_changes_nothing(name):
     assert not tilegym.apply(model, use_cutile=False).patched
     first.revert()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_a_patch_of_the_whole_process_serves_is_named_as_patched():
+    process = monkey_patch.apply_tilegym_kernel_to_llama(use_cutile=False)
+    try:
+        config = transformers.LlamaConfig(**_TEXT | dict(num_key_value_heads=2))
+        model = transformers.LlamaForCausalLM(config)
+        with tilegym.apply(model, use_cutile=False, by_hand=False) as report:
+            why = {entry.compute: entry.why for entry in report.skipped}
+    finally:
+        process.revert()
+    assert why["rope"] == why["loss"] == ALREADY_PATCHED
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "stablelm"])

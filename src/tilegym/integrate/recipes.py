@@ -7,10 +7,12 @@ from torch import nn
 
 from tilegym.errors import PatchError
 from tilegym.integrate.requirement import Requirement
+from tilegym.transformers.forwards import HeldFunction
 from tilegym.transformers.general import Place
 from tilegym.transformers.general import callers
 from tilegym.transformers.general import resolve
 from tilegym.transformers.general_rope import STYLES
+from tilegym.transformers.patching import ALREADY_PATCHED
 
 # What computes are called, and with them flags and files, where the op's own name says less.
 COMPUTES = {
@@ -52,6 +54,8 @@ def ways(requirement: Requirement, model: nn.Module) -> tuple[list[tuple[str, Pl
         return [], "no op of TileGym computes it"
     if requirement.kind in _SPANNING:
         return [], _SPANNING[requirement.kind]
+    if requirement.implementation.startswith("tilegym."):  # by a patch of the whole process
+        return [], ALREADY_PATCHED
     make = _WAYS.get(requirement.kind)
     if make is None:
         return [], f"there is no way to put a kernel in the place of a {requirement.kind}"
@@ -199,7 +203,8 @@ def _experts(requirement: Requirement, model: nn.Module) -> Any:
 
 def _loss(requirement: Requirement, model: nn.Module) -> Any:
     if not requirement.implementation.startswith("transformers.loss."):
-        return "the loss is written in the model's forward"
+        held = isinstance(getattr(model, "loss_function", None), HeldFunction)  # by a patch of the whole process
+        return ALREADY_PATCHED if held else "the loss is written in the model's forward"
     options = {} if requirement.parameters["shift"] else {"shift": False}
     return [("cross_entropy", Place(requirement.implementation, "cross_entropy", options, "loss"))]
 
