@@ -274,6 +274,13 @@ def test_report_is_a_table(scale_kernel):
     assert lines[3].startswith("not replaced  *     Own       Kernel") and lines[3].endswith("pass subclasses=True")
 
 
+def test_a_mistyped_name_is_met_by_the_names_like_it(scale_kernel):
+    register_layer_kernel("ScaledLayers", layer_class=ScaleKernel)
+    register_external_layer(nn.ReLU, "ScaledLyers")
+    with pytest.raises(KernelError, match=r"no kernel 'ScaledLyers' .*; is it one of ScaledLayers\?"):
+        kernelize_model(nn.Sequential(Scale(), nn.ReLU()), use_fallback=False)
+
+
 def test_without_fallback_everything_missing_is_listed(scale_kernel):
     register_external_layer(nn.ReLU, "Nothing")
     register_layer_kernel("Npu", layer_class=ScaleKernel, device="npu")

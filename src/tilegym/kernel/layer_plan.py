@@ -1,5 +1,6 @@
 """Finding, for every layer of a model, the kernel that shall replace its forward; nothing is changed here."""
 
+import difflib
 import pickle
 import types
 import warnings
@@ -98,7 +99,13 @@ def _find(
     record = registry.find_layer_kernel(name, device, mode)
     if record is None:
         others = [f"{k.device or 'any device'}/{k.mode}" for k in registry.list_layer_kernels(name)]
-        there = f"it is registered for {', '.join(others)}" if others else "register one with register_layer_kernel"
+        known = {kernel.name for kernel in registry.list_layer_kernels()}
+        if others:
+            there = f"it is registered for {', '.join(others)}"
+        elif near := difflib.get_close_matches(name, known, n=3):
+            there = f"is it one of {', '.join(near)}?"
+        else:
+            there = "register one with register_layer_kernel"
         return None, f"no kernel {name!r} for device {device} and mode {mode}; {there}"
     try:
         return record, kernel_forward(record, layer_class, mode)
