@@ -1,4 +1,4 @@
-"""Models that got their attention and experts from a class patch: reverting one family's leaves the others'."""
+"""Class patches: of several families, whose models keep theirs when one is reverted; what of one needs a model."""
 
 import contextlib
 
@@ -38,3 +38,10 @@ def test_reverting_one_family_leaves_the_models_of_others(reverted):
 def test_reverting_what_is_no_model():
     with pytest.raises(PatchError, match="patched into a torch.nn.Module, this is str"):
         monkey_patch.revert("llama")
+
+
+def test_what_needs_a_model_is_skipped_without_one_if_it_was_asked_for():
+    for asked in ({}, {"graph": False}, {"graph": True, "linear": True}):
+        with monkey_patch.apply_tilegym_kernel_to_llama(**asked) as report:
+            skipped = {entry.compute: entry.why for entry in report.skipped}
+        assert skipped == {name: "it needs a model: pass model=" for name, wanted in asked.items() if wanted}

@@ -30,6 +30,7 @@ from tilegym.transformers.mixtral import FAMILY as MIXTRAL
 from tilegym.transformers.olmo2 import FAMILY as OLMO2
 from tilegym.transformers.olmo3 import FAMILY as OLMO3
 from tilegym.transformers.olmoe import FAMILY as OLMOE
+from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 from tilegym.transformers.patching import require_switches
 from tilegym.transformers.phi3 import FAMILY as PHI3
@@ -153,12 +154,17 @@ def _for_family(family: Family) -> Callable[..., PatchSet]:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
+        asked = [compute for compute in in_model if bound.arguments.get(compute)]
         bound.apply_defaults()
         require_switches(name, **{flag: value for flag, value in bound.arguments.items() if flag != "model"})
         if bound.arguments["model"] is not None:
             bound.arguments["model"] = model_in(bound.arguments["model"])
             _model_type(bound.arguments["model"], (family.model_type,))
-        return _patch(family, **bound.arguments)
+        patches = _patch(family, **bound.arguments)
+        if bound.arguments["model"] is None:
+            for compute in asked:
+                patches.skip(Entry(family.modeling.__name__, compute), "it needs a model: pass model=")
+        return patches
 
     apply_to_family.__name__ = apply_to_family.__qualname__ = name
     apply_to_family.__signature__ = signature
