@@ -16,6 +16,7 @@ from bench.benchmark_fakes import FakeGpuTimer
 from typer.testing import CliRunner
 
 from tilegym import bench_cli
+from tilegym.backend import selector
 from tilegym.bench import spec
 from tilegym.bench import warm
 from tilegym.bench.report import Run
@@ -166,6 +167,7 @@ def test_bad_input_is_one_clear_error(run, arguments, message):
 
 def test_a_backend_of_the_environment_that_is_none_is_refused_where_it_would_not_be_taken(run, monkeypatch):
     monkeypatch.setenv("TILEGYM_BACKEND", "no_backend")
+    monkeypatch.setattr(selector, "_environment_or_default", selector._environment_or_default.__wrapped__)
     assert "no backend is called 'no_backend'; there are" in str(run("--list").exception)
 
 

@@ -39,8 +39,8 @@ KEYS_PLANNED = 64  # a cache that grows is planned for anew when it is so much l
 
 class Shape(NamedTuple):
     """Heads and keys of a tile, the columns of a part of its latents, whether keys are the left operand, the warps that
-    multiply (None: as the compiler does), and microseconds on an H200: of a block that does nothing but begin and end,
-    of a block more that leaves its sums to be merged, and of a tile of 512 + 64 in bf16."""
+    multiply (None: as the compiler does), and microseconds on an H200: what a block takes to begin and end, what it
+    takes more where its sums are to be merged, and what a tile of 512 + 64 in bf16 takes."""
 
     heads: int
     keys: int
@@ -87,8 +87,9 @@ def shapes_for(heads: int, itemsize: int, device_index: int) -> tuple[Shape, ...
 
 def time_of(shape: Shape, rows: int, blocks: int, tiles: int, splits: int, multiprocessors: int) -> float:
     """About how many microseconds ``blocks`` of batch entries and tiles of heads take where ``splits`` of them share
-    ``tiles`` tiles of keys, and leave sums for so many rows of the output: within a fifth of what was measured on an
-    H200 for 1 to 64 texts of 512 to 32768 keys."""
+    ``tiles`` tiles of keys, and leave sums for so many rows of the output: to rank shapes and splits, fitted to 1 to 64
+    texts of 512 to 32768 keys on an H200, of which the fastest are chosen, or those of up to 6 % more. That memory may
+    set the pace, of all shapes alike, is left out."""
     waves = -(-blocks * splits // multiprocessors)
     time = waves * (shape.begin + -(-tiles // splits) * shape.tile)
     if splits > 1:
