@@ -141,9 +141,13 @@ def waits_for_registers(cubin: bytes) -> bool:
     if not asked:
         return False
     (threads,) = struct.unpack_from("<I", cubin, cubin.index(b"\4\x10\x0c\0") + 4)  # EIATTR_REQNTID
-    (registers,) = struct.unpack_from("<I", cubin, cubin.index(b"\4\x2f\x08\0") + 8)  # EIATTR_REGCOUNT
     groups = threads // 128
-    return max(asked) + min(left) * (groups - 1) > registers * groups
+    return max(asked) + min(left) * (groups - 1) > registers_of(cubin) * groups
+
+
+def registers_of(cubin: bytes) -> int:
+    """How many registers a kernel is given for each thread."""
+    return struct.unpack_from("<I", cubin, cubin.index(b"\4\x2f\x08\0") + 8)[0]  # EIATTR_REGCOUNT
 
 
 def of_plain_sdpa(reference: Callable) -> Callable:
