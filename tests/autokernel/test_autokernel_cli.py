@@ -264,6 +264,7 @@ def test_a_model_that_is_not_there_leaves_the_name_free(repository, tmp_path, mo
     options = ["--run", "one", "--repository", repository, "--out", repository / "out", "--device", "cpu"]
     for model in ("no_such.py::model", "neither.py::model"):
         assert "no Python file" in str(call(model, *options).exception)
+        assert not (repository / "out").exists()
     file = tmp_path / "models.py"
     file.write_text("def wants(a):\n    return a\n")
     assert "it is called without arguments" in str(call(f"{file}::wants", *options).exception)

@@ -66,6 +66,7 @@ class ModelSpec:
                 raise ModelError(
                     "--num-layers does nothing with FILE.py::FUNCTION: have the function make fewer layers"
                 )
+            _code_of(Path(self.model_id.partition("::")[0]))
             return None
         config = models.load_config(self.model_id, self.random_weights, self.trust_remote_code)
         check_kind(config, self.model_id, self.trust_remote_code)
@@ -94,14 +95,19 @@ class ModelSpec:
         return loaded.model, loaded.tokenizer
 
 
+def _code_of(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(file.stem, file) if file.is_file() else None
+    if spec is None:
+        raise ModelError(f"{file} is no Python file: give FILE.py::FUNCTION, the function returns a model")
+    return spec
+
+
 def _from_file(name: str, seed: int) -> Any:
     from tilegym.integrate.steps import refuse_encoder
 
     path, _, function = name.partition("::")
     file = Path(path)
-    spec = importlib.util.spec_from_file_location(file.stem, file) if file.is_file() else None
-    if spec is None:
-        raise ModelError(f"{path} is no Python file: give FILE.py::FUNCTION, the function returns a model")
+    spec = _code_of(file)
     module = importlib.util.module_from_spec(spec)
     import sys
 
