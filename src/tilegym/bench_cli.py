@@ -91,8 +91,9 @@ def bench(
         if not tasks and not (gpu and hosted):
             raise spec.BenchmarkError("nothing to measure: --skip names runs that have all of it")
     tasks = in_rounds(tasks)
-    chosen = get_current_backend()  # also where it is not taken: a wrong TILEGYM_BACKEND is refused
-    backend = backend or (chosen if gpu else "pytorch")
+    if backend is None:
+        chosen = get_current_backend()  # also where it is not taken: a wrong TILEGYM_BACKEND is refused
+        backend = chosen if gpu else "pytorch"
     if list_only:
         _print_list(tasks, gpu, backend)
         return

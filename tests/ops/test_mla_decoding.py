@@ -170,8 +170,10 @@ class Test_MLA_Decoding(PyTestCase):
         kwargs = tensors(*SHAPES[0], dtype=dtype) | {"kv_len_per_split": kv_len_per_split, "kv_len": lengths(150, 3)}
         self.assertCorrectness(mla_decoding_split_kv, split_reference, kwargs, {"backend": "cutile"})
 
-    def test_more_splits_than_are_merged_at_once(self):
-        kwargs = tensors(1, 4, 700, 64, 16, dtype=torch.bfloat16) | {"kv_len_per_split": 16}
+    # Blocks that merge have 256 columns each: a part of them, two blocks' and those of a second that are not all there.
+    @pytest.mark.parametrize("keys, dim", [(700, 64), (80, 512), (300, 300)])
+    def test_splits_are_merged_in_turns_and_columns(self, keys, dim):
+        kwargs = tensors(1, 4, keys, dim, 16, dtype=torch.bfloat16) | {"kv_len_per_split": 16}
         self.assertCorrectness(mla_decoding_split_kv, split_reference, kwargs, {"backend": "cutile"})
 
     def test_splits_do_not_depend_on_lengths(self):
