@@ -75,20 +75,22 @@ def _backward(
     scale = scale_of(w, OFFSET)
     dw = ct.zeros((TILE_M, TILE_N), ct.float32)
     end = ct.cdiv(row_count(x), TILE_M)
-    last = end - 1 - (end - 1 - first) % blocks
-    rows = span(first, TILE_M)
+    top = end - 1
+    last = top - (top - first) % blocks
+    # The last rows come first: of what was written a moment ago the cache holds these still.
+    rows = span(top - first, TILE_M)
     next_up, next_row = load(dy, rows, cols, CHECK), load(x, rows, cols, CHECK)
-    for tile in range(first, end, blocks):
+    for turn in range(first, end, blocks):
         up, row = next_up.astype(ct.float32), next_row.astype(ct.float32)
-        # In the end out of bounds, where nothing is read, or without checks the last rows once more.
-        rows = span(tile + blocks if CHECK else min(tile + blocks, last), TILE_M)
+        # In the end the last turn's rows once more.
+        rows = span(top - min(turn + blocks, last), TILE_M)
         next_up, next_row = load(dy, rows, cols, CHECK), load(x, rows, cols, CHECK)
         g = up * scale
         # Both sums at once: neither needs the other.
         squares, products = ct.reduce((row * row, g * row), 1, add_pairs, (0.0, 0.0), keepdims=True)
         r = ct.rsqrt(squares * (1.0 / N) + eps)
         xhat = row * r
-        put(dx, tile, 0, r * (xhat * (products * r * (-1.0 / N)) + g))
+        put(dx, top - turn, 0, r * (xhat * (products * r * (-1.0 / N)) + g))
         if DWEIGHT:
             dw = dw + up * xhat
     if OVERLAP:  # not before: it takes a barrier, for which the first rows would wait

@@ -94,12 +94,14 @@ def rms_norm_gated_backward_kernel(
     dy, x, gate, weight, dx, dgate, dweight, eps, N: Int, GROUPS: Int, TILE_M: Int, TILE_N: Int, WEIGHT: Bool,
     NORM_FIRST: Bool, SILU: Bool, DWEIGHT: Bool,
 ):  # fmt: skip
-    """Blocks stride over the rows of a group; row ``bid`` of dweight is that block's sum."""
+    """Blocks stride over the rows of a group, the last first: the cache may hold these still. Row ``bid`` of dweight is
+    that block's sum."""
     cols = span(0, TILE_N)
     w = _load_weight(weight, cols, TILE_M, N, GROUPS, WEIGHT)
     dw = ct.zeros((TILE_M, TILE_N), ct.float32)
-    for tile in range(ct.bid(0), ct.cdiv(x.shape[0] // GROUPS, TILE_M), ct.num_blocks(0)):
-        at = _at(tile, cols, TILE_M, GROUPS)
+    end = ct.cdiv(x.shape[0] // GROUPS, TILE_M)
+    for turn in range(ct.bid(0), end, ct.num_blocks(0)):
+        at = _at(end - 1 - turn, cols, TILE_M, GROUPS)
         up, row, opening = ct.gather(dy, at), ct.gather(x, at), ct.gather(gate, at)
         up, row, opening = up.astype(ct.float32), row.astype(ct.float32), opening.astype(ct.float32)
         sigmoid = over_one_plus_exp(1.0, opening, x.dtype)

@@ -100,7 +100,7 @@ def row_means_kernel(
 @ct.kernel
 def backward_columns_kernel(
     dy, x, through, weight, means, rstds, mean_g, mean_product, dx, dweight, dbias, OFFSET: Float, TILE_M: Int,
-    TILE_N: Int, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool, INPLACE: Bool,
+    TILE_N: Int, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool,
 ):  # fmt: skip
     """As ``backward_kernel``, given the rows' means: blocks stride over the rows of one tile of columns each."""
     cols = span(ct.bid(1), TILE_N)
@@ -116,7 +116,7 @@ def backward_columns_kernel(
         if CENTER:
             grad = grad - ct.gather(mean_g, rows)[:, None]
         grad = grad * ct.gather(rstds, rows)[:, None]
-        store(x if INPLACE else dx, rows, cols, grad + added if THROUGH else grad)
+        store(dx, rows, cols, grad + added if THROUGH else grad)
         if DWEIGHT:
             dw = dw + up * xhat
         if DBIAS:
@@ -189,7 +189,7 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
     """Writes dx, or over x without one, and returns the gradients of weight and bias."""
     over_x, dy, rows = dx is None, rows_over(dy, dims), rows_over(x, dims)
     m, n = rows.shape
-    device, out = x.get_device(), 0 if over_x else dx.view(m, n)
+    device, out = x.get_device(), rows if over_x else dx.view(m, n)
     center, add, weighted = mean is not None, through is not None, weight is not None
     through = rows_over(through, dims) if add else rows
     w = weight.reshape(-1) if weighted else rows
@@ -208,7 +208,7 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
         return dw, db
     cached = n <= MAX_CACHED_BACKWARD
     if cached:
-        kernel, blocks, tiles = backward_plan(m, n, device, center, add, over_x, rows.dtype.itemsize)
+        kernel, blocks, tiles = backward_plan(m, n, device, center, add, rows.dtype.itemsize)
         if tiles[5]:  # rows that repeat cannot be copied by the pipeline
             dy, rows, through = (t.contiguous() if 0 in t.stride() else t for t in (dy, rows, through))
     else:
@@ -217,7 +217,7 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
     biases = sums_of_blocks(rstd, blocks, n, dbias, dtype)
     parts = weights[0], biases[0]
     if cached:
-        constants = (offset, n, *tiles, center, add, weighted, dweight, dbias, overlaps(device), over_x)
+        constants = (offset, n, *tiles, center, add, weighted, dweight, dbias, overlaps(device))
         launch(x, (blocks,), kernel, (dy, rows, through, w, means, rstd, out, *parts, *constants))
     else:
         mean_g, mean_product = (torch.empty_like(rstd) for _ in range(2))
@@ -225,7 +225,7 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
         kernel = hinted(row_means_kernel, num_worker_warps=8)
         launch(x, (m,), kernel, (dy, rows, w, means, rstd, mean_g, mean_product, *constants))
         arrays = (dy, rows, through, w, means, rstd, mean_g, mean_product, out, *parts)
-        constants = (offset, WIDE_M, WIDE_N, center, add, weighted, dweight, dbias, over_x)
+        constants = (offset, WIDE_M, WIDE_N, center, add, weighted, dweight, dbias)
         launch(x, (blocks, ct.cdiv(n, WIDE_N)), backward_columns_kernel, (*arrays, *constants))
     add_blocks(blocks, weights, biases)
     return weights[1], biases[1]

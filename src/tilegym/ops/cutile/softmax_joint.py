@@ -10,6 +10,7 @@ import math
 
 import cuda.tile as ct
 
+from tilegym.ops.cutile.pointwise import block
 from tilegym.ops.cutile.row_norms import row_sum
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Int
@@ -85,8 +86,8 @@ def softmax_joint_kernel(x, y, TILE: Int, WARPS: Int, FULL: Bool):
 
 @ct.kernel
 def softmax_backward_eights_kernel(dy, y, dx, TILE: Int, WARPS: Int):
-    """Each block takes a row of fewer columns than TILE, a multiple of eight."""
-    where, inside = eights(y, ct.bid(1), TILE)
+    """Each block takes a row of fewer columns than TILE, a multiple of eight, the last first."""
+    where, inside = eights(y, block(1, True), TILE)
     out = ct.gather(y, where, mask=inside, padding_value=0, check_bounds=False).reshape((1, TILE))
     up = ct.gather(dy, where, mask=inside, padding_value=0, check_bounds=False).reshape((1, TILE))
     total = row_sum(out.astype(ct.float32) * up.astype(ct.float32), y.dtype, WARPS, False)

@@ -24,6 +24,7 @@ from tilegym.ops.cutile.parts import low
 from tilegym.ops.cutile.parts import parts_of
 from tilegym.ops.cutile.parts import publish
 from tilegym.ops.cutile.parts import turn_of
+from tilegym.ops.cutile.pointwise import block
 from tilegym.ops.cutile.row_groups import group_size
 from tilegym.ops.cutile.row_groups import load_groups
 from tilegym.ops.cutile.row_groups import load_rest
@@ -170,10 +171,10 @@ def softmax_backward_wide_kernel(
     TWICE: Bool, OVERLAP: Bool, TURNS: Int,
 ):  # fmt: skip
     """As :func:`softmax_wide_kernel`; the state of a part is its sum of y * dy. The last part has up to EXTRA numbers
-    more."""
+    more. The last rows come first."""
     if OVERLAP and not FINISH:
         ct.grid_dependency_control_launch_dependents()
-    number, row, parts = ct.bid(1), ct.bid(2), ct.num_blocks(1)
+    number, row, parts = ct.bid(1), block(2, True), ct.num_blocks(1)
     first = row * parts
     out = _part_and_rest(y, row, n, number, parts, TILE_N, EXTRA, V)
     up = _part_and_rest(dy, row, n, number, parts, TILE_N, EXTRA, V)
