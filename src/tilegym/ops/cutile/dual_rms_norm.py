@@ -107,6 +107,8 @@ def dual_rms_norm_backward_kernel(
 ):  # fmt: skip
     """The first q_blocks blocks stride over the heads of q, the others over those of k. CHECK: whether some of a tile
     may lie outside of the rows. OVERLAP: the launch that adds the sums may begin, and waits."""
+    if OVERLAP:
+        ct.grid_dependency_control_wait()
     block = ct.bid(0)
     if block < q_blocks:
         _backward(
@@ -230,8 +232,9 @@ def dual_rms_norm_backward(
     k_sums = sums_of_blocks(k, k_blocks, n, dk_weight, weights[1].dtype if k_weight is not None else torch.float32)
     arrays = (_heads(dq_out), _heads(dk_out), q, k, *weights, dq.view(_rows(q), n), dk.view(_rows(k), n))
     given = (q_weight is not None, k_weight is not None, dq_weight, dk_weight)
-    constants = (offset, n, *tiles, *given, overlaps(q.get_device()))
-    launch(q, (q_blocks + k_blocks,), kernel, (*arrays, q_sums[0], k_sums[0], q_blocks, eps, *constants))
+    overlap = overlaps(q.get_device())
+    constants = (offset, n, *tiles, *given, overlap)
+    launch(q, (q_blocks + k_blocks,), kernel, (*arrays, q_sums[0], k_sums[0], q_blocks, eps, *constants), overlap)
     add_blocks(max(q_blocks, k_blocks), q_sums, k_sums)
     return dq, dk, q_sums[1], k_sums[1]
 

@@ -26,6 +26,7 @@ from tilegym.ops.cutile.row_norms_backward_cached import normed
 from tilegym.ops.cutile.tiling import Bool
 from tilegym.ops.cutile.tiling import Float
 from tilegym.ops.cutile.tiling import Int
+from tilegym.ops.cutile.tiling import begin
 from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
@@ -41,10 +42,11 @@ def _xhat(row, means, rstds, rows, CENTER: Bool):
 @ct.kernel
 def backward_few_kernel(
     dy, x, through, weight, means, rstds, dx, dweight, dbias, slices, OFFSET: Float, N: Int, TILE_N: Int, TILE_R: Int,
-    TILE_C: Int, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool,
+    TILE_C: Int, CENTER: Bool, THROUGH: Bool, WEIGHT: Bool, DWEIGHT: Bool, DBIAS: Bool, OVERLAP: Bool,
 ):  # fmt: skip
     """The first ``slices`` blocks sum up TILE_C columns each of dweight and dbias, which need nothing of what the other
     blocks find out, dx of a row each: few rows come from the cache the second time."""
+    begin(OVERLAP)
     block = ct.bid(1)
     if block < slices:
         cols = span(block, TILE_C)
@@ -191,6 +193,7 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
     m, n = rows.shape
     device, out = x.get_device(), rows if over_x else dx.view(m, n)
     center, add, weighted = mean is not None, through is not None, weight is not None
+    overlap = overlaps(device)
     through = rows_over(through, dims) if add else rows
     w = weight.reshape(-1) if weighted else rows
     means = mean if center else rstd
@@ -202,9 +205,10 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
         width = SLICE if m <= FEW_ROWS or n <= SLICE * sm_count(device) else 2 * SLICE
         slices = ct.cdiv(n, width)
         tiles = next_power_of_2(n), min(FEW_ROWS, next_power_of_2(m)), width
-        constants = (offset, n, *tiles, center, add, weighted, dweight, dbias)
+        constants = (offset, n, *tiles, center, add, weighted, dweight, dbias, overlap)
         kernel = hinted(backward_few_kernel, num_worker_warps=8, occupancy=2)
-        launch(x, (1, slices + m), kernel, (dy, rows, through, w, means, rstd, out, dw, db, slices, *constants))
+        arrays = (dy, rows, through, w, means, rstd, out, dw, db, slices)
+        launch(x, (1, slices + m), kernel, (*arrays, *constants), overlap)
         return dw, db
     cached = n <= MAX_CACHED_BACKWARD
     if cached:
@@ -217,8 +221,8 @@ def _launch_backward(dx, dy, x, through, weight, mean, rstd, offset, dims, dweig
     biases = sums_of_blocks(rstd, blocks, n, dbias, dtype)
     parts = weights[0], biases[0]
     if cached:
-        constants = (offset, n, *tiles, center, add, weighted, dweight, dbias, overlaps(device))
-        launch(x, (blocks,), kernel, (dy, rows, through, w, means, rstd, out, *parts, *constants))
+        constants = (offset, n, *tiles, center, add, weighted, dweight, dbias, overlap)
+        launch(x, (blocks,), kernel, (dy, rows, through, w, means, rstd, out, *parts, *constants), overlap)
     else:
         mean_g, mean_product = (torch.empty_like(rstd) for _ in range(2))
         constants = (offset, n, 4096, center, weighted)

@@ -127,8 +127,10 @@ def backward_kernel(
     takes more registers. OVERLAP: the launch that adds the sums may begin, and waits; LATE: behind the loop, since that
     takes a barrier, for which the first loads would wait.
     """
-    if OVERLAP and not LATE:
-        ct.grid_dependency_control_launch_dependents()
+    if OVERLAP:
+        ct.grid_dependency_control_wait()
+        if not LATE:
+            ct.grid_dependency_control_launch_dependents()
     ws = ()
     for piece in ct.static_iter(range(PIECES)):
         ws = (*ws, load_vector(weight, span(piece, TILE_N), WEIGHT, CHECK))
