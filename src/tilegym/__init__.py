@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "__version__",
     "apply",
+    "graph_training",
     "kernelize_model",
     "ops",
     "revert",
@@ -22,7 +23,12 @@ __all__ = [
 ]
 
 # Who needs the ops alone does not wait for these.
-_LAZY = {"apply": "tilegym.integrate.apply", "revert": "tilegym.integrate.apply", "kernelize_model": "tilegym.kernel"}
+_LAZY = {
+    "apply": "tilegym.integrate.apply",
+    "revert": "tilegym.integrate.apply",
+    "graph_training": "tilegym.transformers.training_graph",
+    "kernelize_model": "tilegym.kernel",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from transformers.masking_utils import bidirectional_mask_function
 import tilegym
 from tilegym.errors import FallbackWarning
 from tilegym.transformers import forward_graph
+from tilegym.transformers import graph_calls
 from tilegym.transformers.attention import causal_mask
 from tilegym.transformers.attention import full_masks
 from tilegym.transformers.graph_capture import Fingerprint
@@ -34,7 +35,7 @@ class Again:
         self.run, self.results = run, results
 
     def replay(self):
-        for kept, new in zip(forward_graph._leaves(self.results), forward_graph._leaves(self.run()), strict=True):
+        for kept, new in zip(graph_calls.leaves_of(self.results), graph_calls.leaves_of(self.run()), strict=True):
             kept.copy_(new)
 
 
@@ -58,7 +59,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(forward_graph, "capture", capture)
     monkeypatch.setattr(forward_graph._Graph, "replay", replay)
     if not HAS_GPU:
-        monkeypatch.setattr(forward_graph, "DEVICES", ("cpu",))
+        monkeypatch.setattr(graph_calls, "DEVICES", ("cpu",))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     return captured
 
@@ -302,9 +303,9 @@ def test_a_decoder_without_a_cache_gets_a_mask_that_says_nothing(graphs):
     with tilegym.apply(model, use_cutile=False):
         given = {"input_ids": ids(), "use_cache": False}
         forward = type(model).forward
-        assert torch.equal(forward_graph._with_mask(forward, given)["attention_mask"], torch.ones_like(ids()))
+        assert torch.equal(graph_calls.with_mask(forward, given)["attention_mask"], torch.ones_like(ids()))
         for other in ({"use_cache": True}, {"position_ids": ids()}, {"attention_mask": padded()}):
-            assert forward_graph._with_mask(forward, given | other) == given | other
+            assert graph_calls.with_mask(forward, given | other) == given | other
         assert calls(model, 4, **given).past_key_values is None and graphs == [3]
 
 

@@ -15,6 +15,7 @@ import tilegym
 from tilegym.errors import FallbackWarning
 from tilegym.transformers import attention
 from tilegym.transformers import forward_graph
+from tilegym.transformers import graph_calls
 from tilegym.transformers import packed_sizes
 
 SAME, OTHER, LAST = [[1, 4, 4], [1, 4, 4]], [[1, 2, 8], [1, 4, 4]], [[1, 4, 4], [1, 8, 2]]  # of as many patches
@@ -33,7 +34,7 @@ def call(part, grid, seed):
     pixels = torch.randn(patches, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(seed))
     at = next(part.parameters()).device
     with torch.no_grad():
-        return forward_graph._leaves(part(pixels.to(at), grid_thw=torch.tensor(grid, device=at)))
+        return graph_calls.leaves_of(part(pixels.to(at), grid_thw=torch.tensor(grid, device=at)))
 
 
 @pytest.mark.parametrize("name", some(PACKED, "qwen2_5_vl", "qwen3_vl"))

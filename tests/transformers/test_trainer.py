@@ -1,5 +1,7 @@
 """Hugging Face's Trainer and accelerate, where they are installed: the same training, and the model whole behind it."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
@@ -12,8 +14,10 @@ from tiny_models import make_model
 from tiny_models import observed
 from tiny_models import tokens
 from torch import nn
+from training_graphs import count_replays
 
 from tilegym.transformers import monkey_patch
+from tilegym.transformers.training_graph import graph_training
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -87,6 +91,29 @@ def test_training(options, op, tmp_path, monkeypatch):
     with observed() as calls:
         ids = tokens(1, 6)
         assert type(model(ids, labels=ids).logits) is torch.Tensor and not calls
+
+
+class Chunks(Texts):
+    """All of a length, as a language model is pretrained on."""
+
+    def __getitem__(self, i):
+        return {"input_ids": tokens(1, 8, seed=i)[0].cpu()}
+
+
+@pytest.mark.parametrize("options", [dict(), dict(gradient_accumulation_steps=2), dict(bf16=True)], ids=str)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_training_by_graphs(options, tmp_path, monkeypatch):
+    replays, runs = count_replays(monkeypatch), []
+    for graphs in (False, True):
+        model = make_model("llama")
+        with monkey_patch.apply(model, use_cutile=False), graph_training(model) if graphs else nullcontext():
+            run = trainer(model, tmp_path / str(graphs), max_steps=4, **options)
+            run.train_dataset = Chunks()
+            run.train()
+            losses = [torch.tensor(log["loss"]) for log in run.state.log_history if "loss" in log]
+            runs.append((losses, model.state_dict()))
+    assert replays == [4 * options.get("gradient_accumulation_steps", 1) - 1]
+    assert_same_training(*reversed(runs), exact="bf16" not in options)
 
 
 def test_predictions(tmp_path):

@@ -10,26 +10,17 @@ on any module, with inputs on other devices or of other kinds than tensors and p
 cannot hold, such as code that looks at what is on the device. A captured graph is compared with the run before it.
 """
 
-import copy
 import functools
 import inspect
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch import nn
-from transformers.cache_utils import Cache
-from transformers.cache_utils import DynamicCache
-from transformers.cache_utils import DynamicLayer
-from transformers.cache_utils import DynamicSlidingWindowLayer
-from transformers.utils import ModelOutput
-from transformers.utils.import_utils import is_tracing
 
-from tilegym.backend import recording
 from tilegym.backend.wrapped import is_wrapped
 from tilegym.transformers import packed_sizes
 from tilegym.transformers.attention import NAMES
@@ -39,30 +30,27 @@ from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
+from tilegym.transformers.graph_calls import Form
+from tilegym.transformers.graph_calls import Unsuitable
+from tilegym.transformers.graph_calls import form_of
+from tilegym.transformers.graph_calls import is_close
+from tilegym.transformers.graph_calls import leaves_of
+from tilegym.transformers.graph_calls import mapped
+from tilegym.transformers.graph_calls import may_replay
+from tilegym.transformers.graph_calls import with_mask
 from tilegym.transformers.graph_capture import BY_LENGTH
-from tilegym.transformers.graph_capture import PLAIN
 from tilegym.transformers.graph_capture import Fingerprint
-from tilegym.transformers.graph_capture import all_modules_are_hooked
 from tilegym.transformers.graph_capture import capture
-from tilegym.transformers.graph_capture import distance
 from tilegym.transformers.graph_capture import is_hooked
 from tilegym.transformers.graph_capture import rotates_by_length
-from tilegym.transformers.graph_capture import settings_of
 from tilegym.transformers.graph_capture import warn
 from tilegym.transformers.packed_attention import attends_packed
 from tilegym.transformers.patching import ALREADY_PATCHED
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
-DEVICES = ("cuda",)
 MOST_GRAPHS = 32  # of one model; calls of further forms run its code
 MOST_MEMORY = 0.05  # of the device's, for inputs and results that graphs keep
-_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # of caches
-_CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of floats; other dtypes 2e-2
-
-
-class _Unsuitable(Exception):
-    """A call or a result of a kind that no graph can stand in for."""
 
 
 class _Graph:
@@ -84,7 +72,7 @@ class _Graph:
     def replay(self, inputs: dict[str, Any]) -> Any:
         self.fill(inputs)
         self.graph.replay()
-        return _mapped(self.results, Tensor.clone)
+        return mapped(self.results, Tensor.clone)
 
 
 class _Graphs:
@@ -169,9 +157,11 @@ def forget(model: nn.Module) -> None:
 
 def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any], packed: bool) -> Any:
     first = next((v for v in inputs.values() if isinstance(v, Tensor)), None)
-    if first is None or not _may_replay(first, inputs) or (packed and not takes_packed(model)):
+    if first is None or not may_replay(first, inputs) or (packed and not takes_packed(model)):
         return forward(model, **inputs)
     device = first.device
+    if torch.is_autocast_enabled(device.type):
+        return forward(model, **inputs)
     with _locks.setdefault(model, threading.RLock()):
         kept = _kept.get(model)
         if kept is None or not kept.fingerprint.holds(model):
@@ -184,7 +174,7 @@ def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any], packed
         if packed:
             sizes = kept.sizes.key(inputs)
             given = inputs | kept.sizes.of(sizes, inputs)
-        form = _form_of(model, given, device)
+        form = form_of(model, given, device)
         graph = kept.forms.get(form)
         if graph is not None and (sizes in graph.sizes or len(graph.sizes) > 1):
             return graph.replay(given)
@@ -218,47 +208,14 @@ def _first(model: nn.Module, forward: Callable, inputs: dict[str, Any], kept: _G
 def _compare(model: nn.Module, graph: _Graph, inputs: dict[str, Any], results: Any, kept: _Graphs) -> None:
     """Gives up all graphs of a model if one gives other results than the model's own code."""
     again = graph.replay(inputs)
-    if not all(_is_close(a, b) for a, b in zip(_leaves(again), _leaves(results), strict=True)):
-        warn(model, "runs", _Unsuitable("images of other sizes give others' results"))
+    if not all(is_close(a, b) for a, b in zip(leaves_of(again), leaves_of(results), strict=True)):
+        warn(model, "runs", Unsuitable("images of other sizes give others' results"))
         kept.failed = True
         kept.forms.clear()
 
 
-def _may_replay(first: Tensor, inputs: dict[str, Any]) -> bool:
-    return (
-        first.device.type in DEVICES
-        and all(v.device == first.device if isinstance(v, Tensor) else isinstance(v, PLAIN) for v in inputs.values())
-        and not torch.is_autocast_enabled(first.device.type)
-        and not is_tracing(first)
-        and not recording.is_replaced()
-        and not all_modules_are_hooked()
-    )
-
-
-class _Form(NamedTuple):
-    """What calls have in common that are replays of one graph."""
-
-    stream: int
-    full: bool  # whether no mask has padding in it
-    switches: tuple
-    inputs: tuple
-
-
-def _form_of(model: nn.Module, inputs: dict[str, Any], device: torch.device) -> _Form:
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    switches = settings_of(model.config)
-    switches += [torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision]
-    masks = [v for n, v in inputs.items() if n.endswith("attention_mask") and isinstance(v, Tensor) and v.dim() == 2]
-    described = {
-        n: (v.shape, v.stride(), v.dtype, v.device) if isinstance(v, Tensor) else (type(v), v)
-        for n, v in inputs.items()
-    }
-    full = all(bool(mask.all()) for mask in masks)
-    return _Form(stream, full, tuple(switches), tuple(sorted(described.items(), key=lambda item: item[0])))
-
-
 def _capture(
-    model: nn.Module, forward: Callable, inputs: dict[str, Any], results: Any, kept: _Graphs, form: _Form
+    model: nn.Module, forward: Callable, inputs: dict[str, Any], results: Any, kept: _Graphs, form: Form
 ) -> None:
     """Keeps the graph of a call that has just returned ``results``, if there is room, or notes that it cannot be."""
     tensors = [v for v in inputs.values() if isinstance(v, Tensor)]
@@ -269,8 +226,8 @@ def _capture(
         kept.failed = True
         return
     try:
-        leaves = _leaves(results)
-    except _Unsuitable as error:  # another form, without a cache, may be kept
+        leaves = leaves_of(results)
+    except Unsuitable as error:  # another form, without a cache, may be kept
         if not kept.refused:
             warn(model, "runs", error)
         kept.refused.add(form)
@@ -279,69 +236,17 @@ def _capture(
         memory = sum(t.nbytes for t in tensors + leaves)
         if memory > room:
             return
-        held = _with_mask(forward, inputs)
+        held = with_mask(forward, inputs)
         made = _Graph(held, memory)
         with torch.inference_mode(False), torch.no_grad(), full_masks(form.full):
             made.fill(held)
             pool = kept.pool(form.stream)
             made.graph, made.results = capture(lambda: forward(model, **made.inputs), [], device, pool)
         again = made.replay(inputs)
-        if not all(_is_close(a, b) for a, b in zip(_leaves(again), leaves, strict=True)):
-            raise _Unsuitable("its results differ from run to run")
+        if not all(is_close(a, b) for a, b in zip(leaves_of(again), leaves, strict=True)):
+            raise Unsuitable("its results differ from run to run")
     except Exception as error:  # whatever a model does that a graph cannot hold
         warn(model, "runs", error)
         kept.failed = True
     else:
         kept.forms[form] = made
-
-
-def _with_mask(forward: Callable, inputs: dict[str, Any]) -> dict[str, Any]:
-    """``inputs``; of a decoder without a cache and without a mask with one that says that nothing is padding: without
-    one, transformers writes a mask out while a graph is captured, lest sequences be packed."""
-    given = {name for name, value in inputs.items() if value is not None}
-    ids = inputs.get("input_ids")
-    if ids is None or inputs.get("use_cache") is not False or given & {"attention_mask", "position_ids"}:
-        return inputs
-    known = inspect.signature(forward).parameters
-    return inputs | {"attention_mask": torch.ones_like(ids)} if "attention_mask" in known else inputs
-
-
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or not a.is_floating_point():
-        return torch.equal(a, b)
-    return distance(a, b) <= _CLOSE.get(b.dtype, 2e-2)
-
-
-def _leaves(value: Any) -> list[Tensor]:
-    leaves: list[Tensor] = []
-    _mapped(value, lambda t: leaves.append(t) or t)
-    return leaves
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor], done: dict[int, Tensor] | None = None) -> Any:
-    """``value`` with ``function`` of each tensor in it, once where a tensor comes twice.
-
-    Raises:
-        _Unsuitable: there are other things in it than tensors, numbers, tuples, and transformers' outputs and growing
-            caches.
-    """
-    done = {} if done is None else done
-    if isinstance(value, Tensor):
-        if id(value) not in done:
-            done[id(value)] = function(value)
-        return done[id(value)]
-    if type(value) is DynamicCache and all(type(layer) in _LAYERS for layer in value.layers):
-        copied = copy.copy(value)
-        copied.layers = [copy.copy(layer) for layer in value.layers]
-        for layer in copied.layers:
-            for name in ("keys", "values"):
-                vars(layer)[name] = _mapped(vars(layer)[name], function, done)
-        return copied
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: _mapped(item, function, done) for name, item in value.items()})
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(item, function, done) for item in value)
-    if isinstance(value, PLAIN):
-        return value
-    remedy = ": give use_cache=False" if isinstance(value, Cache) else ""
-    raise _Unsuitable(f"it returns a {type(value).__name__}{remedy}")

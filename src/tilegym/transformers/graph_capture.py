@@ -86,35 +86,55 @@ def capture(
         for tensor, value in zip(state, values, strict=True):
             tensor.copy_(value)
 
+    return _captured([lambda _: run()], restore, device, pool)[0]
+
+
+def capture_in_turn(
+    runs: list[Callable[[Any], Any]], device: torch.device, pool: Any
+) -> list[tuple[torch.cuda.CUDAGraph, Any]]:
+    """Of each of ``runs``, which is given what the one before has returned (None), what :func:`capture` returns.
+
+    They share ``pool``, and are to be replayed in this order.
+    """
+    return _captured(runs, lambda: None, device, pool)
+
+
+def _captured(
+    runs: list[Callable[[Any], Any]], restore: Callable[[], None], device: torch.device, pool: Any
+) -> list[tuple[torch.cuda.CUDAGraph, Any]]:
     with contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device):  # which need not be current
-        return _capture(run, restore, device, pool)
+        return _capture(runs, restore, device, pool)
 
 
 def _capture(
-    run: Callable[[], Any], restore: Callable[[], None], device: torch.device, pool: Any
-) -> tuple[torch.cuda.CUDAGraph, Any]:
+    runs: list[Callable[[Any], Any]], restore: Callable[[], None], device: torch.device, pool: Any
+) -> list[tuple[torch.cuda.CUDAGraph, Any]]:
     stream = torch.cuda.Stream(device)
-    graph = torch.cuda.CUDAGraph()
+    captured: list[tuple[torch.cuda.CUDAGraph, Any]] = []
     try:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles and tunes kernels, and lets libraries make their workspaces
-                run()
+                functools.reduce(lambda result, run: run(result), runs, None)
                 restore()
         stream.synchronize()
         # Not by torch.cuda.graph, whose stream is of the GPU that was current when the process first used it.
         stream = _capture_stream(torch.cuda.current_device())
         with _one_at_a_time, torch.cuda.stream(stream), _NumbersAreFilledIn():
             torch.cuda.empty_cache()
-            # What other threads do meanwhile (loaders that pin memory, say) is not the graph's business, nor forbidden.
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                result = run()
-            except BaseException:  # Ctrl-C too: the stream would capture for ever
-                with contextlib.suppress(RuntimeError):  # of a capture that has failed
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+            result = None
+            for run in runs:
+                graph = torch.cuda.CUDAGraph()
+                # What other threads do meanwhile (loaders that pin memory, say) is not its business, nor forbidden.
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    result = run(result)
+                except BaseException:  # Ctrl-C too: the stream would capture for ever
+                    with contextlib.suppress(RuntimeError):  # of a capture that has failed
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+                captured.append((graph, result))
     except BaseException:
         # The first error is the one to tell. No device can be waited for while another thread captures on it.
         with contextlib.suppress(RuntimeError), _one_at_a_time:
@@ -124,7 +144,7 @@ def _capture(
         raise
     finally:
         restore()
-    return graph, result
+    return captured
 
 
 def warn(model: nn.Module, does: str, error: Exception) -> None:

@@ -1,0 +1,349 @@
+"""Training steps whose forward and backward pass through a model's layers are replayed as CUDA graphs.
+
+The host takes longer to launch a small model's training step than the GPU to run it. The second call of one form
+(shapes, dtypes, options) is captured: the model's forward pass, without its head and loss, as one graph, the backward
+pass as another. From then on such calls are replayed, within an ``autograd.Function`` whose inputs are the parameters,
+so that gradients are accumulated, and hooks on parameters run, as ever.
+
+What could differ from a run of the model's code runs it, and a warning says why, once. A captured pair is compared with
+the model's code before it is used: results, and gradients of all parameters.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from tilegym.backend import in_place
+from tilegym.backend.wrapped import is_wrapped
+from tilegym.errors import PatchError
+from tilegym.errors import UnsupportedError
+from tilegym.transformers.attention import NAMES
+from tilegym.transformers.attention import full_masks
+from tilegym.transformers.family import model_in
+from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import is_made_by
+from tilegym.transformers.forwards import place_of_forward
+from tilegym.transformers.forwards import reproducible
+from tilegym.transformers.graph_calls import Form
+from tilegym.transformers.graph_calls import Unsuitable
+from tilegym.transformers.graph_calls import form_of
+from tilegym.transformers.graph_calls import is_close
+from tilegym.transformers.graph_calls import leaves_of
+from tilegym.transformers.graph_calls import mapped
+from tilegym.transformers.graph_calls import may_replay
+from tilegym.transformers.graph_calls import with_mask
+from tilegym.transformers.graph_capture import BY_LENGTH
+from tilegym.transformers.graph_capture import Fingerprint
+from tilegym.transformers.graph_capture import capture_in_turn
+from tilegym.transformers.graph_capture import is_hooked
+from tilegym.transformers.graph_capture import rotates_by_length
+from tilegym.transformers.graph_capture import warn
+from tilegym.transformers.patching import ALREADY_PATCHED
+from tilegym.transformers.patching import Entry
+from tilegym.transformers.patching import PatchSet
+
+COMPUTE = "training_graph"
+MOST_STEPS = 4  # forms of one model; calls of further ones run its code
+_AGAIN = "give the model's forward pass anew, or undo graph_training"
+
+
+class _Turn:
+    """A forward pass: alive for as long as its backward pass may come."""
+
+    over = False
+
+
+class _Step:
+    """One captured form of a call: its forward and its backward pass."""
+
+    def __init__(self, inputs: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        self.inputs = {
+            n: torch.empty_like(v).requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v
+            for n, v in inputs.items()
+        }
+        self.wanted = [v for v in self.inputs.values() if isinstance(v, Tensor) and v.requires_grad] + parameters
+        self.upstream: list[Tensor] = []  # of the results that have gradients
+        self.forward: torch.cuda.CUDAGraph | None = None
+        self.backward: torch.cuda.CUDAGraph | None = None
+        self.results: Any = None
+        self.with_gradient: list[bool] = []  # of the leaves of results
+        self.gradients: tuple[Tensor | None, ...] = ()  # of wanted
+
+    @torch.no_grad()
+    def fill(self, inputs: dict[str, Any]) -> None:
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                self.inputs[name].copy_(value)
+
+    def run(self, model: nn.Module, forward: Callable, device: torch.device) -> Any:
+        """The model's code on the step's inputs."""
+        cast = _autocast_dtype(device)
+        # Weights are cast anew: what autocast has kept of them is of this step.
+        kind = torch.autocast(device.type, cast, cache_enabled=False) if cast else contextlib.nullcontext()
+        with kind:
+            return forward(model, **self.inputs)
+
+    def run_backward(self, results: Any) -> tuple[Tensor | None, ...]:
+        ends = [t for t in leaves_of(results) if t.requires_grad]
+        with torch.autocast(ends[0].device.type, enabled=False):  # outside of which autograd runs it
+            return torch.autograd.grad(ends, self.wanted, self.upstream, allow_unused=True)
+
+
+class _Steps:
+    """What is kept for one model: its steps by form of call, None for a form that was seen once.
+
+    Steps share their memory: while one waits for its backward pass, no other may be replayed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.fingerprint = Fingerprint(model)
+        self.forms: dict[tuple, _Step | None] = {}
+        self.pool: Any = None
+        self.turn: Callable[[], _Turn | None] = lambda: None
+        self.failed = False
+
+    def waits(self) -> bool:
+        turn = self.turn()
+        return turn is not None and not turn.over
+
+
+_kept: "weakref.WeakKeyDictionary[nn.Module, _Steps]" = weakref.WeakKeyDictionary()
+_locks: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
+_told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+
+
+def graph_training(model: nn.Module) -> PatchSet:
+    """Lets training steps of ``model`` be replayed as CUDA graphs; patch it before (``tilegym.apply``).
+
+    From the third call of one shape on, in training mode, with gradients and without a cache, the forward pass through
+    the layers and its backward pass are one launch each for the host. Steps keep their activations' memory, and as much
+    more as the gradients take. Other calls run the model's code. See docs/training.md.
+
+    Args:
+        model: a model of transformers, with a head or without, or one of peft's around it; on a GPU when it runs.
+
+    Returns:
+        The report; ``revert()`` on it, or using it as a context manager, undoes it and frees the memory.
+
+    Raises:
+        PatchError: it is no model of transformers, or one whose passes no graph can hold.
+    """
+    whole = model_in(model)
+    body = getattr(whole, "base_model", None)
+    if not isinstance(body, nn.Module) or not hasattr(body, "config"):
+        raise PatchError(f"graph_training takes a model of transformers, this is a {type(whole).__name__}")
+    patches = PatchSet(whole, maker=__name__)
+    path = next((name for name, module in whole.named_modules() if module is body and name), type(body).__name__)
+    with patches.all_or_nothing():
+        _put(patches, body, Entry(path, COMPUTE))
+        patches.require_match(type(whole).__name__)
+    return patches
+
+
+def _put(patches: PatchSet, body: nn.Module, where: Entry) -> None:
+    current = vars(body).get(place_of_forward(body))
+    forward = current.func if isinstance(current, BoundForward) else type(body).forward
+    if is_made_by(replaying, current):
+        patches.skip(where, ALREADY_PATCHED)
+    elif "attention_mask" in inspect.signature(forward).parameters and not _attends(body):
+        patches.skip(where, "its attention is not TileGym's: patch it first, with tilegym.apply(model)")
+    elif rotates_by_length(body):
+        patches.skip(where, BY_LENGTH)
+    elif patches.replace_forward(body, replaying(forward), where):
+        patches.on_revert(functools.partial(forget, body))
+
+
+def _attends(body: nn.Module) -> bool:
+    return body.config._attn_implementation in NAMES.values()
+
+
+@reproducible
+def replaying(forward: Callable) -> Callable:
+    """``forward``, as a function of the module and its arguments, that replays training steps where it can."""
+    names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+
+    @functools.wraps(forward)
+    def replayed_forward(self, *args, **kwargs):
+        trains = not torch.compiler.is_compiling() and self.training and torch.is_grad_enabled()
+        if not trains or len(args) > len(names) or getattr(self, "_is_replica", False):
+            return forward(self, *args, **kwargs)
+        named = dict(zip(names, args, strict=False))
+        if named.keys() & kwargs.keys():
+            return forward(self, *args, **kwargs)  # says what is wrong
+        return _forward(self, forward, named | kwargs)
+
+    return replayed_forward
+
+
+def forget(model: nn.Module) -> None:
+    """Frees what was kept for ``model``."""
+    _kept.pop(model, None)
+    _told.pop(model, None)
+
+
+def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> Any:
+    first = next((v for v in inputs.values() if isinstance(v, Tensor)), None)
+    why = _misfit(model, forward, inputs)
+    if first is None or why or not may_replay(first, inputs):
+        _tell(model, why)
+        return forward(model, **inputs)
+    with _locks.setdefault(model, threading.RLock()):
+        kept = _kept.get(model)
+        if kept is None or not kept.fingerprint.holds(model):
+            kept = None  # drops its memory first
+            _kept.pop(model, None)
+            _kept[model] = kept = _Steps(model)
+        given = with_mask(forward, inputs)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        form = _form(model, given, first.device, parameters)
+        if kept.forms.get(form) is None and form in kept.forms and not kept.failed and not kept.waits():
+            _capture(model, forward, given, kept, form, parameters)
+        step = kept.forms.get(form)
+        if step is None:
+            if len(kept.forms) < 4096:  # forms that vary from call to call must not fill the memory
+                kept.forms[form] = None
+            return forward(model, **inputs)
+        if kept.waits():
+            _tell(model, "an earlier forward pass still waits for its backward pass")
+            return forward(model, **inputs)
+        return _replay(step, kept, given, parameters)
+
+
+def _misfit(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> str:
+    """Why a call in training is not one to replay, if that is worth telling."""
+    known = inspect.signature(forward).parameters
+    use_cache = inputs.get("use_cache")
+    if "use_cache" in known and (getattr(model.config, "use_cache", False) if use_cache is None else use_cache):
+        return "it keeps a cache: give use_cache=False, or set model.config.use_cache = False"
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return "it checkpoints activations"
+    if in_place.hooks_save():
+        return "hooks save what its backward pass needs"
+    processes = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if processes and torch.distributed.get_world_size() > 1:
+        return "several processes train it"
+    return ""
+
+
+def _tell(model: nn.Module, why: str) -> None:
+    told = _told.setdefault(model, set())
+    if why and why not in told:
+        told.add(why)
+        warn(model, "trains", Unsuitable(why))
+
+
+def _form(model: nn.Module, inputs: dict[str, Any], device: torch.device, parameters: list[nn.Parameter]) -> Form:
+    form = form_of(model, inputs, device)
+    cast = _autocast_dtype(device)
+    gradients = tuple(n for n, v in inputs.items() if isinstance(v, Tensor) and v.requires_grad)
+    return form._replace(switches=(*form.switches, cast, in_place.wanted(), gradients, tuple(map(id, parameters))))
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    return is_hooked(model) or any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())
+
+
+def _capture(
+    model: nn.Module, forward: Callable, inputs: dict[str, Any], kept: _Steps, form: Form, parameters: list
+) -> None:
+    """Keeps the graphs of such a step, if there is room, or notes that there are none."""
+    if sum(step is not None for step in kept.forms.values()) >= MOST_STEPS:
+        return
+    device = next(v.device for v in inputs.values() if isinstance(v, Tensor))
+    try:
+        if _has_hooks(model):
+            raise Unsuitable("there are hooks on its modules")
+        if any(p.device != device or is_wrapped(p) for p in model.parameters()):
+            raise Unsuitable("its weights are spread over devices or processes")
+        step = _Step(inputs, parameters)
+        step.fill(inputs)
+        run = [lambda _: step.run(model, forward, device), step.run_backward]
+        with full_masks(form.full), torch.autograd.set_multithreading_enabled(False):
+            results = run[0](None)
+            ends = [t for t in leaves_of(results) if t.requires_grad]
+            if not ends:
+                raise Unsuitable("none of its results has a gradient")
+            step.upstream = [_numbers_like(t) for t in ends]
+            expected = [t.detach().clone() for t in leaves_of(results)], run[1](results)
+            del results, ends
+            kept.pool = torch.cuda.graph_pool_handle() if kept.pool is None else kept.pool
+            (step.forward, made), (step.backward, step.gradients) = capture_in_turn(run, device, kept.pool)
+        step.with_gradient = [t.requires_grad for t in leaves_of(made)]
+        step.results = mapped(made, Tensor.detach)
+        del made
+        step.forward.replay()
+        step.backward.replay()
+        if not all(map(is_close, leaves_of(step.results), expected[0])) or not _agree(step.gradients, expected[1]):
+            raise Unsuitable("its results or gradients differ from run to run")
+    except Exception as error:  # whatever a model does that a graph cannot hold
+        warn(model, "trains", error)
+        kept.failed = True
+        kept.forms.clear()
+    else:
+        kept.forms[form] = step
+
+
+def _numbers_like(t: Tensor) -> Tensor:
+    """Numbers between -1 and 1 of which no two neighbours are alike, for gradients of which none cancels out."""
+    numbers = torch.sin(torch.arange(t.numel(), device=t.device, dtype=torch.float32) * 1.7)
+    return numbers.view(t.shape).to(t.dtype)
+
+
+def _agree(some: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...]) -> bool:
+    """Whether gradients are the same but for rounding; those near 0, as of biases of keys, are rounding themselves."""
+    if [a is None for a in some] != [b is None for b in others]:
+        return False
+    pairs = [(a.float(), b.float()) for a, b in zip(some, others, strict=True) if a is not None]
+    whole = torch.stack([b.square().mean() for _, b in pairs]).mean().sqrt()
+    return all(bool((a - b).square().mean().sqrt() <= 2e-2 * b.square().mean().sqrt() + 1e-3 * whole) for a, b in pairs)
+
+
+def _replay(step: _Step, kept: _Steps, inputs: dict[str, Any], parameters: list[nn.Parameter]) -> Any:
+    turn = _Turn()
+    kept.turn = weakref.ref(turn)
+    given = [v for v in inputs.values() if isinstance(v, Tensor) and v.requires_grad]
+    made = _Replay.apply(step, turn, inputs, *given, *parameters)
+    by_leaf = dict(zip(map(id, leaves_of(step.results)), made, strict=True))
+    return mapped(step.results, lambda t: by_leaf[id(t)])
+
+
+class _Replay(torch.autograd.Function):
+    """A step: from its inputs and the parameters to the leaves of its results."""
+
+    @staticmethod
+    def forward(ctx, step, turn, inputs, *wanted):
+        ctx.step, ctx.turn = step, turn
+        ctx.save_for_backward(*wanted)  # so that it is noticed if one has changed when the backward pass comes
+        step.fill(inputs)
+        step.forward.replay()
+        copies = tuple(t.clone() for t in leaves_of(step.results))
+        ctx.mark_non_differentiable(*(c for c, has in zip(copies, step.with_gradient, strict=True) if not has))
+        return copies
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        if torch.is_grad_enabled():
+            raise UnsupportedError("a replayed training step has no second derivatives: undo graph_training for it")
+        if ctx.turn.over:
+            raise UnsupportedError(f"a replayed training step runs backward once: {_AGAIN}")
+        _ = ctx.saved_tensors
+        ctx.turn.over = True
+        step = ctx.step
+        wanted = [t for t, has in zip(upstream, step.with_gradient, strict=True) if has]
+        for held, gradient in zip(step.upstream, wanted, strict=True):
+            held.zero_() if gradient is None else held.copy_(gradient)
+        step.backward.replay()
+        # As they are: autograd copies what somebody else holds, too, before it keeps it.
+        return None, None, None, *step.gradients
