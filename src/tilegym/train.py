@@ -54,6 +54,9 @@ def train(
     gradients_in_place: bool = typer.Option(
         False, "--gradients_in_place", help="Patched: write gradients over activations (set_gradients_in_place)."
     ),
+    graph: bool = typer.Option(
+        False, "--graph", help="Patched: replay the passes through the layers as CUDA graphs (graph_training)."
+    ),
     report_kernel_coverage: bool = infer.REPORT_KERNEL_COVERAGE,
     trust_remote_code: bool = infer.TRUST_REMOTE_CODE,
     summary_file: Path | None = infer.SUMMARY_FILE,
@@ -87,6 +90,7 @@ def train(
         learning_rate=learning_rate,
         gradient_checkpointing=gradient_checkpointing,
         gradients_in_place=gradients_in_place,
+        graph=graph,
         report_kernel_coverage=report_kernel_coverage,
         trust_remote_code=trust_remote_code,
     )

@@ -155,6 +155,13 @@ class Test_Variants:
             # Twice a layer in the check and in each step; where layers are checkpointed, hooks save.
             assert wanted.count(in_place.ALONE) == 2 * 2 * 4 and 0 not in wanted
 
+    def test_graph(self, model):
+        result, summary = train_json(*model, "--compare", "--graph", "--precision", "float32")
+        assert result.exit_code == 0 and summary["graph"], summary["reason"]
+        assert summary["patched"]["losses"] == pytest.approx(summary["unpatched"]["losses"], abs=1e-3)
+        assert any("on a GPU only" in notice for notice in summary["notices"]) == (not HAS_GPU)
+        assert not any("without a CUDA graph" in notice for notice in summary["notices"])
+
     def test_dropout_is_off(self, tmp_path):
         path = tmp_path / "config.json"
         path.write_text('{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256}')
@@ -215,6 +222,8 @@ class Test_Bad_Input:
         [
             (["--use_attn"], "add --use_tilegym"),
             (["--gradients_in_place"], "add --use_tilegym"),
+            (["--graph", "--use_tilegym"], "--use_attn: add both"),
+            (["--graph", "--compare", "--gradient_checkpointing"], "leave one of them out"),
             (["--precision", "float16"], "take --precision bfloat16 or float32"),
             (["--precision", "int3"], "is none of bfloat16"),
             (["--optimizer", "sgd"], "is none of adamw, none"),

@@ -11,6 +11,7 @@ import torch
 import transformers
 from common import HAS_GPU
 from common import device
+from common import gpu
 from training_graphs import count_replays
 
 import tilegym
@@ -192,6 +193,24 @@ def test_results_are_the_callers(model):
     assert torch.equal(first, before)
 
 
+@gpu
+def test_nothing_waits_for_the_gpu(model, replays):
+    inputs, mode = ids(), torch.cuda.get_sync_debug_mode()
+
+    def step():
+        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+        hidden.backward(torch.ones_like(hidden))
+
+    for _ in range(2):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert replays == [2]
+
+
 def test_frozen_weights_and_embeddings_that_are_given(model, replays):
     for p in model.model.layers[0].parameters():
         p.requires_grad_(False)
@@ -208,7 +227,7 @@ def test_frozen_weights_and_embeddings_that_are_given(model, replays):
     for given in embedded:
         fresh = given.detach().requires_grad_()
         plain.model(inputs_embeds=fresh).last_hidden_state.square().sum().backward()
-        torch.testing.assert_close(given.grad, fresh.grad, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(given.grad, fresh.grad, rtol=5e-3, atol=1e-4)
     assert replays == [2, 2]
 
 
@@ -288,10 +307,10 @@ def test_what_differs_from_run_to_run_is_not_kept(replays):
     model = make(attention_dropout=0.3)
     with tilegym.apply(model, use_cutile=False), graph_training(model):
         gradients_of(model, ids())
-        with pytest.warns(FallbackWarning, match="differ from run to run"):
+        with pytest.warns(FallbackWarning, match="from run to run"):
             gradients_of(model, ids())
         gradients_of(model, ids())
-    assert replays == [0]
+    assert replays == []
 
 
 def test_gradients_that_are_wrong_are_found(model, replays, monkeypatch):

@@ -18,6 +18,9 @@ in the next wider precision, relative to its gradients; patched ones may be twic
 """
 
 
+FLAGS = ("gradient_checkpointing", "gradients_in_place", "graph")
+
+
 def name_of(summary: dict[str, Any]) -> str:
     """A run's heading: the model, and whatever is not as it comes."""
     parts = [summary["model"]["id"]]
@@ -26,7 +29,7 @@ def name_of(summary: dict[str, Any]) -> str:
     sizes, optimizer = (summary["batch_size"], summary["sequence_length"]), summary["optimizer"]
     parts += ["{} x {} tokens".format(*sizes)] if sizes != USUAL_SIZES else []
     parts += [f"optimizer {optimizer}"] if optimizer != training.ADAMW else []
-    parts += [flag.replace("_", " ") for flag in ("gradient_checkpointing", "gradients_in_place") if summary[flag]]
+    parts += [flag.replace("_", " ") for flag in FLAGS if summary.get(flag)]
     return ", ".join(parts)
 
 

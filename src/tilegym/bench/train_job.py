@@ -47,12 +47,17 @@ class Options(job.ModelOptions):
     learning_rate: float = 5e-5
     gradient_checkpointing: bool = False
     gradients_in_place: bool = False
+    graph: bool = False
 
     def check(self) -> None:
         """Raises ModelError if the flags contradict each other, or name what is not there."""
         super().check()
         if self.gradients_in_place and not self.use_tilegym:
             raise ModelError("--gradients_in_place does nothing without --use_tilegym: add --use_tilegym")
+        if self.graph and not self.use_attn:
+            raise ModelError("--graph does nothing without --use_tilegym and --use_attn: add both")
+        if self.graph and self.gradient_checkpointing:
+            raise ModelError("--graph keeps what --gradient_checkpointing computes again: leave one of them out")
         if self.dtype is torch.float16:
             raise ModelError(
                 "training in float16 needs a scaled loss, which there is none of: take --precision bfloat16 or float32"
@@ -119,6 +124,7 @@ class Result:
             "learning_rate": options.learning_rate,
             "gradient_checkpointing": options.gradient_checkpointing,
             "gradients_in_place": options.gradients_in_place,
+            "graph": options.graph,
             "notices": self.notices,
             "patched_modules": job.entries(self.patches, "patched"),
             "skipped_modules": job.entries(self.patches, "skipped"),
@@ -263,10 +269,15 @@ def _own_variants(session: Session, result: Result, tell: Tell) -> None:
         _observe(session, result, tell)
         return
     in_place = tilegym.set_gradients_in_place(True) if options.gradients_in_place else contextlib.nullcontext()
-    with job.patched(model, options, result.backend) as result.patches, in_place:
+    if options.graph and result.device.type != "cuda":
+        result.notices.append("--graph: steps are replayed on a GPU only")
+    graph = tilegym.graph_training if options.graph else contextlib.nullcontext
+    with job.patched(model, options, result.backend) as result.patches, in_place, graph(model):
         if checked is not None:
             tell("TileGym: loss and gradients")
             (oracle, errors), checked = checked, None
+            for _ in range(2 * options.graph):  # from the third on they are replayed
+                oracle.errors(model)
             result.check = oracle.judge(errors, oracle.errors(model), model.dtype)
             del oracle
         result.patched = session.measure("TileGym", tell)

@@ -22,7 +22,7 @@ def show(result: Result, console: Console) -> None:
     cut = f", cut to {options.num_layers} layers" if options.num_layers is not None else ""
     extras = "".join(
         f", {name.replace('_', ' ')}"
-        for name in ("gradient_checkpointing", "gradients_in_place")
+        for name in ("gradient_checkpointing", "gradients_in_place", "graph")
         if getattr(options, name)
     )
     rate = f" with a learning rate of {options.learning_rate:g}" if options.optimizer != "none" else ""

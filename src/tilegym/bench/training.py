@@ -34,8 +34,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a GPU. ``peak``: the most that was allocated in a step; ``activations``: what a forward pass left there
-    for the backward pass; the others are there from step to step."""
+    """Bytes on a GPU. ``peak``: the most that a step allocates, and what graphs keep for it; ``activations``: what a
+    forward pass left there for the backward pass; the others are there from step to step."""
 
     peak: int
     activations: int
@@ -142,6 +142,12 @@ def _seconds(start: Any, end: Any) -> float:
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
+def _idle_in_graphs(device: torch.device) -> int:
+    """Bytes that CUDA graphs write to when they are replayed, and that do not count as allocated meanwhile."""
+    segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index or device.index is None]
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if s["segment_pool_id"] != (0, 0))
+
+
 def _memory(trainer: Trainer) -> Memory:
     """Of a step apart from the timed ones: asking for what is allocated takes the host as long as a small op."""
     device, allocated = trainer.model.device, []
@@ -150,7 +156,7 @@ def _memory(trainer: Trainer) -> Memory:
     parameters = list(trainer.model.parameters())
     states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
     return Memory(
-        peak=torch.cuda.max_memory_allocated(device),
+        peak=torch.cuda.max_memory_allocated(device) + _idle_in_graphs(device),
         activations=allocated[1] - allocated[0],
         weights=sum(p.nbytes for p in parameters),
         gradients=sum(p.nbytes for p in parameters if p.requires_grad),
