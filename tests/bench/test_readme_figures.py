@@ -137,6 +137,13 @@ def test_the_table_of_training_steps(measured):
                 assert is_rounded(number, first_number(row[column])), f"{model}, {column}: {number}, measured: {row}"
 
 
+def test_training_by_graphs(measured):
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"its layers as CUDA graphs: (\d+) tokens/s, (\d+\.\d) GB", text).groups()
+    for figure, shown in zip(("Tokens/s", "Peak memory, GB"), found, strict=True):
+        assert is_rounded(shown, first_number(measured[f"qwen3-0.6b, graph: {figure}"]["TileGym"]))
+
+
 def test_the_host_times(measured):
     sentence = re.search(r"A call of an op on tiny tensors costs.*?Calls", (ROOT / "README.md").read_text(), re.DOTALL)
     times = re.findall(r"`(\w+)` (\d+\.\d)(?: where torch's took|\s+and)\s+(\d+\.\d)", sentence.group())
