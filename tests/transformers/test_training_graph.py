@@ -82,6 +82,41 @@ def test_the_third_step_is_replayed(name, replays):
             assert replays == [[], [1], [2], [3]][seed]
 
 
+OTHERS = {
+    "BertForSequenceClassification": {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
+    "Gemma3ForCausalLM": {"sliding_window": 8},
+    "Qwen3MoeForCausalLM": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "T5ForConditionalGeneration": {
+        "d_model": 64,
+        "d_kv": 16,
+        "num_heads": 4,
+        "dropout_rate": 0,
+        "decoder_start_token_id": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(name, replays):
+    """Classifiers, windows, experts, an encoder and a decoder."""
+    model, steps = make(name, **OTHERS[name]), []
+    with tilegym.apply(model, use_cutile=False), graph_training(model):
+        for seed in range(5):
+            for one in (model, copy.deepcopy(model)):
+                if one is not model:
+                    tilegym.revert(one)
+                one.zero_grad()
+                labels = torch.tensor([0, 1], device=device()) if "Classification" in name else ids(seed=seed)
+                options = {"use_cache": False} if "T5" in name else {}
+                loss = one(input_ids=ids(seed=seed), labels=labels, **options).loss
+                loss.backward()
+                gradients = {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
+                steps.append((loss.detach(), gradients))
+            assert_same(*steps[-2:])
+    # What a GPU cannot hold runs the code.
+    assert HAS_GPU or (len(replays) == 1 and replays[0] >= 3)
+
+
 def test_an_optimizer_trains_the_same_weights(replays):
     losses = []
     for graph in (False, True):
@@ -240,6 +275,21 @@ def test_what_is_no_training_step_runs_the_code(model, replays):
         model(input_ids=ids(), labels=ids()).loss.backward()
     assert replays == []
     model.generate(ids(1, 4), max_new_tokens=2, do_sample=False)
+
+
+def test_transforms_run_the_code(model, replays):
+    for _ in range(2):
+        model.model(input_ids=ids()).last_hidden_state.sum().backward()
+    expected = {n: p.grad / 2 for n, p in model.model.named_parameters()}
+    weights = {n: p.detach() for n, p in model.model.named_parameters()}
+
+    def loss(weights):
+        with tilegym.use_backend("pytorch"):
+            return torch.func.functional_call(model.model, weights, (ids(),)).last_hidden_state.sum()
+
+    for name, gradient in torch.func.grad(loss)(weights).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-4)
+    assert replays == [1]
 
 
 REASONS = {

@@ -21,9 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch import nn
+from torch.autograd import forward_ad
 
 from tilegym.backend import in_place
 from tilegym.backend.wrapped import is_wrapped
+from tilegym.backend.wrapped import unreadable
 from tilegym.errors import PatchError
 from tilegym.errors import UnsupportedError
 from tilegym.transformers.attention import NAMES
@@ -175,6 +177,8 @@ def replaying(forward: Callable) -> Callable:
     def replayed_forward(self, *args, **kwargs):
         trains = not torch.compiler.is_compiling() and self.training and torch.is_grad_enabled()
         if not trains or len(args) > len(names) or getattr(self, "_is_replica", False):
+            return forward(self, *args, **kwargs)
+        if unreadable((*args, *kwargs.values())) is not None or forward_ad._current_level >= 0:
             return forward(self, *args, **kwargs)
         named = dict(zip(names, args, strict=False))
         if named.keys() & kwargs.keys():
