@@ -1,9 +1,9 @@
 """Training steps whose forward and backward pass through a model's layers are replayed as CUDA graphs.
 
-The host takes longer to launch a small model's training step than the GPU to run it. The second call of one form
-(shapes, dtypes, options) is captured: the model's forward pass, without its head and loss, as one graph, the backward
-pass as another. From then on such calls are replayed, within an ``autograd.Function`` whose inputs are the parameters,
-so that gradients are accumulated, and hooks on parameters run, as ever.
+The host takes longer to launch a small model's training step than the GPU to run it. The second call in a row of one
+form (shapes, dtypes, options) is captured: the model's forward pass, without its head and loss, as one graph, the
+backward pass as another. From then on such calls are replayed, within an ``autograd.Function`` whose inputs are the
+parameters, so that gradients are accumulated, and hooks on parameters run, as ever.
 
 What could differ from a run of the model's code runs it, and a warning says why, once. A captured pair is compared with
 the model's code before it is used: results, and gradients of all parameters.
@@ -53,7 +53,7 @@ from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
 COMPUTE = "training_graph"
-MOST_STEPS = 4  # forms of one model; calls of further ones run its code
+MOST_STEPS = 2  # forms of one model, each with memory for all gradients; calls of further ones run its code
 MOST_DIFFERENCE = 0.1  # of all gradients together, from run to run
 _AGAIN = "give the model's forward pass anew, or undo graph_training"
 
@@ -101,14 +101,15 @@ class _Step:
 
 
 class _Steps:
-    """What is kept for one model: its steps by form of call, None for a form that was seen once.
+    """What is kept for one model: its steps by form of call.
 
     Steps share their memory: while one waits for its backward pass, no other may be replayed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.fingerprint = Fingerprint(model)
-        self.forms: dict[tuple, _Step | None] = {}
+        self.forms: dict[Form, _Step] = {}
+        self.latest: Form | None = None  # of the call before
         self.pool: Any = None
         self.turn: Callable[[], _Turn | None] = lambda: None
         self.failed = False
@@ -126,9 +127,9 @@ _told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDiction
 def graph_training(model: nn.Module) -> PatchSet:
     """Lets training steps of ``model`` be replayed as CUDA graphs; patch it before (``tilegym.apply``).
 
-    From the third call of one shape on, in training mode, with gradients and without a cache, the forward pass through
-    the layers and its backward pass are one launch each for the host. Steps keep their activations' memory, and as much
-    more as the gradients take. Other calls run the model's code. See docs/training.md.
+    From the second call in a row of one shape on, in training mode, with gradients and without a cache, the forward
+    pass through the layers and its backward pass are one launch each for the host. Steps keep their activations'
+    memory, and as much more as the gradients take. Other calls run the model's code. See docs/training.md.
 
     Args:
         model: a model of transformers, with a head or without, or one of peft's around it; on a GPU when it runs.
@@ -196,8 +197,10 @@ def forget(model: nn.Module) -> None:
 
 def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> Any:
     first = next((v for v in inputs.values() if isinstance(v, Tensor)), None)
+    if first is None or not may_replay(first, inputs):
+        return forward(model, **inputs)
     why = _misfit(model, forward, inputs)
-    if first is None or why or not may_replay(first, inputs):
+    if why:
         _tell(model, why)
         return forward(model, **inputs)
     with _locks.setdefault(model, threading.RLock()):
@@ -208,12 +211,13 @@ def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> Any
             _kept[model] = kept = _Steps(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         form = _form(model, inputs, first.device, parameters)
-        if kept.forms.get(form) is None and form in kept.forms and not kept.failed and not kept.waits():
+        # Twice in a row: batches of varying lengths are alike by chance.
+        known, kept.latest = form == kept.latest, form
+        room = len(kept.forms) < MOST_STEPS and not kept.failed and not kept.waits()
+        if known and room and form not in kept.forms:
             _capture(model, forward, inputs, kept, form, parameters)
         step = kept.forms.get(form)
         if step is None:
-            if len(kept.forms) < 4096:  # forms that vary from call to call must not fill the memory
-                kept.forms[form] = None
             return forward(model, **inputs)
         if kept.waits():
             _tell(model, "an earlier forward pass still waits for its backward pass")
@@ -262,9 +266,7 @@ def _has_hooks(model: nn.Module) -> bool:
 def _capture(
     model: nn.Module, forward: Callable, inputs: dict[str, Any], kept: _Steps, form: Form, parameters: list
 ) -> None:
-    """Keeps the graphs of such a step, if there is room, or notes that there are none."""
-    if sum(step is not None for step in kept.forms.values()) >= MOST_STEPS:
-        return
+    """Keeps the graphs of such a step, or notes that there can be none."""
     device = next(v.device for v in inputs.values() if isinstance(v, Tensor))
     try:
         if _has_hooks(model):
