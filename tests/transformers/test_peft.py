@@ -14,6 +14,7 @@ from tiny_models import observed
 from tiny_models import padded
 from tiny_models import tokens
 from torch import nn
+from training_graphs import count_replays
 
 import tilegym
 from tilegym.integrate.small_model import small_model
@@ -186,6 +187,20 @@ def test_lora(options, op, first):
     assert any("lora_A" in name for name in got[1])
     report.revert()
     assert_same_step(loss_and_gradients(wrapper), expected)
+
+
+def test_adapters_are_trained_by_graphs(monkeypatch):
+    replays = count_replays(monkeypatch)
+    model = make_model("llama").train()
+    model.config.use_cache = False
+    wrapper = with_adapters(model, target_modules=LINEARS)
+    expected = loss_and_gradients(copy.deepcopy(wrapper))
+    with monkey_patch.apply(wrapper, use_cutile=False), tilegym.graph_training(wrapper):
+        for _ in range(4):
+            wrapper.zero_grad()
+            got = loss_and_gradients(wrapper)
+            assert_same_step(got, expected)
+    assert replays == [3] and all("lora_" in name for name in got[1])
 
 
 def test_merged_adapters():
