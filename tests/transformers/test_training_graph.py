@@ -8,11 +8,15 @@ import weakref
 
 import pytest
 import torch
-import transformers
 from common import HAS_GPU
 from common import device
 from common import gpu
+from training_graphs import as_it_is
+from training_graphs import assert_same
 from training_graphs import count_replays
+from training_graphs import gradients_of
+from training_graphs import ids
+from training_graphs import make
 
 import tilegym
 from tilegym.errors import FallbackWarning
@@ -21,23 +25,10 @@ from tilegym.errors import UnsupportedError
 from tilegym.transformers import training_graph
 from tilegym.transformers.training_graph import graph_training
 
-CONFIG = dict(
-    vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
-)  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
 def replays(monkeypatch):
     return count_replays(monkeypatch)
-
-
-def make(name="Qwen3ForCausalLM", **changes):
-    model_class = getattr(transformers, name)
-    torch.manual_seed(0)
-    model = model_class(model_class.config_class(**CONFIG | changes)).to(device()).train()
-    model.config.use_cache = False
-    return model
 
 
 @pytest.fixture
@@ -45,31 +36,6 @@ def model():
     made = make()
     with tilegym.apply(made, use_cutile=False), graph_training(made):
         yield made
-
-
-def ids(batch=2, length=12, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 60, (batch, length), generator=generator).to(device())
-
-
-def gradients_of(model, inputs, **options):
-    model.zero_grad()
-    loss = model(input_ids=inputs, labels=inputs, **options).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(found, expected):
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
-
-
-def as_it_is(model, inputs, **options):
-    plain = copy.deepcopy(model)
-    tilegym.revert(plain)
-    return gradients_of(plain, inputs, **options)
 
 
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "GPT2LMHeadModel"])
@@ -351,16 +317,6 @@ def test_checkpointing_and_hooks(model, replays):
             gradients_of(model, ids())
     assert replays == [] and len(seen) == 3
     handle.remove()
-
-
-def test_what_differs_from_run_to_run_is_not_kept(replays):
-    model = make(attention_dropout=0.3)
-    with tilegym.apply(model, use_cutile=False), graph_training(model):
-        gradients_of(model, ids())
-        with pytest.warns(FallbackWarning, match="from run to run"):
-            gradients_of(model, ids())
-        gradients_of(model, ids())
-    assert replays == []
 
 
 def test_gradients_that_are_wrong_are_found(model, replays, monkeypatch):

@@ -12,12 +12,14 @@ the model's code before it is used: results, and gradients of all parameters.
 import contextlib
 import functools
 import inspect
+import random
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch import nn
@@ -277,21 +279,23 @@ def _capture(
         step = _Step(given, parameters)
         step.fill(given)
         run = [lambda _: step.run(model, forward, device), step.run_backward]
-        with full_masks(form.full), torch.autograd.set_multithreading_enabled(False):
-            expected = _run(step, run)
-            usual = _differences(_run(step, run), expected)
+        generators = [device] if device.type == "cuda" else []
+        with full_masks(form.full), torch.autograd.set_multithreading_enabled(False), torch.random.fork_rng(generators):
+            expected = _run(step, run, device)
+            usual = _differences(_run(step, run, device), expected)
             if usual.whole > MOST_DIFFERENCE:
                 raise Unsuitable(f"its gradients differ by {usual.whole:.1%} from run to run")
+            others = _run(step, run, device, seed=1)
+            if _differences(others, expected).are_like(usual):
+                others = None  # no dropout, whose numbers are to be others in each replay
             kept.pool = torch.cuda.graph_pool_handle() if kept.pool is None else kept.pool
             (step.forward, made), (step.backward, step.gradients) = capture_in_turn(run, device, kept.pool)
-        step.with_gradient = [t.requires_grad for t in leaves_of(made)]
-        step.results = mapped(made, Tensor.detach)
-        del made
-        step.forward.replay()
-        step.backward.replay()
-        found = _differences([*leaves_of(step.results), *step.gradients], expected)
-        if not found.are_like(usual):
-            raise Unsuitable(f"its gradients differ by {found.whole:.1%} from those of the model's code")
+            step.with_gradient = [t.requires_grad for t in leaves_of(made)]
+            step.results = mapped(made, Tensor.detach)
+            del made
+            _check(step, device, 0, expected, usual)
+            if others is not None:
+                _check(step, device, 1, others, usual)
     except Exception as error:  # whatever a model does that a graph cannot hold
         warn(model, "trains", error)
         kept.failed = True
@@ -300,9 +304,36 @@ def _capture(
         kept.forms[form] = step
 
 
-def _run(step: _Step, run: list[Callable]) -> list[Tensor | None]:
-    """The results of the model's own code, and its gradients."""
+def _seed(device: torch.device, seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+def _host_numbers(device: torch.device) -> tuple:
+    """The states of the generators that no graph knows of."""
+    _, keys, position, *rest = numpy.random.get_state()
+    of_torch = () if device.type == "cpu" else (torch.default_generator.get_state().numpy().tobytes(),)
+    return random.getstate(), keys.tobytes(), position, *rest, *of_torch
+
+
+def _check(step: _Step, device: torch.device, seed: int, expected: list, usual: "_Differences") -> None:
+    """Raises Unsuitable unless replays give what the model's code has given with the random numbers of ``seed``."""
+    _seed(device, seed)
+    step.forward.replay()
+    step.backward.replay()
+    found = _differences([*leaves_of(step.results), *step.gradients], expected)
+    if not found.are_like(usual):
+        raise Unsuitable(f"its gradients differ by {found.whole:.1%} from those of the model's code")
+
+
+def _run(step: _Step, run: list[Callable], device: torch.device, seed: int = 0) -> list[Tensor | None]:
+    """The results of the model's own code, and its gradients, with the random numbers of ``seed``."""
+    _seed(device, seed)
+    before = _host_numbers(device)
     results = run[0](None)
+    if _host_numbers(device) != before:
+        raise Unsuitable("it draws random numbers on the host, which would be the same in every replay")
     leaves = leaves_of(results)
     ends = [t for t in leaves if t.requires_grad]
     if not ends:
