@@ -232,6 +232,30 @@ def test_frozen_weights_and_embeddings_that_are_given(model, replays):
     assert replays == [2, 2]
 
 
+class Counted(torch.nn.Module):
+    """An activation, none that is replaced, that counts its passes, as batch norms do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.passes.add_(1)
+        return 1.5 * torch.nn.functional.silu(x)
+
+
+def test_buffers_change_once_a_step(replays):
+    model = make()
+    model.model.layers[1].mlp.act_fn = counted = Counted().to(device())
+    with tilegym.apply(model, use_cutile=False), graph_training(model):
+        counted.passes.zero_()
+        for seed in range(4):
+            gradients_of(model, ids(seed=seed))
+            assert counted.passes == seed + 1
+    assert replays == [3]
+
+
 def test_what_is_no_training_step_runs_the_code(model, replays):
     with torch.no_grad():
         for _ in range(3):

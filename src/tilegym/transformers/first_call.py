@@ -90,7 +90,7 @@ def _is_alone(model: nn.Module, device: torch.device) -> bool:
 def _run(model: nn.Module, args: tuple, kwargs: dict[str, Any], device: torch.device) -> None:
     """A call, and its backward pass if it has one."""
     args, kwargs = tree_map(_copy, (args, kwargs))
-    with _unchanged(model, device), torch.autograd.set_multithreading_enabled(False):  # backward on this thread
+    with unchanged(model, device), torch.autograd.set_multithreading_enabled(False):  # backward on this thread
         outputs = model.forward(*args, **kwargs)
         loss = getattr(outputs, "loss", None)
         ends = [t for t in ((loss,) if isinstance(loss, Tensor) else tree_leaves(outputs)) if _takes_gradient(t)]
@@ -108,7 +108,7 @@ def _takes_gradient(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Gives back what a run may change: the generators' states, and buffers, as those of a batch norm."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

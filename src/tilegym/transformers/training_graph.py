@@ -33,6 +33,7 @@ from tilegym.errors import UnsupportedError
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import full_masks
 from tilegym.transformers.family import model_in
+from tilegym.transformers.first_call import unchanged
 from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import place_of_forward
@@ -279,8 +280,7 @@ def _capture(
         step = _Step(given, parameters)
         step.fill(given)
         run = [lambda _: step.run(model, forward, device), step.run_backward]
-        generators = [device] if device.type == "cuda" else []
-        with full_masks(form.full), torch.autograd.set_multithreading_enabled(False), torch.random.fork_rng(generators):
+        with full_masks(form.full), torch.autograd.set_multithreading_enabled(False), unchanged(model, device):
             expected = _run(step, run, device)
             usual = _differences(_run(step, run, device), expected)
             if usual.whole > MOST_DIFFERENCE:
