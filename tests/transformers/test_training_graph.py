@@ -174,10 +174,23 @@ def test_second_derivatives_are_an_error(model):
         torch.autograd.grad(hidden.sum(), list(model.model.parameters()), create_graph=True)
 
 
+def nodes_of(node):
+    """A node of autograd's, and those that come behind it."""
+    found, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
 def test_weights_that_change_before_the_backward_pass_are_an_error(model):
     for _ in range(2):
         gradients_of(model, ids())
     loss = model(input_ids=ids(), labels=ids()).loss
+    (node,) = {node for node in nodes_of(loss.grad_fn) if node.name() == "_ReplayBackward"}
+    assert len(node.saved_tensors) == len(list(model.model.parameters()))  # of which autograd knows the versions
     with torch.no_grad():
         model.model.layers[0].mlp.gate_proj.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -18,9 +18,6 @@ in the next wider precision, relative to its gradients; patched ones may be twic
 """
 
 
-FLAGS = ("gradient_checkpointing", "gradients_in_place", "graph")
-
-
 def name_of(summary: dict[str, Any]) -> str:
     """A run's heading: the model, and whatever is not as it comes."""
     parts = [summary["model"]["id"]]
@@ -29,7 +26,7 @@ def name_of(summary: dict[str, Any]) -> str:
     sizes, optimizer = (summary["batch_size"], summary["sequence_length"]), summary["optimizer"]
     parts += ["{} x {} tokens".format(*sizes)] if sizes != USUAL_SIZES else []
     parts += [f"optimizer {optimizer}"] if optimizer != training.ADAMW else []
-    parts += [flag.replace("_", " ") for flag in FLAGS if summary.get(flag)]
+    parts += [flag.replace("_", " ") for flag in training.FLAGS if summary.get(flag)]
     return ", ".join(parts)
 
 

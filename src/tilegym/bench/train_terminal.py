@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from tilegym.bench import terminal
+from tilegym.bench import training
 from tilegym.bench.train_job import Result
 from tilegym.bench.train_job import loss_differences
 
@@ -20,11 +21,7 @@ def show(result: Result, console: Console) -> None:
     """Prints what was run, how fast each variant trains and in how much memory, its losses, and whether it is right."""
     options = result.options
     cut = f", cut to {options.num_layers} layers" if options.num_layers is not None else ""
-    extras = "".join(
-        f", {name.replace('_', ' ')}"
-        for name in ("gradient_checkpointing", "gradients_in_place", "graph")
-        if getattr(options, name)
-    )
+    extras = "".join(f", {name.replace('_', ' ')}" for name in training.FLAGS if getattr(options, name))
     rate = f" with a learning rate of {options.learning_rate:g}" if options.optimizer != "none" else ""
     terminal.show_setup(
         result,

@@ -160,7 +160,10 @@ def _put(patches: PatchSet, body: nn.Module, where: Entry) -> None:
     forward = current.func if isinstance(current, BoundForward) else type(body).forward
     if is_made_by(replaying, current):
         patches.skip(where, ALREADY_PATCHED)
-    elif "attention_mask" in inspect.signature(forward).parameters and not _attends(body):
+    elif (
+        "attention_mask" in inspect.signature(forward).parameters
+        and body.config._attn_implementation not in NAMES.values()
+    ):
         patches.skip(where, "its attention is not TileGym's: patch it first, with tilegym.apply(model)")
     elif rotates_by_length(body):
         patches.skip(where, BY_LENGTH)
@@ -168,14 +171,12 @@ def _put(patches: PatchSet, body: nn.Module, where: Entry) -> None:
         patches.on_revert(functools.partial(forget, body))
 
 
-def _attends(body: nn.Module) -> bool:
-    return body.config._attn_implementation in NAMES.values()
-
-
 @reproducible
 def replaying(forward: Callable) -> Callable:
     """``forward``, as a function of the module and its arguments, that replays training steps where it can."""
-    names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    known = inspect.signature(forward).parameters
+    names = [p.name for p in known.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    may_cache = "use_cache" in known
 
     @functools.wraps(forward)
     def replayed_forward(self, *args, **kwargs):
@@ -187,7 +188,7 @@ def replaying(forward: Callable) -> Callable:
         named = dict(zip(names, args, strict=False))
         if named.keys() & kwargs.keys():
             return forward(self, *args, **kwargs)  # says what is wrong
-        return _forward(self, forward, named | kwargs)
+        return _forward(self, forward, named | kwargs, may_cache)
 
     return replayed_forward
 
@@ -198,11 +199,11 @@ def forget(model: nn.Module) -> None:
     _told.pop(model, None)
 
 
-def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> Any:
+def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any], may_cache: bool) -> Any:
     first = next((v for v in inputs.values() if isinstance(v, Tensor)), None)
     if first is None or not may_replay(first, inputs):
         return forward(model, **inputs)
-    why = _misfit(model, forward, inputs)
+    why = _misfit(model, inputs, may_cache)
     if why:
         _tell(model, why)
         return forward(model, **inputs)
@@ -228,11 +229,10 @@ def _forward(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> Any
         return _replay(step, kept, inputs, parameters)
 
 
-def _misfit(model: nn.Module, forward: Callable, inputs: dict[str, Any]) -> str:
+def _misfit(model: nn.Module, inputs: dict[str, Any], may_cache: bool) -> str:
     """Why a call in training is not one to replay, if that is worth telling."""
-    known = inspect.signature(forward).parameters
     use_cache = inputs.get("use_cache")
-    if "use_cache" in known and (getattr(model.config, "use_cache", False) if use_cache is None else use_cache):
+    if may_cache and (getattr(model.config, "use_cache", False) if use_cache is None else use_cache):
         return "it keeps a cache: give use_cache=False, or set model.config.use_cache = False"
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "it checkpoints activations"

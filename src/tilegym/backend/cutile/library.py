@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Callable
 
 import torch
+from torch._library.custom_ops import get_library_allowing_overwrite
 
 from tilegym.backend.recording import Recordings
-
-_libraries: dict[str, torch.library.Library] = {}
 
 
 def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
@@ -54,9 +53,7 @@ def _functional(name: str, function: Callable, fake: Callable) -> torch._ops.OpO
     What ``torch.library.custom_op`` puts around one for autograd, and to look for aliases, takes the host longer than
     all else of a call in compiled code: 28 us of rms_norm, 8 without (two cores, a launch that does nothing).
     """
-    if name in _libraries:
-        _libraries.pop(name)._destroy()  # a file that is loaded again
-    library = _libraries[name] = torch.library.Library("tilegym", "FRAGMENT")
+    library = get_library_allowing_overwrite("tilegym", name)  # a file may be loaded again
     schema = torch.library.infer_schema(function, mutates_args=())
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, function, "CompositeExplicitAutograd")

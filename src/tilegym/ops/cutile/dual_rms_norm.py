@@ -106,7 +106,8 @@ def dual_rms_norm_backward_kernel(
     OVERLAP: Bool,
 ):  # fmt: skip
     """The first q_blocks blocks stride over the heads of q, the others over those of k. CHECK: whether some of a tile
-    may lie outside of the rows. OVERLAP: the launch that adds the sums may begin, and waits."""
+    may lie outside of the rows. OVERLAP: it waits for the launch in front, and the one that adds the sums may
+    begin, and waits."""
     if OVERLAP:
         ct.grid_dependency_control_wait()
     block = ct.bid(0)

@@ -124,8 +124,8 @@ def backward_kernel(
     on, 1 or 2, or with 0 LATENCY: what the compiler's own pipeline of loads is told, through shared memory, by the
     tensor memory accelerator (BULK) or by each thread. CHECK: whether some of a tile may lie outside of the rows.
     FUSED: how much is written so that one instruction multiplies and adds, 1: xhat, 2: dx too, which is less work and
-    takes more registers. OVERLAP: the launch that adds the sums may begin, and waits; LATE: behind the loop, since that
-    takes a barrier, for which the first loads would wait.
+    takes more registers. OVERLAP: it waits for the launch in front, and the one that adds the sums may begin, and
+    waits; LATE: behind the loop, since that takes a barrier, for which the first loads would wait.
     """
     if OVERLAP:
         ct.grid_dependency_control_wait()
