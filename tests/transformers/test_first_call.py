@@ -89,6 +89,18 @@ def test_calls_with_and_without_gradients_are_collected_once_each(collected):
     assert without < with_gradients
 
 
+def test_compiled_layers_are_compiled_nonetheless(collected):
+    """What torch.compile meets in the run ahead, it would not compile any more."""
+    model, graphs, ids = make_model("qwen3").train(), [], tokens(2, 8)
+    patched(model, collected)
+    for layer in model.model.layers:
+        layer.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    step(model, ids)
+    assert len(collected) == 1 and collected[0]
+    assert len(graphs) == len(model.model.layers)
+    assert all("rms_norm_forward" in graph.print_readable(False) for graph in graphs)
+
+
 def test_nothing_is_left_behind(collected):
     """Dropout's random numbers, gradients, buffers and results are as without the run ahead."""
     ids, results = tokens(1, 6), []

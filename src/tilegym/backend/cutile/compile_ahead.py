@@ -8,6 +8,7 @@ steps took an H200's host (16 cores) 22 s so, and 43 s without.
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -65,11 +66,18 @@ def collect(run: Callable[[], Any]) -> list[Job]:
     run to launch something.
     """
     collector = _Collector()
-    with recording.replaced_by(collector) as replaced, contextlib.suppress(Exception):
+    with recording.replaced_by(collector) as replaced, contextlib.suppress(Exception), _nothing_compiled():
         if replaced:
             with collector:
                 run()
     return list(collector.jobs.values())
+
+
+def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
+    """Within the block what is compiled by torch.compile runs as it is written: what PyTorch's compiler meets under a
+    dispatch mode, as the collector is one, it leaves alone for good."""
+    # Where the compiler is not imported, nothing is compiled, and to import it takes a second.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def compile_ahead(run: Callable[[], Any], device: torch.device) -> int:
