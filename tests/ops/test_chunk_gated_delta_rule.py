@@ -260,6 +260,14 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
 
         self.assertCompiledEqualsEager(call, *floating(arguments(*SHAPES[1])))
 
+    def test_compiled_without_states(self):
+        """As models train: compiled code gives gradients for results that nobody uses, too."""
+
+        def call(query, key, value, g, beta):
+            return chunk_gated_delta_rule(query * 2, key, value, -g.abs(), beta.sigmoid(), backend="cutile")[0].sin()
+
+        self.assertCompiledEqualsEager(call, *floating(arguments(*SHAPES[1]))[:5])
+
     def test_operators(self):
         tensors = floating(arguments(*SHAPES[0]))
         dout = torch.ones_like(tensors[2])

@@ -296,7 +296,7 @@ class ChunkGatedDeltaRule(Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, initial, with_final, normalize):
         ctx.save_for_backward(q, k, v, g, beta, initial)
-        ctx.normalize = normalize
+        ctx.normalize, ctx.with_final = normalize, with_final
         ctx.set_materialize_grads(False)
         return chunk_forward(q, k, v, g, beta, initial, with_final, normalize)
 
@@ -306,6 +306,8 @@ class ChunkGatedDeltaRule(Function):
         q, k, v, g, beta, initial = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(v)
+        if not ctx.with_final:
+            dfinal = None  # compiled code gives the gradient of what stands for no state
         *gradients, dinitial = chunk_backward(dout, dfinal, q, k, v, g, beta, initial, ctx.normalize)
         return *gradients, (None if initial is None else dinitial.to(initial.dtype)), None, None
 
