@@ -56,7 +56,7 @@ HUB_EXAMPLE = """
     y.sum().backward()
     print(json.dumps({
         "replaced": [(e.name, e.source) for e in report(model).replaced],
-        "forward": model.activation.forward.func.__globals__["__file__"],
+        "forward": model.activation.forward.__func__.__globals__["__file__"],
         "equal": torch.equal(y, SiluAndMul()(x)),
         "gradient": x.grad is not None,
     }))
@@ -98,7 +98,9 @@ def test_local_kernel_repo(local_repo):
     (entry,) = report(model).replaced
     assert (entry.name, entry.original, entry.kernel) == ("model.layers.0.mlp", "Qwen2MLP", "MyAwesomeMLP")
     assert entry.source == f"{local_repo / 'my_kernels'}:Qwen2MLPTrainingKernel"
-    assert model.model.layers[0].mlp.forward.func.__globals__["__file__"] == str(local_repo / "my_kernels/layers.py")
+    assert model.model.layers[0].mlp.forward.__func__.__globals__["__file__"] == str(
+        local_repo / "my_kernels/layers.py"
+    )
     assert type(model.model.layers[0].mlp) is Qwen2MLP
     assert torch.equal(model(torch.arange(8)[None]).logits, before)
 

@@ -91,14 +91,19 @@ def test_calls_with_and_without_gradients_are_collected_once_each(collected):
 
 def test_compiled_layers_are_compiled_nonetheless(collected):
     """What torch.compile meets in the run ahead, it would not compile any more."""
-    model, graphs, ids = make_model("qwen3").train(), [], tokens(2, 8)
+    model, graphs, ids = make_model("llama").train(), [], tokens(2, 8)
     patched(model, collected)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
     for layer in model.model.layers:
-        layer.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+        layer.compile(backend=backend)
     step(model, ids)
     assert len(collected) == 1 and collected[0]
-    assert len(graphs) == len(model.model.layers)
-    assert all("rms_norm_forward" in graph.print_readable(False) for graph in graphs)
+    assert len(graphs) == 1, "which all layers share"
+    assert "rms_norm_forward" in graphs[0].print_readable(False)
 
 
 def test_nothing_is_left_behind(collected):

@@ -7,6 +7,7 @@ import itertools
 import pickle
 import sys
 import types
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 import tilegym
 from tilegym.errors import PatchError
 from tilegym.transformers import monkey_patch
-from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import is_bound
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.forwards import with_globals
 from tilegym.transformers.patching import Entry
@@ -267,14 +268,22 @@ def _saved(net):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled, _saved])
+def _sent(net):
+    """To another process, as multiprocessing does it."""
+    sent = pickle.loads(ForkingPickler.dumps(net))
+    for parameter in sent.parameters():
+        parameter.data = parameter.data.clone()  # which both processes hold
+    return sent
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled, _saved, _sent])
 def test_a_copy_runs_the_patch_on_its_own_weights(copied):
     net, x = Net(), torch.ones(3)
     patches = PatchSet(net)
     patches.replace_forward(net.first, plus(1), ENTRY)
     patches.replace_forward(net.second, with_globals(Scaled.forward, (("scale", plus_one),)), ENTRY)
     other = copied(net)
-    assert other.first.forward.args[0] is other.first and isinstance(other.second.forward, BoundForward)
+    assert other.first.forward.__self__ is other.first and is_bound(other.second.forward)
     with torch.no_grad():
         other.first.weight.fill_(7)
     assert torch.equal(other.first(x), 7 * x + 1) and torch.equal(net.first(x), x + 1)
@@ -282,6 +291,37 @@ def test_a_copy_runs_the_patch_on_its_own_weights(copied):
     assert torch.equal(other.first(x), 7 * x + 1)  # the copy's patch is its own
     PatchSet.active(other)[0].revert()
     assert torch.equal(other.first(x), 14 * x) and torch.equal(net.first(x), 2 * x)
+
+
+def test_methods_of_others_are_pickled_as_ever():
+    net = Net()
+    for dump in (pickle.dumps, ForkingPickler.dumps):
+        method = pickle.loads(dump(net.first.forward))
+        assert method.__func__ is Scaled.forward and method.__self__ is not net.first
+
+
+def test_what_wraps_a_patch_is_not_the_patch():
+    """As accelerate wraps forwards: with all attributes of the function."""
+    net = Net()
+    PatchSet(net).replace_forward(net.first, plus(1), ENTRY)
+    wrapped = functools.wraps(net.first.forward.__func__)(lambda self, x: x)
+    assert is_bound(net.first.forward) and not is_bound(types.MethodType(wrapped, net.first))
+
+
+def test_compiled_modules_share_code_if_they_compute_the_same():
+    """torch.compile makes code once for modules of one patch, and again for one of another option of that."""
+    nets, graphs, x = [Net() for _ in range(3)], [], torch.ones(3)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    for net, n in zip(nets, (1, 1, 2), strict=True):
+        PatchSet(net).replace_forward(net.first, plus(n), ENTRY)
+        net.compile(backend=backend)
+    assert [net(x)[0].item() for net in nets] == [4.0, 4.0, 6.0]
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -14,6 +14,7 @@ from torch import nn
 
 from tilegym.bench.prompts import Batch
 from tilegym.errors import ModelError
+from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import with_globals
 from tilegym.transformers.general import Place
 from tilegym.transformers.general import callers
@@ -154,9 +155,7 @@ def _install(
             patches.replace_attribute(module, name, recorder, entry)
     names = callers(module, function)
     if "" in names:
-        current = vars(module).get("forward")
-        before = current.func if hasattr(current, "func") else type(module).forward
-        patches.replace_forward(module, with_globals(before, ((names[""][1], recorder),)), entry)
+        patches.replace_forward(module, with_globals(function_of_forward(module), ((names[""][1], recorder),)), entry)
 
 
 def _kept(value: Any, owner: nn.Module) -> Any:

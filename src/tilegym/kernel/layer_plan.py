@@ -18,7 +18,7 @@ from tilegym.kernel import verify as verification
 from tilegym.kernel.modes import Mode
 from tilegym.kernel.reports import Replacement
 from tilegym.kernel.sources import Source
-from tilegym.transformers.patching import BoundForward
+from tilegym.transformers.forwards import is_bound
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _unpickled_forward(name: str, source: Source, layer_class: type[nn.Module]) 
 def _unsuitable(layer: nn.Module, record: registry.LayerKernel) -> str:
     """Why this instance cannot have the kernel, or ""."""
     current = vars(layer).get("forward")
-    if current is not None and "_hf_hook" not in vars(layer) and not isinstance(current, BoundForward):
+    if current is not None and "_hf_hook" not in vars(layer) and not is_bound(current):
         own = type(layer).forward
         if getattr(current, "__func__", None) is not own:
             return f"its forward has been replaced already, by {getattr(current, '__qualname__', repr(current))}"

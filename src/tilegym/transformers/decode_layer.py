@@ -40,7 +40,7 @@ from tilegym.transformers.decode_linear import attend_linear
 from tilegym.transformers.decode_linear import has_states
 from tilegym.transformers.decode_linear import misfit_of_linear
 from tilegym.transformers.experts import NAMES as EXPERTS
-from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import is_bound
 from tilegym.transformers.forwards import reproducible
 
 # The parts that the step takes over; those after the first one, or the first two, own the parameters.
@@ -107,7 +107,7 @@ def _has_latents(layer: nn.Module) -> bool:
 
 
 def _is_patched(part: nn.Module | None) -> bool:
-    return part is not None and isinstance(vars(part).get("forward"), BoundForward)
+    return part is not None and is_bound(vars(part).get("forward"))
 
 
 def most_sequences(layer: nn.Module) -> int:
@@ -117,7 +117,7 @@ def most_sequences(layer: nn.Module) -> int:
 
 def _activation_of(mlp: nn.Module) -> str:
     """Of a gated MLP that is patched; empty if it has another patch than those here."""
-    make, args = mlp.forward.func.recipe
+    make, args = mlp.forward.__func__.recipe
     return args[2] if make is layers.gated_mlp_forward else ""
 
 

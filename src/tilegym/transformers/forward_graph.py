@@ -26,7 +26,7 @@ from tilegym.transformers import packed_sizes
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import full_masks
 from tilegym.transformers.attention import takes_packed
-from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
@@ -110,7 +110,7 @@ _locks: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary(
 def put(patches: PatchSet, model: nn.Module, where: Entry) -> None:
     """Lets calls of ``model`` be replayed where they take no gradients."""
     current = vars(model).get(place_of_forward(model))
-    forward = current.func if isinstance(current, BoundForward) else type(model).forward
+    forward = function_of_forward(model)
     if is_made_by(replaying, current):
         patches.skip(where, ALREADY_PATCHED)
         return

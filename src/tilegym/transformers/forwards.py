@@ -1,12 +1,13 @@
 """Functions for one instance: bound to it, remade when it is pickled, or with other globals than the original."""
 
 import contextlib
-import copy
+import copyreg
 import functools
 import inspect
 import types
 from collections.abc import Callable
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torch import nn
@@ -39,35 +40,45 @@ def reproducible(factory: Callable) -> Callable:
     return make
 
 
-class BoundForward(functools.partial):
-    """``function(module, ...)`` as the ``forward`` of one instance.
+_MARK = "_tilegym_binds"
 
-    A partial, because copying a module then binds the copy's forward to the copy, and because pickling is in our hands
-    (a bound method is pickled by name, which would silently give the class's own forward back).
+
+def bound(function: Callable, module: nn.Module) -> types.MethodType:
+    """``function(module, ...)`` as a method of one instance.
+
+    A method and nothing of our own, because torch.compile shares what it has compiled for one of several like modules
+    with the others only if their forwards are methods: any other callable it tells by its identity. A deepcopy's method
+    is the copy's; for pickling see :func:`_reduce`.
     """
+    setattr(function, _MARK, function)  # what wraps it may copy its attributes
+    return types.MethodType(function, module)
 
-    @property
-    def __func__(self) -> Callable:
-        """As a bound method has it: who puts a forward around this one binds it anew, as accelerate does."""
-        return self.func
 
-    def __deepcopy__(self, memo: dict) -> "BoundForward":
-        return BoundForward(self.func, *copy.deepcopy(self.args, memo))
+def is_bound(value: Any) -> bool:
+    """Whether ``value`` is what :func:`bound` returned, or a copy of that."""
+    return type(value) is types.MethodType and getattr(value.__func__, _MARK, None) is value.__func__
 
-    def __reduce__(self):
-        # The module goes into the state: at that point of unpickling it exists already.
-        return BoundForward, (_portable(self.func),), self.args
 
-    def __setstate__(self, args):
-        super().__setstate__((self.func, args, {}, {}))
+def _reduce(method: types.MethodType) -> Any:
+    """How a method is pickled: by name, and ours by their function, since a class has another one of that name.
+
+    The module of one in a module's state exists already where that is unpickled, without its state.
+    """
+    if is_bound(method):
+        return bound, (_portable(method.__func__), method.__self__)
+    return method.__reduce__()
+
+
+copyreg.pickle(types.MethodType, _reduce)
+ForkingPickler.register(types.MethodType, _reduce)  # which has one of its own for methods
 
 
 def replica(module: nn.Module) -> nn.Module:
-    """PyTorch's replica of a module (``nn.DataParallel``), to which each :class:`BoundForward` is bound anew."""
+    """PyTorch's replica of a module (``nn.DataParallel``), to which each :func:`bound` method is bound anew."""
     made = type(module)._replicate_for_data_parallel(module)
     for name, value in vars(made).items():
-        if isinstance(value, BoundForward) and value.args == (module,):
-            vars(made)[name] = BoundForward(value.func, made)
+        if is_bound(value) and value.__self__ is module:
+            vars(made)[name] = bound(value.__func__, made)
     return made
 
 
@@ -77,8 +88,14 @@ def place_of_forward(module: nn.Module) -> str:
     return "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
 
 
+def function_of_forward(module: nn.Module) -> Callable:
+    """The function that is a module's forward: the one that a patch has put on the instance, or its class's."""
+    own = vars(module).get(place_of_forward(module))
+    return own.__func__ if is_bound(own) else type(module).forward
+
+
 def chain_of(forward: Any) -> Iterator[Any]:
-    """The function behind a bound method or :class:`BoundForward`, what it wraps, and so on."""
+    """The function behind a bound method, what it wraps, and so on."""
     function = getattr(forward, "__func__", forward)
     while function is not None:
         yield function

@@ -22,10 +22,9 @@ from tilegym.backend import name_of
 from tilegym.errors import PatchError
 from tilegym.transformers import general_kernels
 from tilegym.transformers import loss
-from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import describe
+from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import held
-from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import with_globals
 from tilegym.transformers.patching import ALREADY_PATCHED
 from tilegym.transformers.patching import Entry
@@ -223,8 +222,7 @@ def _put_function(
         if value is function or value is held(new)
     ]
     for path, (module, name) in using.items():
-        current = vars(module).get(place_of_forward(module))
-        before = current.func if isinstance(current, BoundForward) else type(module).forward
+        before = function_of_forward(module)
         if why:
             patches.skip(_at(entry, path), why)
         elif _sees(before, name, new):

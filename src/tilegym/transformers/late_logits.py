@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from tilegym.errors import LateLogitsError
 from tilegym.ops.autocast import is_autocast
 from tilegym.ops.modules import is_hooked
-from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import is_bound
 
 _aten = torch.ops.aten
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -257,7 +257,7 @@ def is_plain(head: nn.Module | None) -> bool:
     if type(head) is not nn.Linear:
         return False
     own = vars(head).get("forward")
-    ours = isinstance(own, BoundForward) and getattr(own.func, "is_linear", False)
+    ours = is_bound(own) and getattr(own.__func__, "is_linear", False)
     return (own is None or ours) and not is_hooked(head)
 
 

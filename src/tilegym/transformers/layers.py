@@ -64,7 +64,7 @@ def rms_norm_forward(backend: str | None, formula: NormFormula) -> Callable:
 
 def arguments_of_norm(norm: nn.Module) -> tuple[Tensor, float, float, str]:
     """Weight, eps, offset and casting of a norm that has a forward of :func:`rms_norm_forward`."""
-    _, (eps, offset, casting) = norm.forward.func.recipe[1]
+    _, (eps, offset, casting) = norm.forward.__func__.recipe[1]
     return norm.weight, getattr(norm, eps), offset, casting
 
 

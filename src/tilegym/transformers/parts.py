@@ -10,9 +10,8 @@ from collections.abc import Callable
 from torch import nn
 
 from tilegym.backend import name_of
-from tilegym.transformers.forwards import BoundForward
 from tilegym.transformers.forwards import describe
-from tilegym.transformers.forwards import place_of_forward
+from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
@@ -64,9 +63,7 @@ def put_in_model(
         if why:
             patches.skip(entry, why)
             continue
-        current = vars(module).get(place_of_forward(module))
-        current = current.func if isinstance(current, BoundForward) else cls.forward
-        patches.replace_forward(module, with_part(current, factory, part, backend), entry)
+        patches.replace_forward(module, with_part(function_of_forward(module), factory, part, backend), entry)
     if not found:
         entry = Entry(type(model).__name__, part, name_of(backend))
         patches.skip(entry, f"there is no {cls.__name__} in it")

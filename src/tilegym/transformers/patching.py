@@ -20,9 +20,10 @@ from torch import nn
 from tilegym.errors import PatchError
 from tilegym.transformers.configs import UseOfOwnConfigs
 from tilegym.transformers.configs import configs_that_choose
-from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import bound
 from tilegym.transformers.forwards import chain_of
 from tilegym.transformers.forwards import describe
+from tilegym.transformers.forwards import is_bound
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import replica
 from tilegym.transformers.replacements import MISSING
@@ -144,10 +145,10 @@ class PatchSet:
         now = getattr(current, "__func__", current)
         if now is function or (may_stay(function) and function in chain_of(current)):
             return self.skip(entry, ALREADY_PATCHED)
-        foreign = not isinstance(current, BoundForward) and now not in (None, type(module).forward)
+        foreign = not is_bound(current) and now not in (None, type(module).forward)
         if foreign and name == "forward":
             return self.skip(entry, f"its forward has been replaced already, by {describe(current)}")
-        return self._replace(module, name, BoundForward(function, module), entry)
+        return self._replace(module, name, bound(function, module), entry)
 
     def replace_instance_method(self, module: nn.Module, name: str, function: Callable, entry: Entry) -> bool:
         """Makes ``function(module, ...)`` the method ``name`` of one instance, as :meth:`replace_forward` does forward.
@@ -158,9 +159,9 @@ class PatchSet:
         if not callable(getattr(type(module), name, None)):
             raise PatchError(f"{describe(type(module))} has no method {name!r} to replace")
         current = read(module, name)
-        if isinstance(current, BoundForward) and current.func is function:
+        if is_bound(current) and current.__func__ is function:
             return self.skip(entry, ALREADY_PATCHED)
-        return self._replace(module, name, BoundForward(function, module), entry)
+        return self._replace(module, name, bound(function, module), entry)
 
     def replace_attribute(self, module: nn.Module, name: str, new: Any, entry: Entry, own: bool = True) -> bool:
         """Makes ``new`` what one instance holds under ``name``, such as a function that its constructor stored there.
@@ -203,7 +204,7 @@ class PatchSet:
         """Makes ``function`` the method ``name`` of a model or a class, if it has one, as a part of what an entry says
         already."""
         if callable(getattr(owner, name, None)):
-            self._put(owner, name, BoundForward(function, owner) if isinstance(owner, nn.Module) else function)
+            self._put(owner, name, bound(function, owner) if isinstance(owner, nn.Module) else function)
 
     def use_experts(self, model: nn.Module, name: str, entry: Entry) -> bool:
         """Lets ``model`` alone use the experts implementation ``name``, as :meth:`use_attention` does attention."""
@@ -238,8 +239,8 @@ class PatchSet:
         step = Replacement(owner, name, new)
         self._record(step)  # first: an interrupt behind the change has to find it
         step.do()
-        if isinstance(new, BoundForward) and _REPLICATE not in vars(owner):
-            self._put(owner, _REPLICATE, BoundForward(replica, owner))
+        if is_bound(new) and _REPLICATE not in vars(owner):
+            self._put(owner, _REPLICATE, bound(replica, owner))
 
     def on_revert(self, function: Callable[[], None]) -> None:
         """Calls ``function`` when its turn comes to undo; for what is no replacement."""

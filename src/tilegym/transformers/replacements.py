@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import is_bound
 from tilegym.transformers.forwards import is_bound_to
 from tilegym.transformers.forwards import place_of_forward
 
@@ -66,17 +66,17 @@ class Replacement:
     def undo(self) -> bool:
         """Puts ``former`` back; False if somebody else has replaced the value since."""
         self.active.discard(self)
-        if isinstance(self.new, BoundForward) and self.name in _FORWARDS:
+        if is_bound(self.new) and self.name in _FORWARDS:
             self.name = place_of_forward(self.owner)
         current = read(self.owner, self.name)
-        on_top = None if isinstance(self.new, BoundForward) and current is self.new else self._on_top()
+        on_top = None if is_bound(self.new) and current is self.new else self._on_top()
         if on_top is not None:  # it shall put back what was below this one
             on_top.former = self.former
             return True
         if self._is_new(current):
             write(self.owner, self.name, self._below())
             return True
-        return current is self.former or may_stay(getattr(self.new, "func", None))
+        return current is self.former or may_stay(getattr(self.new, "__func__", None))
 
     def _on_top(self) -> "Replacement | None":
         """The patch of ours that came right after this one; on top of that may lie the same as this once more."""
@@ -85,7 +85,7 @@ class Replacement:
         return min(same, key=lambda r: r.order, default=None)
 
     def _is_new(self, current: Any) -> bool:
-        if isinstance(self.new, BoundForward) and is_bound_to(current, self.new.func):
+        if is_bound(self.new) and is_bound_to(current, self.new.__func__):
             return True
         return current is self.new or (isinstance(self.new, str) and current == self.new)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
@@ -55,9 +55,7 @@ def put(patches: PatchSet, model: nn.Module, path: str, where: Entry) -> None:
     if is_made_by(by_tokens, current):
         patches.skip(where, ALREADY_PATCHED)
         return
-    patches.replace_forward(
-        module, by_tokens(current.func if isinstance(current, BoundForward) else type(module).forward), where
-    )
+    patches.replace_forward(module, by_tokens(function_of_forward(module)), where)
 
 
 @reproducible

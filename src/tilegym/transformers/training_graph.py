@@ -34,7 +34,7 @@ from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import full_masks
 from tilegym.transformers.family import model_in
 from tilegym.transformers.first_call import unchanged
-from tilegym.transformers.forwards import BoundForward
+from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
@@ -157,7 +157,7 @@ def graph_training(model: nn.Module) -> PatchSet:
 
 def _put(patches: PatchSet, body: nn.Module, where: Entry) -> None:
     current = vars(body).get(place_of_forward(body))
-    forward = current.func if isinstance(current, BoundForward) else type(body).forward
+    forward = function_of_forward(body)
     if is_made_by(replaying, current):
         patches.skip(where, ALREADY_PATCHED)
     elif (

@@ -1,0 +1,44 @@
+"""Layers of a patched model under torch.compile: one compilation for all of a kind, for batches of any length."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import make_model
+from tiny_models import tokens
+
+import tilegym
+
+TWO_KINDS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "kinds"),
+    [
+        ("llama", {}, 1),
+        pytest.param("gemma3", TWO_KINDS, 2, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"mlp_only_layers": []}, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_they_share_what_is_compiled_for_any_length(family, options, kinds):
+    model, graphs = make_model(family, **options).train(), []
+    tilegym.apply(model)
+    eager = copy.deepcopy(model)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    for length in (8, 11, 20):
+        ids = tokens(2, length)
+        losses = [m(input_ids=ids, labels=ids, use_cache=False).loss for m in (model, eager)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+    assert len(model.model.layers) > kinds
+    assert len(graphs) == 2 * kinds, "of the first length, and of any"
+    for got, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad)
