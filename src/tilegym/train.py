@@ -57,6 +57,9 @@ def train(
     graph: bool = typer.Option(
         False, "--graph", help="Patched: replay the passes through the layers as CUDA graphs (graph_training)."
     ),
+    compile_layers: bool = typer.Option(
+        False, "--compile", help="All variants: compile the model's layers with torch.compile (layer.compile())."
+    ),
     report_kernel_coverage: bool = infer.REPORT_KERNEL_COVERAGE,
     trust_remote_code: bool = infer.TRUST_REMOTE_CODE,
     summary_file: Path | None = infer.SUMMARY_FILE,
@@ -91,6 +94,7 @@ def train(
         gradient_checkpointing=gradient_checkpointing,
         gradients_in_place=gradients_in_place,
         graph=graph,
+        compile=compile_layers,
         report_kernel_coverage=report_kernel_coverage,
         trust_remote_code=trust_remote_code,
     )

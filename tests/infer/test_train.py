@@ -162,6 +162,18 @@ class Test_Variants:
         assert any("on a GPU only" in notice for notice in summary["notices"]) == (not HAS_GPU)
         assert not any("without a CUDA graph" in notice for notice in summary["notices"])
 
+    def test_compiled_layers(self, model, monkeypatch):
+        compiled, real = [], torch.nn.Module.compile
+        monkeypatch.setattr(
+            torch.nn.Module, "compile", lambda layer: compiled.append(layer) or real(layer, backend="aot_eager")
+        )
+        result, summary = train_json(*model, "--compare", "--compile", "--precision", "float32")
+        assert result.exit_code == 0 and summary["compile"], summary["reason"]
+        assert summary["patched"]["losses"] == pytest.approx(summary["unpatched"]["losses"], abs=1e-3)
+        layers = set(compiled)
+        assert len(layers) > 1 and len(compiled) == 2 * len(layers), "unpatched, and patched"
+        assert not any(layer._compiled_call_impl for layer in layers)
+
     def test_dropout_is_off(self, tmp_path):
         path = tmp_path / "config.json"
         path.write_text('{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256}')

@@ -2,7 +2,10 @@
 
 import contextlib
 import math
+import os
+import shutil
 from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
@@ -48,6 +51,7 @@ class Options(job.ModelOptions):
     gradient_checkpointing: bool = False
     gradients_in_place: bool = False
     graph: bool = False
+    compile: bool = False
 
     def check(self) -> None:
         """Raises ModelError if the flags contradict each other, or name what is not there."""
@@ -125,6 +129,7 @@ class Result:
             "gradient_checkpointing": options.gradient_checkpointing,
             "gradients_in_place": options.gradients_in_place,
             "graph": options.graph,
+            "compile": options.compile,
             "notices": self.notices,
             "patched_modules": job.entries(self.patches, "patched"),
             "skipped_modules": job.entries(self.patches, "skipped"),
@@ -155,6 +160,8 @@ def run_job(options: Options, tell: Tell = lambda line: None) -> Result:
     """
     options.check()
     device, backend, notice = job.choose_device(options)
+    if options.compile and device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
+        raise ModelError("--compile on a CPU needs a C++ compiler: install g++, set CXX, or leave out --compile")
     config = load_config(options, device)
     job.tell_of_patch(config, options, tell)
     tell(f"{'building' if options.random_weights else 'loading'} {options.model_id} on {job.device_name(device)}")
@@ -177,9 +184,10 @@ def run_peer(options: Options, tell: Tell) -> dict[str, Any]:
         session = Session(options, load_config(options, device), device)
         checked = _unpatched_errors(session, lambda line: None) if options.compare else None
         version = train_peer.patch(options.peer, session.model)
-        check = checked[0].judge(checked[1], checked[0].errors(session.model), options.dtype) if checked else None
-        del checked
-        measured = session.measure(options.peer, tell)
+        with session.compiled():
+            check = checked[0].judge(checked[1], checked[0].errors(session.model), options.dtype) if checked else None
+            del checked
+            measured = session.measure(options.peer, tell)
     return {
         "name": options.peer,
         "version": version,
@@ -244,6 +252,27 @@ class Session:
             parameter.data = parameter.data.new_empty(0)
         release(self.model.device)
 
+    @contextlib.contextmanager
+    def compiled(self) -> Iterator[None]:
+        """With ``--compile``: within the block the layers are compiled, those that are alike once."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not self.options.compile:
+            yield
+            return
+        if not layers:
+            name = type(self.model).__name__
+            raise ModelError(f"transformers marks no modules of {name} as its layers: leave out --compile")
+        for layer in layers:
+            layer.compile()
+        try:
+            yield
+        finally:
+            for layer in layers:
+                vars(layer).pop("_compiled_call_impl", None)
+            torch.compiler.reset()
+
     def trainer(self) -> training.Trainer:
         return training.Trainer(self.model, self.batches, self.options.optimizer, self.options.learning_rate)
 
@@ -264,7 +293,8 @@ def _own_variants(session: Session, result: Result, tell: Tell) -> None:
     if not options.use_tilegym or options.compare:
         with job.failures_are_the_models(options.model_id, "train"):
             checked = _unpatched_errors(session, tell) if options.compare else None
-            result.unpatched = session.measure("unpatched", tell)
+            with session.compiled():
+                result.unpatched = session.measure("unpatched", tell)
     if not options.use_tilegym:
         _observe(session, result, tell)
         return
@@ -272,7 +302,7 @@ def _own_variants(session: Session, result: Result, tell: Tell) -> None:
     if options.graph and result.device.type != "cuda":
         result.notices.append("--graph: steps are replayed on a GPU only")
     graph = tilegym.graph_training if options.graph else contextlib.nullcontext
-    with job.patched(model, options, result.backend) as result.patches, in_place, graph(model):
+    with job.patched(model, options, result.backend) as result.patches, in_place, session.compiled(), graph(model):
         if checked is not None:
             tell("TileGym: loss and gradients")
             (oracle, errors), checked = checked, None

@@ -17,7 +17,7 @@ from tilegym.bench.timing import Timing
 
 ADAMW, NO_OPTIMIZER = "adamw", "none"
 OPTIMIZERS = (ADAMW, NO_OPTIMIZER)
-FLAGS = ("gradient_checkpointing", "gradients_in_place", "graph")  # what is said of a run where it is on
+FLAGS = ("gradient_checkpointing", "gradients_in_place", "graph", "compile")  # what is said of a run where it is on
 
 
 @dataclass(frozen=True)
