@@ -12,6 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 from tiny_models import make_model
+from tiny_models import tokens
 from torch import nn
 
 import tilegym
@@ -291,6 +292,20 @@ def test_a_copy_runs_the_patch_on_its_own_weights(copied):
     assert torch.equal(other.first(x), 7 * x + 1)  # the copy's patch is its own
     PatchSet.active(other)[0].revert()
     assert torch.equal(other.first(x), 14 * x) and torch.equal(net.first(x), 2 * x)
+
+
+def test_a_patched_model_goes_through_cloudpickle():
+    """As Ray sends it: functions by value, which therefore hold nothing that cannot be pickled."""
+    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    model, ids = make_model("llama"), tokens(2, 8)
+    plain = model(ids).logits
+    tilegym.apply(model)
+    sent = pickle.loads(cloudpickle.dumps(model))
+    assert torch.equal(sent(ids).logits, model(ids).logits)
+    assert is_bound(sent.model.norm.forward) and sent.model.norm.forward.__self__ is sent.model.norm
+    for patches in PatchSet.active(sent):
+        patches.revert()
+    assert torch.equal(sent(ids).logits, plain)
 
 
 def test_methods_of_others_are_pickled_as_ever():

@@ -47,43 +47,47 @@ def batching(backend: str | None) -> Callable:
     backend: patches that lie one over the other are told apart by their functions."""
 
     def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
-        from transformers import GenerationMixin
-
-        ours = model.config._attn_implementation
-        if ours not in NAMES.values():
-            return GenerationMixin.init_continuous_batching(model, *args, **kwargs)
-        name, config, hints = name_in_batching(ours), None, None
-        try:
-            if name is None:
-                model.set_attn_implementation(model.get_correct_attn_implementation(None))
-            else:
-                bound = inspect.signature(GenerationMixin.init_continuous_batching).bind(model, *args, **kwargs)
-                config, hints = _without_flash(model, bound.arguments), bound.arguments.get("workload_hints")
-                args, kwargs = bound.args[1:], bound.kwargs
-                # Older ones ask for a prefix, and take any name that has it.
-                prefixed = name != ours
-                model.set_attn_implementation(name if prefixed else model.get_correct_attn_implementation(None))
-            manager = GenerationMixin.init_continuous_batching(model, *args, **kwargs)
-            if name is not None:
-                model.set_attn_implementation(name)
-                _use_block_tables(manager, model.config.get_text_config(), config, hints)
-        except BaseException:
-            model.set_attn_implementation(ours)
-            raise
-        if name is None:
-            warnings.warn(
-                f"continuous batching of {type(model).__name__}: attention is transformers' "
-                f"{model.config._attn_implementation!r} instead of TileGym's, which this transformers does not take",
-                FallbackWarning,
-                stacklevel=2,
-            )
-        else:
-            _managers[model] = weakref.ref(manager)
-        if "stop" not in vars(manager):  # a manager that is kept for the next session comes back here
-            manager.stop = functools.partial(_stop, manager, model, ours)
-        return manager
+        return _begin(model, args, kwargs)
 
     return init_continuous_batching
+
+
+def _begin(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    from transformers import GenerationMixin
+
+    ours = model.config._attn_implementation
+    if ours not in NAMES.values():
+        return GenerationMixin.init_continuous_batching(model, *args, **kwargs)
+    name, config, hints = name_in_batching(ours), None, None
+    try:
+        if name is None:
+            model.set_attn_implementation(model.get_correct_attn_implementation(None))
+        else:
+            bound = inspect.signature(GenerationMixin.init_continuous_batching).bind(model, *args, **kwargs)
+            config, hints = _without_flash(model, bound.arguments), bound.arguments.get("workload_hints")
+            args, kwargs = bound.args[1:], bound.kwargs
+            # Older ones ask for a prefix, and take any name that has it.
+            prefixed = name != ours
+            model.set_attn_implementation(name if prefixed else model.get_correct_attn_implementation(None))
+        manager = GenerationMixin.init_continuous_batching(model, *args, **kwargs)
+        if name is not None:
+            model.set_attn_implementation(name)
+            _use_block_tables(manager, model.config.get_text_config(), config, hints)
+    except BaseException:
+        model.set_attn_implementation(ours)
+        raise
+    if name is None:
+        warnings.warn(
+            f"continuous batching of {type(model).__name__}: attention is transformers' "
+            f"{model.config._attn_implementation!r} instead of TileGym's, which this transformers does not take",
+            FallbackWarning,
+            stacklevel=3,
+        )
+    else:
+        _managers[model] = weakref.ref(manager)
+    if "stop" not in vars(manager):  # a manager that is kept for the next session comes back here
+        manager.stop = functools.partial(_stop, manager, model, ours)
+    return manager
 
 
 def _without_flash(model: Any, arguments: dict[str, Any]) -> Any:
