@@ -163,16 +163,28 @@ class Test_Variants:
         assert not any("without a CUDA graph" in notice for notice in summary["notices"])
 
     def test_compiled_layers(self, model, monkeypatch):
-        compiled, real = [], torch.nn.Module.compile
+        compiled, graphs, real = [], [], torch.nn.Module.compile
+
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph.forward
+
         monkeypatch.setattr(
-            torch.nn.Module, "compile", lambda layer: compiled.append(layer) or real(layer, backend="aot_eager")
+            torch.nn.Module, "compile", lambda layer: compiled.append(layer) or real(layer, backend=backend)
         )
         result, summary = train_json(*model, "--compare", "--compile", "--precision", "float32")
         assert result.exit_code == 0 and summary["compile"], summary["reason"]
         assert summary["patched"]["losses"] == pytest.approx(summary["unpatched"]["losses"], abs=1e-3)
         layers = set(compiled)
         assert len(layers) > 1 and len(compiled) == 2 * len(layers), "unpatched, and patched"
+        assert len(graphs) > 1, "each variant's"
         assert not any(layer._compiled_call_impl for layer in layers)
+
+    @needs_no_gpu
+    def test_compiling_needs_a_compiler(self, model, monkeypatch):
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        result = train(*model, "--compile")
+        assert result.exit_code == 2 and "install g++, set CXX, or leave out --compile" in result.stderr
 
     def test_dropout_is_off(self, tmp_path):
         path = tmp_path / "config.json"

@@ -255,12 +255,12 @@ class Session:
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:
         """With ``--compile``: within the block the layers are compiled, those that are alike once."""
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not self.options.compile:
             yield
             return
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
             name = type(self.model).__name__
             raise ModelError(f"transformers marks no modules of {name} as its layers: leave out --compile")
@@ -296,7 +296,8 @@ def _own_variants(session: Session, result: Result, tell: Tell) -> None:
             with session.compiled():
                 result.unpatched = session.measure("unpatched", tell)
     if not options.use_tilegym:
-        _observe(session, result, tell)
+        with session.compiled():
+            _observe(session, result, tell)
         return
     in_place = tilegym.set_gradients_in_place(True) if options.gradients_in_place else contextlib.nullcontext()
     if options.graph and result.device.type != "cuda":
