@@ -8,6 +8,7 @@ from tiny_models import make_model
 from tiny_models import tokens
 
 import tilegym
+from tilegym.transformers import monkey_patch
 
 TWO_KINDS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -42,3 +43,16 @@ def test_they_share_what_is_compiled_for_any_length(family, options, kinds):
     assert len(graphs) == 2 * kinds, "of the first length, and of any"
     for got, expected in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(got.grad, expected.grad)
+
+
+def test_experts_under_a_patch_of_the_process_want_one_call_before():
+    ids = tokens(2, 8)
+    torch.compiler.reset()
+    with monkey_patch.apply_tilegym_kernel_to_qwen3_moe(), torch.no_grad():
+        model = make_model("qwen3_moe")
+        model.compile(backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="call the model once before it is compiled"):
+            model(input_ids=ids, use_cache=False)
+        with torch.compiler.set_stance("force_eager"):
+            expected = model(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)

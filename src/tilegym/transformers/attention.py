@@ -98,11 +98,28 @@ class CausalMask(BlockMask):
     __str__ = __repr__
 
 
+class WindowedCausal:
+    """transformers' ``sliding_window_causal_mask_function(window)``, as something that says what its window is."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+
+    def __call__(self, batch_idx: Any, head_idx: Any, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) & (kv_idx > q_idx - self.window)
+
+
 _window_pattern = sliding_window_causal_mask_function(1)
 
 
 def _window_of(mask_function: Callable) -> int | None:
-    """The W of transformers' sliding-window causal mask function; None for any other function."""
+    """The W of transformers' sliding-window causal mask function; None for any other function.
+
+    torch.compile does not let one look into closures: to it only :class:`WindowedCausal` has a window.
+    """
+    if isinstance(mask_function, WindowedCausal):
+        return mask_function.window
+    if mask_function is causal_mask_function or torch.compiler.is_compiling():
+        return None
     if getattr(mask_function, "__code__", None) is not _window_pattern.__code__:
         return None
     parts, pattern = (f.__closure__[0].cell_contents for f in (mask_function, _window_pattern))
@@ -156,10 +173,9 @@ def causal_mask(
         On a GPU it waits for the device only before a prefill, to learn that nothing is padded.
     """
     tracing = is_tracing(attention_mask)  # what the device holds cannot be looked at
-    # torch.compile does not let one look into closures. A CUDA graph being captured does, and has to hold the very mask
-    # that was given to the steps before it.
+    # A CUDA graph being captured has to hold the very mask that was given to the steps before it.
     compiling = tracing and not _is_capturing()
-    window = None if compiling or mask_function is causal_mask_function else _window_of(mask_function)
+    window = _window_of(mask_function)
     compact = mask_function is causal_mask_function or window is not None
     padding = attention_mask is None or attention_mask.ndim == 2
     if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and padding and not use_vmap:

@@ -251,12 +251,14 @@ def _attn_in_model(patches: PatchSet, family: Family, backend: str | None, model
 
 def _attn_in_class(patches: PatchSet, family: Family, backend: str | None) -> None:
     from tilegym.transformers import continuous_batching
+    from tilegym.transformers import traced_masks
     from tilegym.transformers.attention import NAMES
 
     where = entry(describe(family.class_of("PreTrainedModel")), "attn", backend)
     method, name = "get_correct_attn_implementation", NAMES[backend]
     if _choose_in_class(patches, family, method, choices.attention_choice, choices.restore_attention, name, where):
         continuous_batching.support(patches, family.class_of("ForCausalLM"), backend)
+        traced_masks.put_in_classes(patches, family.modeling)
 
 
 ATTN = Compute("attn", _attn_in_model, _attn_in_class)

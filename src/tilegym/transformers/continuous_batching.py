@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from tilegym.errors import FallbackWarning
+from tilegym.transformers import traced_masks
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import name_for
 from tilegym.transformers.attention import name_in_batching
@@ -29,9 +30,10 @@ _managers: "weakref.WeakKeyDictionary[nn.Module, weakref.ref]" = weakref.WeakKey
 
 
 def use_attention(patches: PatchSet, backend: str | None, model: nn.Module, where: Entry) -> None:
-    """Lets ``model`` use TileGym's attention, in continuous batching too."""
+    """Lets ``model`` use TileGym's attention, in continuous batching and under torch.compile too."""
     if patches.use_attention(model, name_for(model, backend), where):
         support(patches, model, backend)
+        traced_masks.put(patches, model)
 
 
 def support(patches: PatchSet, owner: nn.Module | type, backend: str | None) -> None:

@@ -35,10 +35,7 @@ def _experts_forward(backend: str | None) -> Callable:
         """Experts as transformers calls them: hidden_states [T, H], top_k_index and top_k_weights [T, k]."""
         own = vars(self)
         if FORMULA not in own and _REFUSED not in own:
-            try:
-                prepare_experts(self)
-            except UnsupportedError:
-                setattr(self, _REFUSED, True)
+            _find_experts(self)
         # The formula in PyTorch looks at the choice of experts on the host, which cannot be compiled.
         uncompilable = torch.compiler.is_compiling() and name_of(backend) == "pytorch"
         if _REFUSED in own or uncompilable:
@@ -47,6 +44,33 @@ def _experts_forward(backend: str | None) -> Callable:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights, backend=backend)
 
     return forward
+
+
+# Traced, the search itself would be compiled; what is compiled breaks off here instead.
+_once = torch.compiler.disable(
+    reason="The first call of experts under a patch of the whole process finds out what they compute: call the model "
+    "once before it is compiled, or patch the model itself."
+)
+
+
+@_once
+def _find_experts(module: nn.Module) -> None:
+    try:
+        prepare_experts(module)
+    except UnsupportedError:
+        setattr(module, _REFUSED, True)
+
+
+@_once
+def _find_routing(module: nn.Module, original: Callable) -> None:
+    own = vars(module)
+    own["forward"] = types.MethodType(original, module)
+    try:
+        own[_ROUTING] = find_routing(module)
+    except UnsupportedError:
+        own[_ROUTING] = None
+    finally:
+        del own["forward"]
 
 
 def forget(model: nn.Module) -> None:
@@ -73,13 +97,7 @@ def routing_forward_of_class(original: Callable, backend: str | None) -> Callabl
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         own = vars(self)
         if _ROUTING not in own:
-            own["forward"] = types.MethodType(original, self)
-            try:
-                own[_ROUTING] = find_routing(self)
-            except UnsupportedError:
-                own[_ROUTING] = None
-            finally:
-                del own["forward"]
+            _find_routing(self, original)
         formula = own[_ROUTING]
         if formula is None:
             return original(self, hidden_states)

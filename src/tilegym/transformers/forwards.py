@@ -157,6 +157,16 @@ def held(function: Callable) -> HeldFunction:
     return HeldFunction(function)
 
 
+def names_of(function: Callable) -> set[str]:
+    """The global names that a function uses, or the innermost that it wraps."""
+    pending, names = [inspect.unwrap(function).__code__], set()
+    while pending:
+        code = pending.pop()
+        names |= set(code.co_names)
+        pending += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return names
+
+
 def _mentions(code: types.CodeType, name: str) -> bool:
     return name in code.co_names or any(_mentions(c, name) for c in code.co_consts if isinstance(c, types.CodeType))
 

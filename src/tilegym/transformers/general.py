@@ -6,6 +6,7 @@ What ``tilegym integrate`` writes, and what :func:`tilegym.apply` does in memory
 import copy
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from collections.abc import Collection
@@ -25,6 +26,7 @@ from tilegym.transformers import loss
 from tilegym.transformers.forwards import describe
 from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import held
+from tilegym.transformers.forwards import names_of
 from tilegym.transformers.forwards import with_globals
 from tilegym.transformers.patching import ALREADY_PATCHED
 from tilegym.transformers.patching import Entry
@@ -186,27 +188,11 @@ def callers(
     """The modules whose forward knows ``function`` as a global, by path, and its name there."""
     found = {}
     for path, module in model.named_modules(memo=set(without)):
-        names = getattr(_unwrapped(type(module).forward), "__globals__", {})
+        names = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
         name = next((n for n, value in names.items() if value is function), None)
-        if name is not None and name in _names_of(type(module).forward):
+        if name is not None and name in names_of(type(module).forward):
             found[path] = module, name
     return found
-
-
-def _unwrapped(function: Callable) -> Callable:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
-def _names_of(function: Callable) -> set[str]:
-    """The global names that a function uses."""
-    pending, names = [_unwrapped(function).__code__], set()
-    while pending:
-        code = pending.pop()
-        names |= set(code.co_names)
-        pending += [c for c in code.co_consts if hasattr(c, "co_names")]
-    return names
 
 
 def _put_function(

@@ -6,6 +6,7 @@ version of transformers, is refused instead of silently changed. Submodules are 
 biases, quantised linears and LoRA keep working.
 """
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from tilegym.backend.selector import constant_while_compiling
 from tilegym.ops import apply_rope_base
 from tilegym.ops import geglu
 from tilegym.ops import linear
@@ -106,16 +108,27 @@ def gated_mlp_forward_if(
     original: Callable, backend: str | None, formula: MLPFormula, activations: tuple[str, ...]
 ) -> Callable:
     """:func:`gated_mlp_forward` for a whole class; instances with other activations keep what they compute."""
-    known: dict[type, Callable] = {}
+    forwards = {name: gated_mlp_forward(backend, formula, name) for name in activations}
 
     def forward(self, x: Tensor) -> Tensor:
-        function = getattr(self, formula.activation)
-        if type(function) not in known:
-            name = find_activation(function)
-            known[type(function)] = gated_mlp_forward(backend, formula, name) if name in activations else original
-        return known[type(function)](self, x)
+        name = _activation_of(type(getattr(self, formula.activation)))
+        return forwards[name](self, x) if name in forwards else original(self, x)
 
     return forward
+
+
+@constant_while_compiling
+def _activation_of(cls: type) -> str | None:
+    """:func:`find_activation` of a class that needs no arguments."""
+    if cls not in _activations:
+        activation = None
+        with contextlib.suppress(Exception):
+            activation = cls()
+        _activations[cls] = find_activation(activation)
+    return _activations[cls]
+
+
+_activations: dict[type, str | None] = {}
 
 
 @reproducible
