@@ -170,6 +170,12 @@ def test_runs_stay_until_they_are_measured_again(folder):
     assert first.partition("### llama-3.2-1b\n")[2].strip() in both
     summary.write_text(json.dumps(result(batch_size=2, optimizer="none").summary()))
     assert "### llama-3.2-1b, 2 x 2048 tokens, optimizer none\n" in docs.write([folder], page).read_text()
+    alone = folder / "alone"
+    alone.mkdir()
+    (alone / "train.json").write_text(json.dumps(result(compile=True).summary()))
+    assert "### llama-3.2-1b, compile\n" in docs.write([alone], page).read_text()
+    with pytest.raises(docs.BenchmarkError, match="these runs have measured nothing"):
+        docs.write([alone], folder / "no_ops.md")
     (folder / "infer.json").write_text("{")
     with pytest.raises(docs.BenchmarkError, match="infer.json cannot be read"):
         docs.write([folder], page)

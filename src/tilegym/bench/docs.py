@@ -14,6 +14,7 @@ from tilegym.bench import slower_table
 from tilegym.bench import store
 from tilegym.bench.merge import Merged
 from tilegym.bench.merge import merge
+from tilegym.bench.report import RESULTS_FILE
 from tilegym.bench.report import HostResult
 from tilegym.bench.report import Result
 from tilegym.bench.report import Run
@@ -137,32 +138,42 @@ def write(results: list[Path], target: Path | None = None, note: str = "") -> Pa
 
     Of a case that several runs have measured, the latest run counts that compared TileGym with anything. Cases and
     models that the page has and the folders do not stay on it: the former in the file ``.json.xz`` beside it, as long
-    as they are of the same GPU and dtype. ``note`` stands below the machines: what the figures do not tell.
+    as they are of the same GPU and dtype. For a page that has any, folders may have measured models alone. ``note``
+    stands below the machines: what the figures do not tell.
 
     Raises:
         BenchmarkError: a file is missing or cannot be read; the runs are of different GPUs or dtypes, or have
             measured nothing; or they had no GPU and would take the place of the checkout's page.
     """
-    runs = {folder: Run.read(folder).steady() for folder in results}
+    ops = [folder for folder in results if (folder / RESULTS_FILE).exists() or not _measured_models(folder)]
+    runs = {folder: Run.read(folder).steady() for folder in ops}
     if target is None:
-        if not any(run.machine.get("gpu") for run in runs.values()):
+        if runs and not any(run.machine.get("gpu") for run in runs.values()):
             raise BenchmarkError("these runs had no GPU: docs/benchmarks.md is not for them, give another --target")
         target = default_target()
-    folders = sorted(runs, key=lambda folder: runs[folder].machine["date"])
+    dates = {folder: run.machine["date"] for folder, run in runs.items()}
+    folders = sorted(results, key=lambda folder: dates.get(folder, ""))
     before = target.read_text(encoding="utf-8") if target.is_file() else ""
     models, trainings = _sections_of(before, MODELS), _sections_of(before, docs_steps.HEADING)
     for summary in _summaries(folders, INFER_FILES):
         models[_name_of(summary)] = _inference(summary)
     for summary in _summaries(folders, docs_steps.TRAIN_FILES):
         trainings[docs_steps.name_of(summary)] = docs_steps.section(summary)
-    latest, kept = merge(list(runs.values())), store.store_of(target)
-    former = [run for run in store.read(kept) if _kind(run) == _kind(latest.runs[0])]
-    counted = store.shown(merge([*latest.runs, *former]))
+    kept = store.store_of(target)
+    latest, former = list(runs.values()), store.read(kept)
+    if latest:
+        kind = _kind(merge(latest).runs[0])
+        former = [run for run in former if _kind(run) == kind]
+    counted = store.shown(merge([*latest, *former])) if latest or former else []
     if not counted:
         raise BenchmarkError("these runs have measured nothing")
     target.write_text(page(merge(counted), models, note, trainings), encoding="utf-8")
     store.write(kept, counted)
     return target
+
+
+def _measured_models(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in (INFER_FILES, docs_steps.TRAIN_FILES))
 
 
 def _kind(run: Run) -> tuple[Any, Any]:
