@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from common import device
 from tiny_models import WINDOW
 from tiny_models import make_model
 from tiny_models import tokens
@@ -14,9 +15,9 @@ from tilegym.transformers import monkey_patch
 from tilegym.transformers.traced_masks import with_compact_masks
 
 LENGTH = 4 * WINDOW
-PADDED = torch.ones(2, LENGTH, dtype=torch.long)
+PADDED = torch.ones(2, LENGTH, dtype=torch.long, device=device())
 PADDED[0, :5] = 0
-PACKED = torch.cat([torch.arange(10), torch.arange(LENGTH - 10)])[None]
+PACKED = torch.cat([torch.arange(10), torch.arange(LENGTH - 10)])[None].to(device())
 FAMILIES = ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "mistral"))]
 
 
