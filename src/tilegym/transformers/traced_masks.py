@@ -17,6 +17,7 @@ from transformers import masking_utils
 
 from tilegym.transformers.attention import WindowedCausal
 from tilegym.transformers.forwards import function_of_forward
+from tilegym.transformers.forwards import held
 from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import names_of
 from tilegym.transformers.forwards import place_of_forward
@@ -59,8 +60,9 @@ def with_compact_masks(forward: Callable) -> Callable:
     """``forward`` of a body, as a function of the module and its arguments, whose masks are compact when traced."""
     calls = _calls(forward)
     windows = {name: f for name, f in calls.items() if f is not _CAUSAL}
-    given = with_globals(forward, tuple(windows.items())) if windows else forward
-    counted = with_globals(forward, tuple((name, _unpacked(f)) for name, f in calls.items()))
+    # Held, so that they are pickled by how they are made also where the function below is pickled by value.
+    given = held(with_globals(forward, tuple(windows.items())) if windows else forward)
+    counted = held(with_globals(forward, tuple((name, _unpacked(f)) for name, f in calls.items())))
     parameters = list(inspect.signature(forward).parameters)
     at = parameters.index(_POSITIONS) - 1 if _POSITIONS in parameters else None
 
@@ -69,7 +71,7 @@ def with_compact_masks(forward: Callable) -> Callable:
         if not torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
         positions = args[at] if at is not None and len(args) > at else kwargs.get(_POSITIONS)
-        return (counted if positions is None else given)(self, *args, **kwargs)
+        return (counted if positions is None else given).function(self, *args, **kwargs)
 
     forward_with_compact_masks.may_stay = True  # with any other attention it is the original
     return forward_with_compact_masks
