@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from common import device
 from tiny_models import make_model
 from tiny_models import tokens
 
@@ -43,6 +45,17 @@ def test_they_share_what_is_compiled_for_any_length(family, options, kinds):
     assert len(graphs) == 2 * kinds, "of the first length, and of any"
     for got, expected in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(got.grad, expected.grad)
+
+
+def test_a_family_without_a_patch_of_its_own_is_one_graph():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.AutoConfig.for_model("stablelm", vocab_size=61, num_hidden_layers=2, pad_token_id=0, **sizes)
+    model, ids = transformers.AutoModelForCausalLM.from_config(config).to(device()).train(), tokens(2, 8)
+    assert {"swiglu", "attn"} <= {entry.compute for entry in tilegym.apply(model, graph=False).patched}
+    expected = model(input_ids=ids, labels=ids, use_cache=False).loss
+    torch.compiler.reset()
+    model.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids, use_cache=False).loss, expected)
 
 
 def test_experts_under_a_patch_of_the_process_want_one_call_before():

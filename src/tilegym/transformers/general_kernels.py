@@ -7,7 +7,6 @@ written with must not change another model silently.
 
 import contextlib
 import inspect
-import operator
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -107,9 +106,21 @@ def rms_norm_gated(
     return forward
 
 
+def _submodule(path: str) -> Callable[[nn.Module], nn.Module]:
+    """``operator.attrgetter(path)``, which torch.compile cannot trace."""
+    names = path.split(".")
+
+    def submodule(module: nn.Module) -> nn.Module:
+        for name in names:
+            module = getattr(module, name)
+        return module
+
+    return submodule
+
+
 def gated_mlp(gate: str, up: str, down: str, activation: str, backend: str | None = None) -> Callable:
     """Forward of ``down(act(gate(x)) * up(x))``; the linear layers are called, so that hooks and LoRA keep working."""
-    first, second, last = map(operator.attrgetter, (gate, up, down))
+    first, second, last = map(_submodule, (gate, up, down))
     op, form = _GATED[activation], () if activation == "silu" else (_GELU[activation],)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +133,7 @@ def packed_mlp(
     gate_up: str, down: str, activation: str, order: str = "gate, up", backend: str | None = None
 ) -> Callable:
     """Forward of a gated MLP whose gate and other half come out of one linear layer."""
-    both, last = map(operator.attrgetter, (gate_up, down))
+    both, last = map(_submodule, (gate_up, down))
     op, form = _GATED[activation], () if activation == "silu" else (_GELU[activation],)
     usual = activation == "silu" and order == "gate, up"
 
@@ -144,7 +155,7 @@ def _elementwise(activation: str, backend: str | None) -> Callable[[Tensor], Ten
 
 def mlp(up: str, down: str, activation: str, backend: str | None = None) -> Callable:
     """Forward of ``down(act(up(x)))``."""
-    first, last, act = operator.attrgetter(up), operator.attrgetter(down), _elementwise(activation, backend)
+    first, last, act = _submodule(up), _submodule(down), _elementwise(activation, backend)
 
     def forward(self, x: Tensor) -> Tensor:
         return last(self)(act(first(self)(x)))
@@ -264,7 +275,7 @@ def _norm_sample(count: int) -> Callable:
 
 
 def _mlp_sample(module: nn.Module, options: dict[str, Any], like: Tensor) -> tuple:
-    first = operator.attrgetter(options.get("gate_up") or options["up"])(module)
+    first = _submodule(options.get("gate_up") or options["up"])(module)
     width = getattr(first, "in_features", None) or first.weight.shape[0 if hasattr(first, "nf") else 1]
     return (_numbers(3, 1, width, like=like),)
 
