@@ -69,3 +69,17 @@ def test_experts_under_a_patch_of_the_process_want_one_call_before():
         with torch.compiler.set_stance("force_eager"):
             expected = model(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", torch.nn.GELU(approximate="tanh")])
+def test_an_activation_under_a_patch_of_the_process_is_a_constant(activation):
+    name = activation if isinstance(activation, str) else "silu"
+    mlp = make_model("gemma3", hidden_activation=name).model.layers[0].mlp
+    if name != activation:
+        mlp.act_fn = activation
+    x = torch.randn(2, 3, mlp.gate_proj.in_features, device=device())
+    expected = mlp(x)
+    torch.compiler.reset()
+    with monkey_patch.apply_tilegym_kernel_to_gemma3():
+        torch.testing.assert_close(mlp(x), expected)
+        torch.testing.assert_close(torch.compile(mlp, backend="eager", fullgraph=True)(x), expected)

@@ -1,6 +1,7 @@
 """Masks of whole patched models under torch.compile: not written out where a few numbers say the same."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -114,3 +115,11 @@ def test_a_second_patch_adds_nothing_and_reverting_leaves_nothing():
     assert pickle.loads(pickle.dumps(model)).model.forward.__func__ is forward
     first.revert()
     assert "forward" not in vars(model.model)
+
+
+def test_a_forward_of_others_is_left_alone():
+    model = make_model("llama")
+    theirs = model.model.forward = functools.partial(type(model.model).forward, model.model)
+    with monkey_patch.apply_tilegym_kernel_to_llama(model=model):
+        assert model.model.forward is theirs
+    assert model.model.forward is theirs

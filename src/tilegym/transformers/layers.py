@@ -111,24 +111,26 @@ def gated_mlp_forward_if(
     forwards = {name: gated_mlp_forward(backend, formula, name) for name in activations}
 
     def forward(self, x: Tensor) -> Tensor:
-        name = _activation_of(type(getattr(self, formula.activation)))
+        function = getattr(self, formula.activation)
+        name = _activation_of(type(function), getattr(function, "__dict__", {}).get("approximate"))
         return forwards[name](self, x) if name in forwards else original(self, x)
 
     return forward
 
 
 @constant_while_compiling
-def _activation_of(cls: type) -> str | None:
-    """:func:`find_activation` of a class that needs no arguments."""
-    if cls not in _activations:
+def _activation_of(cls: type, approximate: str | None) -> str | None:
+    """:func:`find_activation` of a class whose other arguments have defaults; ``approximate``: as of ``nn.GELU``."""
+    key = cls, approximate
+    if key not in _activations:
         activation = None
         with contextlib.suppress(Exception):
-            activation = cls()
-        _activations[cls] = find_activation(activation)
-    return _activations[cls]
+            activation = cls() if approximate is None else cls(approximate=approximate)
+        _activations[key] = find_activation(activation)
+    return _activations[key]
 
 
-_activations: dict[type, str | None] = {}
+_activations: dict[tuple[type, str | None], str | None] = {}
 
 
 @reproducible

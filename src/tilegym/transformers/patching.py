@@ -48,6 +48,14 @@ def require_switches(function: str, **switches: bool) -> None:
             raise TypeError(f"{function}: {name} takes True or False, not {type(value).__name__}{remedy}")
 
 
+def is_foreign(module: nn.Module) -> bool:
+    """Whether another library has put a forward on the instance; accelerate's hooks call what we put beneath them."""
+    current = vars(module).get("forward")
+    if is_bound(current) or place_of_forward(module) != "forward":
+        return False
+    return getattr(current, "__func__", current) not in (None, type(module).forward)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One line of a report: what was patched or skipped, and why it was skipped."""
@@ -145,8 +153,7 @@ class PatchSet:
         now = getattr(current, "__func__", current)
         if now is function or (may_stay(function) and function in chain_of(current)):
             return self.skip(entry, ALREADY_PATCHED)
-        foreign = not is_bound(current) and now not in (None, type(module).forward)
-        if foreign and name == "forward":
+        if is_foreign(module):
             return self.skip(entry, f"its forward has been replaced already, by {describe(current)}")
         return self._replace(module, name, bound(function, module), entry)
 

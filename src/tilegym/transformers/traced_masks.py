@@ -24,6 +24,7 @@ from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.forwards import with_globals
 from tilegym.transformers.patching import PatchSet
+from tilegym.transformers.patching import is_foreign
 
 _CAUSAL = masking_utils.create_causal_mask
 _SLIDING = masking_utils.create_sliding_window_causal_mask
@@ -82,7 +83,7 @@ def put(patches: PatchSet, model: nn.Module) -> None:
     for module in model.modules():
         current = vars(module).get(place_of_forward(module))
         forward = function_of_forward(module)
-        if _calls(forward) and not is_made_by(with_compact_masks, current):
+        if _calls(forward) and not is_foreign(module) and not is_made_by(with_compact_masks, current):
             patches.support(module, place_of_forward(module), with_compact_masks(forward))
 
 
