@@ -16,9 +16,11 @@ from tilegym.backend.cutile.launch import launch
 from tilegym.ops import fmha_decode
 from tilegym.ops import fmha_paged_decode
 from tilegym.ops.cutile import decode_varlen
+from tilegym.ops.cutile import decode_varlen_plan
 from tilegym.ops.cutile import flash_decode_plan
 from tilegym.ops.cutile.decode_shares import LEAST_AT_ONCE
 from tilegym.ops.cutile.decode_shares import way_of
+from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.pytorch.flash_decode import fmha_decode as reference
 
 WIDE, HALF_WIDE, NARROW = (8, 64, 256, 256), (8, 128, 128, 128), (8, 128, 64, 64)
@@ -33,7 +35,7 @@ def multiprocessors(monkeypatch):
         for chosen in cached:
             chosen.cache_clear()
 
-    for module in (flash_decode_plan, decode_varlen):
+    for module in (flash_decode_plan, decode_varlen_plan):
         monkeypatch.setattr(module, "sm_count", lambda index: 132)
     forget()
     yield
@@ -118,10 +120,10 @@ def test_who_gets_equal_shares(sequences, share):
 
 def test_small_tiles_compile(multiprocessors, monkeypatch):
     """Those of keys in a cache, split, and in pages."""
-    tiles, of_pages = flash_decode_plan.choose_tiles, decode_varlen.tile_of_keys
+    tiles, of_pages = flash_decode_plan.choose_tiles, decode_varlen.paged_tiles
     for module in (flash_decode_plan, decode_varlen):
         monkeypatch.setattr(module, "choose_tiles", lambda *sizes: tiles(*sizes[:-1], 0))
-    monkeypatch.setattr(decode_varlen, "tile_of_keys", lambda *sizes: of_pages(*sizes[:-1], 0))
+    monkeypatch.setattr(decode_varlen, "paged_tiles", lambda *sizes: of_pages(*sizes[:-1], 0))
     monkeypatch.setattr(flash_decode_plan, "is_uneven", lambda *sizes: True)
     monkeypatch.setattr(flash_decode_plan, "choose_splits", lambda *sizes: 1)
     cached = {name: x.cpu() for name, x in tensors(2, 32, 8, 600, 128, torch.bfloat16).items()}
@@ -148,27 +150,44 @@ def test_batches_of_many_sizes(batch, heads):
     assert torch.equal(captured, eager)
 
 
-def test_tiles_of_paged_keys(multiprocessors):
-    def chosen(size, heads, tiles=HALF_WIDE, itemsize=2, device_index=0):
-        return decode_varlen.tile_of_keys(tiles, itemsize, size, heads, device_index)
+def test_tiles_of_packed_keys(multiprocessors):
+    def chosen(heads, tiles=HALF_WIDE, itemsize=2, device_index=0):
+        (tile_m, tile_n, *dims), together, each = decode_varlen_plan.packed_tiles(tiles, itemsize, heads, device_index)
+        assert (tile_m, *dims, together) == (tiles[0], *tiles[2:], 1)
+        return tile_n, each
 
-    assert chosen(0, 8) == chosen(16, 8) == chosen(48, 800) == (128, 2)
-    assert chosen(64, 8) == chosen(192, 8) == chosen(256, 8) == chosen(0, 1024) == (64, 4)
-    assert chosen(64, 1024, WIDE) == chosen(64, 8, NARROW) == chosen(64, 8, itemsize=4) == (64, 2)
-    assert chosen(256, 1024, (8, 16, 128, 128), device_index=-1) == (16, 2)
-    assert decode_varlen.blocks_of(24, 8, 2048, 64, 4, 0) == 2 * decode_varlen.blocks_of(24, 8, 2048, 128, 2, 0) == 66
+    assert chosen(8) == chosen(1024, NARROW) == chosen(1024, itemsize=4) == chosen(1024, device_index=-1) == (128, 2)
+    assert chosen(1024) == (64, 4)
+    blocks_of = decode_varlen_plan.blocks_of
+    assert blocks_of(24, 8, 2048, 64, 4, 0) == 2 * blocks_of(24, 8, 2048, 128, 2, 0) == 66
 
 
-def test_heads_that_share_a_tile():
+def test_tiles_of_pages():
     def chosen(size, kv_heads, group=4, tiles=HALF_WIDE, itemsize=2, device_index=0):
-        return decode_varlen.heads_of_tile(tiles, itemsize, size, group, kv_heads, device_index)
+        """Rows, columns, heads together, and blocks a multiprocessor."""
+        tiles = (max(8, next_power_of_2(group)), *tiles[1:])
+        given = (tiles, itemsize, size, group, kv_heads, device_index)
+        (tile_m, tile_n, *dims), together, each = decode_varlen_plan.paged_tiles(*given)
+        assert dims == [*tiles[2:]]
+        return tile_n, tile_m, together, each
 
-    assert chosen(16, 8) == chosen(16, 4) == chosen(48, 12) == chosen(16, 8, tiles=WIDE) == 4
-    assert chosen(32, 2) == chosen(96, 6) == 2 and chosen(8, 8) == 8
-    # A page has as many keys, or not as many heads; queries would be too many; rows are short, numbers long.
-    assert chosen(0, 8) == chosen(64, 8) == chosen(256, 8) == chosen(16, 2) == chosen(16, 6) == chosen(33, 8) == 1
-    assert chosen(16, 8, 32) == chosen(16, 8, tiles=NARROW) == chosen(16, 8, itemsize=4) == 1
-    assert chosen(4, 4, tiles=(8, 16, 32, 32), device_index=-1) == 4
+    addressed = (128, 8, 1, 2)
+    assert chosen(64, 8) == chosen(192, 8) == chosen(256, 8) == (64, 8, 1, 4)
+    assert chosen(16, 8) == chosen(16, 4) == chosen(48, 12) == (64, 16, 4, 2)
+    assert chosen(32, 2) == chosen(96, 6) == (64, 8, 2, 2) and chosen(8, 8) == (32, 16, 4, 4)
+    # More queries: half as many rows.
+    assert chosen(16, 8, 8) == chosen(16, 2, 7) == (32, 16, 2, 4) and chosen(32, 8, 16) == (32, 16, 1, 4)
+    # Short rows: the same, and more blocks.
+    assert chosen(16, 8, tiles=NARROW) == (64, 16, 4, 4) and chosen(16, 8, 8, NARROW) == (32, 16, 2, 4)
+    assert chosen(64, 8, tiles=NARROW) == (64, 8, 1, 4) and chosen(256, 8, tiles=NARROW) == addressed
+    # Long rows.
+    assert chosen(16, 8, tiles=WIDE) == (64, 16, 4, 1) and chosen(16, 8, 8, WIDE) == (32, 16, 2, 2)
+    assert chosen(64, 1024, tiles=WIDE) == (64, 8, 1, 2)
+    # There are not as many heads; queries would be too many; numbers are long.
+    assert chosen(16, 2) == chosen(16, 6) == chosen(33, 8) == chosen(16, 8, itemsize=4) == addressed
+    assert chosen(16, 8, 36) == (128, 64, 1, 2) and chosen(64, 8, itemsize=4) == (64, 8, 1, 2)
+    assert chosen(4, 4, tiles=(8, 16, 32, 32), device_index=-1)[:3] == (16, 16, 4)
+    assert chosen(256, 1024, tiles=(8, 16, 128, 128), device_index=-1)[:3] == (16, 8, 1)
 
 
 @gpu

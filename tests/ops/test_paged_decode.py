@@ -15,6 +15,7 @@ from common import sanitized
 from tilegym.ops import fmha_decode
 from tilegym.ops import fmha_paged_decode
 from tilegym.ops.cutile import decode_varlen
+from tilegym.ops.cutile import decode_varlen_plan
 from tilegym.ops.cutile.paged_decode import paged_decode_forward
 from tilegym.ops.pytorch.paged_decode import fmha_paged_decode as reference
 
@@ -24,6 +25,11 @@ SHAPES = [(16, 8, 2, 80, 80), (32, 2, 2, 32, 16), (48, 20, 1, 16, 16)]
 FEW_KEYS = [(4, 8, 4, 32, 16), (8, 12, 6, 32, 32), (2, 24, 8, 20, 20)]  # whose tiles have those of 4, 2 and 8 heads
 GPU_SHAPES = [(256, 32, 8, 128, 128), (256, 16, 2, 256, 256), (64, 71, 1, 64, 64)]
 GPU_FEW_KEYS = [(16, 32, 8, 128, 128), (32, 28, 4, 128, 128), (8, 40, 8, 128, 96), (48, 16, 8, 256, 256)]
+# Tiles of 32 rows, of two heads and of one; of short and of long rows.
+GPU_FEW_ROWS = [(16, 64, 8, 128, 128), (32, 32, 2, 128, 128), (16, 64, 8, 64, 64), (32, 64, 4, 64, 64)]
+GPU_SHORT_ROWS = [(16, 32, 8, 64, 64), (32, 14, 2, 64, 64), (64, 32, 8, 64, 64), (16, 16, 16, 64, 64)]
+GPU_LONG_ROWS = [(16, 16, 2, 256, 256)]
+ON_GPU = GPU_SHAPES + GPU_FEW_KEYS + GPU_FEW_ROWS + GPU_SHORT_ROWS + GPU_LONG_ROWS
 OPTIONS = {
     "scale": dict(scaling=0.6),
     "window": dict(window_size=9),
@@ -66,7 +72,7 @@ def on_copies(function, **kwargs):
 class Test_PagedDecode(PyTestCase):
     @backends("fmha_paged_decode")
     @dtypes()
-    @pytest.mark.parametrize("shape", SHAPES + FEW_KEYS + (GPU_SHAPES + GPU_FEW_KEYS if HAS_GPU else []), ids=str)
+    @pytest.mark.parametrize("shape", SHAPES + FEW_KEYS + (ON_GPU if HAS_GPU else []), ids=str)
     def test_op(self, backend, dtype, shape):
         call, expected = (functools.partial(on_copies, f) for f in (fmha_paged_decode, reference))
         self.assertCorrectness(call, expected, tensors(*shape, dtype=dtype), {"backend": backend})
@@ -211,7 +217,7 @@ class Test_PagedDecode(PyTestCase):
     @pytest.mark.parametrize("heads", ["one", "several"])
     def test_more_parts_than_are_merged_at_once(self, heads, monkeypatch):
         monkeypatch.setattr(decode_varlen, "blocks_of", lambda *args: 48)
-        monkeypatch.setattr(decode_varlen, "MANY_ROWS", 1024 if heads == "one" else 0)
+        monkeypatch.setattr(decode_varlen_plan, "MANY_ROWS", 1024 if heads == "one" else 0)
         kwargs = tensors(*SHAPES[0], lengths=(900, 90))
         expected = on_copies(reference, **kwargs)
         torch.testing.assert_close(on_copies(fmha_paged_decode, **kwargs, backend="cutile"), expected)
@@ -247,8 +253,9 @@ class Test_PagedDecode(PyTestCase):
     @pytest.mark.parametrize("size", [256, 32, 16])
     @pytest.mark.parametrize("head_dim, heads", [(64, 64), (128, 32), (256, 16)])
     def test_real_tiles_compile(self, head_dim, heads, size, monkeypatch):
-        chosen = decode_varlen.choose_tiles
-        monkeypatch.setattr(decode_varlen, "choose_tiles", lambda *sizes: chosen(*sizes[:-1], 0))  # those of a GPU
+        for name in ("choose_tiles", "paged_tiles"):  # those of a GPU
+            chosen = getattr(decode_varlen, name)
+            monkeypatch.setattr(decode_varlen, name, lambda *sizes, chosen=chosen: chosen(*sizes[:-1], 0))
         kwargs = tensors(size, heads, 8, head_dim, head_dim, dtype=torch.bfloat16)
         call = functools.partial(fmha_paged_decode, **{k: v.cpu() for k, v in kwargs.items()}, backend="cutile")
         assert_launches_compile(call, ("sm_90",))

@@ -28,7 +28,7 @@ from tilegym.ops.cutile.attention_tiles import key_tiles
 from tilegym.ops.cutile.attention_tiles import may_keep_first_maximum
 from tilegym.ops.cutile.decode_varlen import decode_packed
 from tilegym.ops.cutile.decode_varlen import launch_decode
-from tilegym.ops.cutile.decode_varlen import wants_splits
+from tilegym.ops.cutile.decode_varlen_plan import wants_splits
 from tilegym.ops.cutile.matmul import uses_tf32
 from tilegym.ops.cutile.packed import keys_of_sequence
 from tilegym.ops.cutile.packed import last_start

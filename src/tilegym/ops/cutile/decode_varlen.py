@@ -22,6 +22,10 @@ from tilegym.ops.cutile.decode_shares import MOST_AT_ONCE
 from tilegym.ops.cutile.decode_shares import parts_of_sequence
 from tilegym.ops.cutile.decode_shares import share_of_block
 from tilegym.ops.cutile.decode_shares import tiles_of_one
+from tilegym.ops.cutile.decode_varlen_plan import blocks_of
+from tilegym.ops.cutile.decode_varlen_plan import merged_at_once
+from tilegym.ops.cutile.decode_varlen_plan import packed_tiles
+from tilegym.ops.cutile.decode_varlen_plan import paged_tiles
 from tilegym.ops.cutile.decode_varlen_tiles import add_by_head
 from tilegym.ops.cutile.decode_varlen_tiles import keys_of
 from tilegym.ops.cutile.decode_varlen_tiles import page_of
@@ -29,8 +33,6 @@ from tilegym.ops.cutile.decode_varlen_tiles import place_of
 from tilegym.ops.cutile.decode_varlen_tiles import scatter_new
 from tilegym.ops.cutile.decode_varlen_tiles import values_of
 from tilegym.ops.cutile.flash_decode_plan import MAX_TILE_M
-from tilegym.ops.cutile.flash_decode_plan import MAX_TILE_N
-from tilegym.ops.cutile.flash_decode_plan import UNSPLIT_KEYS
 from tilegym.ops.cutile.flash_decode_plan import choose_tiles
 from tilegym.ops.cutile.packed import last_start
 from tilegym.ops.cutile.packed import number_at
@@ -47,22 +49,6 @@ from tilegym.ops.cutile.tiling import hinted
 from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
-from tilegym.ops.cutile.tiling import sm_count
-
-# Rows of a tile in pages, which lie in one page: ct.mma takes no fewer by tensor cores. Where a page has fewer keys,
-# they are those of several heads; where that is not possible, each row is addressed. On an H200, Hq32 Hkv8, pages of
-# 16, 8 and 32 tokens behind 1024 to 2048 keys take 25.3 and 69.2 us, with rows that are addressed 50.4 and 152 (a copy
-# of as many bytes 13.8 and 49.7), 128 behind half as many 121 and 501, 32 of Hq16 D256 117 and 405, of Hq64 D64 79.3
-# and 77.3.
-SHORTEST_TILE = 64
-MANY_ROWS = 1024  # of the output; more are merged four in a block
-# Blocks a multiprocessor, and of small tiles, half of TILE_BYTES. Pages take small ones: on an H200, pages of 256, 8
-# and 32 tokens behind 1024 to 2048 keys take 21.4 and 60.3 us so (two blocks of them 21.4 and 57.1, large tiles 22.7
-# and 64.5), 8 behind 4096 to 8192 57.4 (59.5, 64.2), 128 behind 512 to 1024 105 (113, 123).
-BLOCKS, BLOCKS_OF_SMALL = 2, 4
-# From so many kv heads for each multiprocessor on, of all sequences, packed keys get small tiles too; it is in pages
-# that they were compared.
-MANY_HEADS = 6
 
 
 @ct.kernel(occupancy=2)
@@ -239,75 +225,6 @@ def merge_packed_kernel(
         ct.scatter(out, at, normalised(state).astype(out.dtype))
 
 
-def unsplit_keys(device_index: int) -> int:
-    """Up to how many keys one block takes a token's alone."""
-    return UNSPLIT_KEYS if device_index >= 0 else 32
-
-
-def wants_splits(longest: int, keys: int, kv_heads: int, device_index: int) -> bool:
-    """Whether a sequence of ``longest`` of all ``keys`` is so long that with a block for it too few blocks are at work,
-    and that another launch for the tokens among prompts is worth its time: on an H100, Hq32 Hkv8 D128, a prompt of 512
-    and 4 tokens behind 16384 to 32768 keys take 186 us with one and 329 without; 31 tokens behind 512 to 1024 76 and
-    59, 32 behind 1024 to 2048, with two prompts, 143 and 132."""
-    if longest <= unsplit_keys(device_index):
-        return False
-    return device_index < 0 or keys * kv_heads < longest * sm_count(device_index)
-
-
-def tile_of_keys(
-    tiles: tuple[int, int, int, int], itemsize: int, size: int, kv_heads: int, device_index: int
-) -> tuple[int, int]:
-    """How many keys a tile has, given those of :func:`choose_tiles`, and how many blocks a multiprocessor: in pages of
-    ``size`` (0: no pages), for so many ``kv_heads`` of all sequences."""
-    tile_m, tile_n, *dims = tiles
-    can_be_small = device_index >= 0 and itemsize == 2 and tile_m <= 16 and tile_n == MAX_TILE_N and max(dims) == 128
-    small = whole_tile(size) >= SHORTEST_TILE if size else kv_heads > MANY_HEADS * sm_count(device_index)
-    if can_be_small and small:
-        tile_n //= 2
-    if size and whole_tile(size) >= min(tile_n, SHORTEST_TILE):
-        tile_n = min(tile_n, whole_tile(size))
-    return tile_n, BLOCKS_OF_SMALL if can_be_small and tile_n < MAX_TILE_N else BLOCKS
-
-
-def heads_of_tile(
-    tiles: tuple[int, int, int, int], itemsize: int, size: int, group: int, kv_heads: int, device_index: int
-) -> int:
-    """How many of ``kv_heads``, of ``group`` query heads each, a tile of a page of ``size`` has the keys of: enough for
-    SHORTEST_TILE rows. One where a page has as many keys, or heads are too few or too many, and of packed keys (0)."""
-    _, tile_n, *dims = tiles
-    shortest, rows, heads = min(tile_n, SHORTEST_TILE), whole_tile(size), 1
-    if size == 0 or itemsize != 2 or (device_index >= 0 and (tile_n < SHORTEST_TILE or max(dims) < 128)):
-        return 1
-    while rows * heads < shortest and kv_heads % (2 * heads) == 0:
-        heads *= 2
-    return heads if rows * heads >= shortest and group * heads <= MAX_TILE_M else 1
-
-
-def blocks_of(sequences: int, kv_heads: int, keys: int, tile_n: int, each: int, device_index: int) -> int:
-    """How many blocks share the tiles of all ``sequences``, of at most ``keys`` each, for every kv head; 0: each token
-    has one.
-
-    As many as run at once, ``each`` a multiprocessor; for few sequences no more than 16 for each, since merging costs
-    too: see :func:`tilegym.ops.cutile.flash_decode_plan.max_splits`.
-    """
-    if sequences == 0 or keys <= unsplit_keys(device_index):
-        return 0
-    if device_index < 0:
-        return 4
-    multiprocessors = sm_count(device_index)
-    most = max(1, min(each * multiprocessors // kv_heads, max(16 * sequences, multiprocessors // kv_heads)))
-    return min(most, sequences * ct.cdiv(keys, tile_n))
-
-
-def merged_at_once(rows: int, blocks: int, sequences: int) -> tuple[int, int]:
-    """Of how many rows of the output, and how many parts of each, one block merges the sums at a time: as many parts as
-    a sequence has where each has as many. Of up to 16 of one row, and 8 of four, the sums take no more registers than
-    the rest of the kernel; loads of parts that are none cost a little: on an H200 8 tokens behind 1024 to 2048 keys, of
-    which each has 8 parts, take 18.9 us with 8 and 19.7 with 16, and in pages of 16 keys, 16 parts, 24.5 and 22.4."""
-    tile_h = 1 if rows <= MANY_ROWS else 4
-    return tile_h, min(max(next_power_of_2(blocks // sequences), 4), 16 if tile_h == 1 else 8)
-
-
 def launch_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -332,14 +249,13 @@ def launch_decode(
         out = q.new_empty(tokens, heads, v_dim)
     dtype, index, group, sequences = q.dtype, q.get_device(), heads // kv_heads, starts_k.shape[0] - 1
     window = 0 if window_size is None else window_size
-    tiles, paged = choose_tiles(group, head_dim, v_dim, dtype.itemsize, index), isinstance(pages, torch.Tensor)
-    tile_m, _, tile_d, tile_dv = tiles
-    page_size = size if paged else 0
-    tile_n, each = tile_of_keys(tiles, dtype.itemsize, page_size, sequences * kv_heads, index)
-    together = heads_of_tile(tiles, dtype.itemsize, page_size, group, kv_heads, index)
+    chosen, paged = choose_tiles(group, head_dim, v_dim, dtype.itemsize, index), isinstance(pages, torch.Tensor)
+    if paged:
+        page_size, (tiles, together, each) = size, paged_tiles(chosen, dtype.itemsize, size, group, kv_heads, index)
+    else:
+        page_size, (tiles, together, each) = 0, packed_tiles(chosen, dtype.itemsize, sequences * kv_heads, index)
+    tile_m, tile_n, tile_d, tile_dv = tiles
     if together > 1:
-        tile_m, tile_n = max(8, next_power_of_2(group * together)), whole_tile(size) * together
-        each = BLOCKS if max(tile_d, tile_dv) <= 128 else 1  # with more the compiler has no warps that only load
         k, v = (x.unflatten(1, (-1, together)).transpose(2, 3) for x in (k, v))
     keys_of_tile, groups = tile_n // together, kv_heads // together
     blocks = blocks_of(sequences, groups, min(longest, window or longest), keys_of_tile, each, index)
@@ -355,7 +271,7 @@ def launch_decode(
     arrays = (q, k, v, out, partial, starts_q, starts_k, pages, *new, *written, 0 if sinks is None else sinks)
     scalars = (scaling, 1.0 if soft_cap is None else soft_cap, window, blocks)
     full = tile_d == head_dim and tile_dv == v_dim
-    tiles = (tile_m, tile_n, tile_d, tile_dv, group, together, page_size, full)
+    tiles = (*tiles, group, together, page_size, full)
     options = (paged, window > 0, soft_cap is not None, sinks is not None, needs_exact(dtype, NO_MASK), split)
     hints = {"num_worker_warps": 8} if tile_m > MAX_TILE_M else {"occupancy": each}
     kernel = hinted(decode_packed_kernel, **hints)
@@ -368,11 +284,6 @@ def launch_decode(
         options = (keys_of_tile, tile_h, tile_dv, v_dim, tile_s, window > 0, paged, mixed, *chunks, overlap)
         launch(out, (rows, ct.cdiv(heads, tile_h)), merge_packed_kernel, (*args, *options), overlap)
     return out
-
-
-def whole_tile(rows: int) -> int:
-    """The largest power of two that divides ``rows``."""
-    return rows & -rows
 
 
 def _fake(q, k, v, *_):
