@@ -282,6 +282,14 @@ def test_a_broken_file_of_former_results_is_one_clear_error(run, tmp_path):
     assert not (tmp_path / "page.md").exists()
 
 
+def test_a_note_names_its_shapes_unless_they_are_all(run):
+    shapes, note = ("8x8", "16x8"), "overwrites its inputs"
+    run.results = [row(OURS, 5e-6, shape=shape, note=note) for shape in shapes]
+    run.results += [row("torch", 6e-6, shape=shape, note=note if shape == "8x8" else "") for shape in shapes]
+    text = docs.page(merge([run]), {})
+    assert f"- TileGym: {note} (every shape).\n" in text and f"- torch: {note} (8x8).\n" in text
+
+
 def test_more_runs_than_letters(run):
     merged = merge([run])
     assert [merged.run_of(i) for i in (0, 25, 26, 27, 52)] == ["A", "Z", "AA", "AB", "BA"]

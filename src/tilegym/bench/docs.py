@@ -267,7 +267,10 @@ def _op_table(rows: dict[str, tuple[int, dict[str, Result]]], merged: Merged, mo
             if result.note and result.status != "missing" and not implied:
                 who = "TileGym" if result.provider == OURS else result.provider
                 notes.setdefault(f"{who}: {result.note}", []).append(shape)
-    told = [f"\n- {note} ({', '.join(shapes)})." for note, shapes in notes.items()]
+    told = []
+    for note, shapes in notes.items():
+        every = len(rows) > 1 and len(shapes) == len(rows)
+        told.append(f"\n- {note} ({'every shape' if every else ', '.join(shapes)}).")
     return markdown(header, lines) + "".join(told) + ("\n" if told else "")
 
 
