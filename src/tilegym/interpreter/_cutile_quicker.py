@@ -5,6 +5,9 @@ it. Replaced are functions of cuTile's, most of its pass from HIR to typed IR:
 
 * For every read of a variable and every operator, cuTile makes a constant of the function that does it (and of the
   variable's name), with a type, a name and an operation that a later pass removes. Here the function is just called.
+* A block has one constant for each value that no instruction computes with (None, names, functions, modules, dtypes),
+  and not one for every place that reads it, or for every call that returns nothing. They were two of three operations,
+  which a later pass removes, but which all passes before it look at.
 * Context managers that every operation enters twice are classes instead of generators.
 * The location of an operation is made from that in its function without looking at what a dataclass consists of.
 * Arguments of functions without options or defaults are bound without ``inspect``.
@@ -15,12 +18,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from types import BuiltinFunctionType
 from types import FunctionType
+from types import ModuleType
+from types import NoneType
 
+from cuda.tile._datatype import DType
 from cuda.tile._exception import Loc
 from cuda.tile._exception import TileError
 from cuda.tile._exception import TileInternalError
+from cuda.tile._execution import is_function_allowed_in
+from cuda.tile._execution import stub_aliases
+from cuda.tile._ir import core_ops
 from cuda.tile._ir import hir
 from cuda.tile._ir import hir_stubs
 from cuda.tile._ir.core_ops import sym2var
@@ -34,6 +44,9 @@ _dispatch_other_call = hir2ir._dispatch_call
 _bind_other_args = hir2ir._bind_args
 _find_overload = ImplRegistry._find_overload
 _find_debug_attribute = DebugAttrMap.get_debugattr
+_make_constant = core_ops.loosely_typed_const
+_NOT_COMPUTED_WITH = frozenset((NoneType, str, FunctionType, BuiltinFunctionType, ModuleType, DType))
+_known_positional = {}  # by identity, with the signature: no other one gets its id then
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -42,8 +55,17 @@ async def _dispatch_call(call, scope) -> None:
     if callee is hir_stubs.load_var and _is_defined(call.args[0]):
         result = _load(call.args[0], scope)
     elif isinstance(callee, (FunctionType, BuiltinFunctionType)) and _is_plain(call):
-        args = [hir2ir._resolve_operand(arg, scope) for arg in call.args]
-        result = await hir2ir._call_function(callee, args, {}, Builder.get_current())
+        args, builder = [_operand(arg, scope) for arg in call.args], Builder.get_current()
+        callee = stub_aliases.get(callee, callee)
+        implementation = ImplRegistry.get_current().op_implementations.get(callee)
+        if implementation is None or implementation._is_coroutine or not _is_allowed(callee, builder):
+            result = await hir2ir._call_function(callee, args, {}, builder)
+        else:
+            result = implementation(*_bind_args(hir2ir.get_signature(callee), callee.__name__, args, ()))
+            if builder.is_terminated or call.result is None:
+                return
+            if result is None:
+                result = _constant(None)
     else:
         await _dispatch_other_call(call, scope)
         return
@@ -52,7 +74,20 @@ async def _dispatch_call(call, scope) -> None:
 
 
 def _is_plain(call) -> bool:
-    return not call.kwargs and not any(isinstance(arg, hir.Starred) for arg in call.args)
+    if call.kwargs:
+        return False
+    for arg in call.args:
+        if type(arg) is hir.Starred:
+            return False
+    return True
+
+
+def _operand(arg, scope):
+    return scope.hir2ir_varmap[arg.id] if type(arg) is hir.Value else hir2ir._resolve_operand(arg, scope)
+
+
+def _is_allowed(callee, builder) -> bool:
+    return is_function_allowed_in(callee, builder.ir_ctx.execution_space)
 
 
 def _is_defined(name) -> bool:
@@ -65,6 +100,16 @@ def _load(name, scope):
     value = scope.local_scopes[name.depth][name.index]
     value.get_type()  # raises for one that only some of the paths here define
     return value
+
+
+def _constant(value, ty=None, loose_ty=None, result_var=None):
+    if type(value) not in _NOT_COMPUTED_WITH or result_var is not None:
+        return _make_constant(value, ty, loose_ty, result_var)
+    constants = Builder.get_current().__dict__.setdefault("constants", {})
+    found = constants.get(value)
+    if found is None:
+        found = constants[value] = _make_constant(value, ty, loose_ty)
+    return found
 
 
 def _retarget_loc(loc: Loc, scope) -> Loc:
@@ -112,11 +157,20 @@ def _find_overload_once(registry, stub, key):
     return _found_overload(registry, stub, key, len(registry._overloaded_implementations[stub]))
 
 
+def _positional(signature) -> int:
+    """How many parameters there are, if all are taken by position; else -1."""
+    found = _known_positional.get(id(signature))
+    if found is None:
+        parameters = signature.parameters.values()
+        count = len(parameters) if all(p.kind in _POSITIONAL for p in parameters) else -1
+        found = _known_positional[id(signature)] = signature, count
+    return found[1]
+
+
 def _bind_args(signature, name, args, kwargs, closure_defaults=None) -> list:
-    parameters = signature.parameters.values()
-    if not kwargs and len(args) == len(parameters) and all(p.kind in _POSITIONAL for p in parameters):
+    if not kwargs and len(args) == _positional(signature):
         return list(args)
-    return _bind_other_args(signature, name, args, kwargs, closure_defaults)
+    return _bind_other_args(signature, name, args, kwargs or {}, closure_defaults)
 
 
 def _nested_blocks(operation) -> tuple:
@@ -132,6 +186,12 @@ def _debug_attribute(attributes, location):
     return found[1]
 
 
+def _users_of_constants() -> list:
+    """The modules of cuTile that have imported the function by name, and its own."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("cuda.tile")]
+    return [module for module in modules if vars(module).get("loosely_typed_const") is _make_constant]
+
+
 # The functions of control flow import ``retarget_loc`` from its module when they are called.
 QUICKER = (
     (hir2ir, "_dispatch_call", _dispatch_call),
@@ -143,6 +203,7 @@ QUICKER = (
     (ImplRegistry, "_find_overload", _find_overload_once),
     (Operation, "nested_blocks", property(_nested_blocks)),
     (DebugAttrMap, "get_debugattr", _debug_attribute),
+    *((module, "loosely_typed_const", _constant) for module in _users_of_constants()),
 )
 ORIGINALS = tuple((owner, name, getattr(owner, name)) for owner, name, _ in QUICKER)
 
