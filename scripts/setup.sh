@@ -3,6 +3,9 @@
 #
 #   PYTHON=python3.12 scripts/setup.sh
 #
+# Packages are installed by uv, in a tenth of pip's time, from where pip is configured to look; where uv cannot be had,
+# does not manage, or is not wanted (UV=0), by pip.
+#
 # PYTHON is the interpreter to build on (default: python3; if that one is unsuitable, python3.13 to python3.10).
 # A torch that this interpreter already has is kept. Otherwise torch is installed: the newest one on a machine with an
 # NVIDIA GPU, else the CPU build of TORCH_CPU_VERSION. pip looks where it is configured to look; on Linux set
@@ -14,6 +17,7 @@ TORCH_CPU_VERSION=2.13.0
 # Its data models alone are used, by tests; what it depends on (flashinfer and a CUDA toolchain) is left out.
 FLASHINFER_BENCH_VERSION=0.1.2
 VENV=.venv
+BY_UV=()
 
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -60,19 +64,55 @@ create_venv() {
     fi
 }
 
+# What pip is configured with, by its environment or its files: setting NAME
+setting() {
+    "$VENV/bin/python" -m pip config list 2>/dev/null | sed -n "s/^[^=]*\.$1='\(.*\)'\$/\1/p" | head -n 1 |
+        sed 's/\\n/ /g; s/^ *//; s/ *$//'
+}
+
+# Lets uv look where pip would, and choose as pip does.
+prepare_uv() {
+    local name value
+    [ "${UV:-1}" != 0 ] && "$VENV/bin/python" -m pip install --quiet uv >/dev/null 2>&1 || return 0
+    "$VENV/bin/uv" --version >/dev/null 2>&1 || return 0
+    while read -r name variable; do
+        value=$(setting "$name")
+        [ -z "$value" ] || [ -n "${!variable:-}" ] || export "$variable=$value"
+    done <<'END'
+index-url UV_DEFAULT_INDEX
+extra-index-url UV_INDEX
+find-links UV_FIND_LINKS
+constraint UV_CONSTRAINT
+trusted-host UV_INSECURE_HOST
+no-index UV_NO_INDEX
+cert SSL_CERT_FILE
+default-timeout UV_HTTP_TIMEOUT
+END
+    [ -z "${UV_FIND_LINKS:-}" ] || export UV_FIND_LINKS="${UV_FIND_LINKS// /,}"
+    export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+    BY_UV=("$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python")
+}
+
+install() {
+    if [ ${#BY_UV[@]} -gt 0 ]; then
+        "${BY_UV[@]}" "$@" && return
+        say "uv did not manage; by pip:"
+    fi
+    "$VENV/bin/python" -m pip install "$@"
+}
+
 install_torch() {
-    local pip=("$VENV/bin/python" -m pip install)
     if has_torch "$VENV/bin/python"; then
         say "torch is there already: $("$VENV/bin/python" -c 'import torch; print(torch.__version__)')"
     elif [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; then
         say "Installing torch for the NVIDIA GPU of this machine (about 3 GB)"
-        "${pip[@]}" "torch>=2.9"
+        install "torch>=2.9"
     else
         say "Installing torch $TORCH_CPU_VERSION for the CPU: no NVIDIA GPU found"
         # The +cpu build where pip is configured to find it; elsewhere (macOS, a plain index) the release as it is.
-        "${pip[@]}" "torch==$TORCH_CPU_VERSION+cpu" 2>/dev/null || {
-            say "pip finds no +cpu build; installing the release as it is (on Linux with CUDA's libraries, about 3 GB)"
-            "${pip[@]}" "torch==$TORCH_CPU_VERSION"
+        install "torch==$TORCH_CPU_VERSION+cpu" 2>/dev/null || {
+            say "There is no +cpu build; installing the release as it is (on Linux with CUDA's libraries, about 3 GB)"
+            install "torch==$TORCH_CPU_VERSION"
         }
     fi
 }
@@ -84,13 +124,15 @@ else
     rm -rf "$VENV"
     create_venv
 fi
+# uv does not see the packages of an environment behind this one.
+grep -q "include-system-site-packages = true" "$VENV/pyvenv.cfg" || prepare_uv
 install_torch
 say "Installing TileGym and its development packages"
 # No other torch than the one that is there, whatever the packages' wishes are.
 "$VENV/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
     >"$VENV/torch-constraint.txt"
-"$VENV/bin/python" -m pip install --constraint "$VENV/torch-constraint.txt" -e ".[dev]"
-"$VENV/bin/python" -m pip install --no-deps "flashinfer-bench==$FLASHINFER_BENCH_VERSION"
+install --constraint "$VENV/torch-constraint.txt" -e ".[dev]"
+install --no-deps "flashinfer-bench==$FLASHINFER_BENCH_VERSION"
 # The ruff of the environment that torch is taken from has its command there, not here.
 [ -x "$VENV/bin/ruff" ] || "$VENV/bin/python" -m pip install --no-deps --ignore-installed "ruff>=0.14"
 say "Set up. The commands below run in $VENV; to use it yourself: source $VENV/bin/activate"
