@@ -11,6 +11,8 @@ concatenate) without changing a bit:
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from cuda import tile as ct
@@ -103,8 +105,9 @@ def from_numpy(array: np.ndarray, dtype) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+@functools.lru_cache(4096)
 def scalar_tensor(value, dtype) -> torch.Tensor:
-    """A rank-0 integer or bool tile from the Python number that stands for it."""
+    """A rank-0 integer or bool tile from the Python number that stands for it; tiles are never changed."""
     if _cutile.is_boolean(dtype):
         return torch.tensor(bool(value))
     return torch.tensor(wrap_carrier(value, dtype), dtype=CARRIER[dtype.name])

@@ -179,10 +179,11 @@ def _scatter_view_store(builder, op, ty):
     return step
 
 
-def _gather(flat, offsets, inside, fill):
+def _gather(flat, offsets, inside, fill, safe=False):
+    """The elements at ``offsets`` that are ``inside``, elsewhere ``fill``; safe: the others may be read, too."""
     if flat.numel() == 0:
         return fill.expand(offsets.shape)
-    return torch.where(inside, flat[torch.where(inside, offsets, 0)], fill)
+    return torch.where(inside, flat[offsets if safe else torch.where(inside, offsets, 0)], fill)
 
 
 # Pointers
@@ -203,17 +204,23 @@ def pointer_offset(builder, op):
 
 
 def addressed(location, r, pointer, mask, shape, what: str) -> tuple:
-    """Offsets (a tensor of ``shape``) and mask (or None) of an access through pointers, checked against the memory."""
+    """Offsets (a tensor of ``shape``, some that may be read where the mask is false) and mask (or None) of an access
+    through pointers, checked against the memory."""
     target = r[pointer]
     memory, offsets = target.memory, target.offset
     offsets = torch.tensor(offsets) if isinstance(offsets, int) else offsets
     offsets = offsets.expand(shape)
     active = None if mask is None else r[mask].expand(shape)
     low, high = accessible(r[0], memory)
-    wrong = (offsets < low) | (offsets > high)
-    if active is not None:
-        wrong = wrong & active
-    if bool(wrong.any()):
+    safe = offsets if active is None else torch.where(active, offsets, low)
+    least, most = torch.aminmax(safe)
+    wrong = least.item() < low or most.item() > high
+    if wrong and active is not None and low > high:  # nothing is there, which is wrong only if something is wanted
+        wrong = bool(active.any())
+    if wrong:
+        wrong = (offsets < low) | (offsets > high)
+        if active is not None:
+            wrong = wrong & active
         offset = int(offsets[wrong].reshape(-1)[0])
         raise OutOfBoundsError(
             f"{what} outside the array of shape {memory.shape}, {offset - memory.start} elements from its first one",
@@ -221,7 +228,7 @@ def addressed(location, r, pointer, mask, shape, what: str) -> tuple:
             array=memory.name,
             index=memory.index_of(offset),
         )
-    return memory, offsets, active
+    return memory, safe, active
 
 
 @builds_step(O.LoadPointer)
@@ -241,7 +248,7 @@ def load_pointer(builder, op):
             fill = zero if padding is None else r[padding]
             if padding is None and r[0].garbage and not bool(active.all()):
                 fill = r[0].undetermined(dtype, location, memory.name)
-            tile = _gather(memory.flat, offsets, active, fill)
+            tile = _gather(memory.flat, offsets, active, fill, True)
         r[out] = tile
 
     return builder.numbered(step, op.result_vars[0])

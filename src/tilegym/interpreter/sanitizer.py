@@ -114,6 +114,9 @@ class Sanitizer:
         x, y, z = state.index
         mine = 1 + x + state.grid[0] * (y + state.grid[1] * z)
         previous = writers[offsets]
+        if not atomic and not bool(previous.any()):
+            writers[offsets] = mine
+            return
         conflict = (previous != 0) & (previous.abs() != mine)
         if atomic:
             conflict &= previous > 0  # atomics of several blocks go together
@@ -151,7 +154,7 @@ def _offsets(window, strides) -> torch.Tensor:
 
 def _check_lanes(location, memory, offsets, values) -> None:
     """Errors where one scatter writes different values to one address."""
-    if offsets.numel() < 2:
+    if offsets.numel() < 2 or bool((offsets[1:] > offsets[:-1]).all()):
         return
     order = torch.argsort(offsets, stable=True)
     ordered, raw = offsets[order], _bits(values)[order]
