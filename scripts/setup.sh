@@ -72,21 +72,21 @@ setting() {
 
 # Lets uv look where pip would, and choose as pip does.
 prepare_uv() {
-    local name value
+    local variable name value
     [ "${UV:-1}" != 0 ] && "$VENV/bin/python" -m pip install --quiet uv >/dev/null 2>&1 || return 0
     "$VENV/bin/uv" --version >/dev/null 2>&1 || return 0
-    while read -r name variable; do
+    while read -r variable name; do
         value=$(setting "$name")
         [ -z "$value" ] || [ -n "${!variable:-}" ] || export "$variable=$value"
     done <<'END'
-index-url UV_DEFAULT_INDEX
-extra-index-url UV_INDEX
-find-links UV_FIND_LINKS
-constraint UV_CONSTRAINT
-trusted-host UV_INSECURE_HOST
-no-index UV_NO_INDEX
-cert SSL_CERT_FILE
-default-timeout UV_HTTP_TIMEOUT
+UV_DEFAULT_INDEX index-url
+UV_INDEX extra-index-url
+UV_FIND_LINKS find-links
+UV_CONSTRAINT constraint
+UV_INSECURE_HOST trusted-host
+UV_NO_INDEX no-index
+SSL_CERT_FILE cert
+UV_HTTP_TIMEOUT default-timeout
 END
     [ -z "${UV_FIND_LINKS:-}" ] || export UV_FIND_LINKS="${UV_FIND_LINKS// /,}"
     export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
