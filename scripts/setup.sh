@@ -86,6 +86,7 @@ UV_CONSTRAINT constraint
 UV_INSECURE_HOST trusted-host
 UV_NO_INDEX no-index
 SSL_CERT_FILE cert
+ALL_PROXY proxy
 UV_HTTP_TIMEOUT default-timeout
 END
     [ -z "${UV_FIND_LINKS:-}" ] || export UV_FIND_LINKS="${UV_FIND_LINKS// /,}"
