@@ -64,19 +64,14 @@ create_venv() {
     fi
 }
 
-# What pip is configured with, by its environment or its files: setting NAME
-setting() {
-    "$VENV/bin/python" -m pip config list 2>/dev/null | sed -n "s/^[^=]*\.$1='\(.*\)'\$/\1/p" | head -n 1 |
-        sed 's/\\n/ /g; s/^ *//; s/ *$//'
-}
-
 # Lets uv look where pip would, and choose as pip does.
 prepare_uv() {
-    local variable name value
+    local variable name value configured
     [ "${UV:-1}" != 0 ] && "$VENV/bin/python" -m pip install --quiet uv >/dev/null 2>&1 || return 0
     "$VENV/bin/uv" --version >/dev/null 2>&1 || return 0
+    configured=$("$VENV/bin/python" -m pip config list 2>/dev/null || true)  # its environment's before its files'
     while read -r variable name; do
-        value=$(setting "$name")
+        value=$(sed -n "s/^[^=]*\.$name='\(.*\)'\$/\1/p" <<<"$configured" | head -n 1 | sed 's/\\n/ /g; s/^ *//; s/ *$//')
         [ -z "$value" ] || [ -n "${!variable:-}" ] || export "$variable=$value"
     done <<'END'
 UV_DEFAULT_INDEX index-url

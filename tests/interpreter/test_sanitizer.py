@@ -189,6 +189,30 @@ def test_gather_beyond_the_array():
 
 
 @ct.kernel
+def gathers_masked(x, index, wanted, y):
+    where, mask = ct.load(index, (0,), (4,)), ct.load(wanted, (0,), (4,)) > 0
+    ct.store(y, (0,), ct.gather(x, where, mask=mask, padding_value=-1.0, check_bounds=False))
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_masked_lanes_may_lie_anywhere(sanitize):
+    x, y, index = torch.arange(8.0), torch.zeros(4), torch.tensor([-900, 7, 900, 0], dtype=torch.int32)
+    wanted = torch.tensor([0, 1, 0, 1], dtype=torch.int32)
+    launch((1,), gathers_masked, (x, index, wanted, y), sanitize=sanitize)
+    assert y.tolist() == [-1, 7, -1, 0]
+    launch((1,), gathers_masked, (x[:0], index, 0 * wanted, y), sanitize=sanitize)  # of nothing, nothing is wanted
+    launch((1,), gathers_masked, (torch.zeros(0), index, 0 * wanted, y), sanitize=sanitize)
+    assert y.tolist() == [-1] * 4
+    index[3] = 800
+    with pytest.raises(OutOfBoundsError) as caught:
+        launch((1,), gathers_masked, (x, index, wanted, y), sanitize=sanitize)
+    check(caught.value, gathers_masked, "ct.gather", (0, 0, 0), "x", (800,))
+    if sanitize:
+        with pytest.raises(OutOfBoundsError):
+            launch((1,), gathers_masked, (x[:0], index, wanted, y), sanitize=True)
+
+
+@ct.kernel
 def copies_tile(x, y, tile: ConstInt, checked: ct.Constant[bool]):
     if checked:
         ct.store(y, (0,), ct.load(x, (tile,), (4,), padding_mode=ct.PaddingMode.ZERO))

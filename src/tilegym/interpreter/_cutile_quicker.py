@@ -61,7 +61,7 @@ async def _dispatch_call(call, scope) -> None:
         if implementation is None or implementation._is_coroutine or not _is_allowed(callee, builder):
             result = await hir2ir._call_function(callee, args, {}, builder)
         else:
-            result = implementation(*_bind_args(hir2ir.get_signature(callee), callee.__name__, args, ()))
+            result = implementation(*_bind_args(hir2ir.get_signature(callee), callee.__name__, args, {}))
             if builder.is_terminated or call.result is None:
                 return
             if result is None:
@@ -170,7 +170,7 @@ def _positional(signature) -> int:
 def _bind_args(signature, name, args, kwargs, closure_defaults=None) -> list:
     if not kwargs and len(args) == _positional(signature):
         return list(args)
-    return _bind_other_args(signature, name, args, kwargs or {}, closure_defaults)
+    return _bind_other_args(signature, name, args, kwargs, closure_defaults)
 
 
 def _nested_blocks(operation) -> tuple:

@@ -71,13 +71,12 @@ def paged_tiles(
     tile_m, tile_n, *dims = tiles
     rows, heads, shortest = whole_tile(size), 1, min(tile_n, SHORTEST_TILE)
     joined = itemsize == 2 and (device_index < 0 or tile_n >= SHORTEST_TILE)
-    halves = joined and device_index >= 0 and max(dims) <= 256
 
     def columns() -> int:
         return max(8, next_power_of_2(group * heads))
 
     def suffices() -> bool:
-        return rows * heads >= (shortest // 2 if halves and columns() >= SEVERAL else shortest)
+        return rows * heads >= (shortest // 2 if joined and device_index >= 0 and columns() >= SEVERAL else shortest)
 
     while joined and not suffices() and kv_heads % (2 * heads) == 0 and 2 * heads * group <= MAX_TILE_M:
         heads *= 2
