@@ -17,8 +17,8 @@ import pytest
 import torch
 import typer
 
-from tilegym.cli import COMMANDS
-from tilegym.cli import build_app
+from tilegym_command import COMMANDS
+from tilegym_command import build_app
 
 ROOT = Path(__file__).parents[1]
 SKILL = ROOT / "skills/monkey-patch-kernels-to-transformers"

@@ -13,19 +13,19 @@ import torch
 from typer.testing import CliRunner
 
 from tilegym import autokernel_cli
-from tilegym import cli
 from tilegym.autokernel.loop import Loop
 from tilegym.autokernel.model_worker import ModelSpec
 from tilegym.autokernel.repository import Repository
 from tilegym.errors import AutokernelError
 from tilegym.errors import ModelError
 from tilegym.integrate import source_regions
+from tilegym_command import build_app
 
 MODEL = f"{Path(__file__).with_name('autokernel_models.py')}::gated_norm"
 
 
 def call(*arguments):
-    return CliRunner().invoke(cli.build_app("autokernel"), ["autokernel", *map(str, arguments)])
+    return CliRunner().invoke(build_app("autokernel"), ["autokernel", *map(str, arguments)])
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import tilegym_command
 from tilegym import __version__
 from tilegym import cli
 from tilegym import env
@@ -13,6 +14,8 @@ from tilegym.backend.cutile import tuning_cache
 from tilegym.backend.cutile.tuning_cache import TuningCache
 from tilegym.backend.cutile.tuning_cache import TuningKey
 from tilegym.backend.cutile.tuning_cache import TuningResult
+from tilegym_command import COMMANDS
+from tilegym_command import build_app
 
 
 def tilegym(*arguments: str) -> subprocess.CompletedProcess:
@@ -20,13 +23,13 @@ def tilegym(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(cli.build_app(arguments[0]), list(arguments))
+    return CliRunner().invoke(build_app(arguments[0]), list(arguments))
 
 
 def test_help_lists_all_commands():
     result = tilegym("--help")
     assert result.returncode == 0
-    for name, command in cli.COMMANDS.items():
+    for name, command in COMMANDS.items():
         assert name in result.stdout
         assert command.help.split(".")[0] in " ".join(result.stdout.split())
 
@@ -35,7 +38,18 @@ def test_version():
     assert tilegym("--version").stdout.strip() == f"tilegym {__version__}"
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize(
+    "arguments, printed", [(("--help",), "inventory"), (("--version",), __version__), (("knit",), "No such command")]
+)
+def test_what_runs_nothing_does_not_wait_for_pytorch(arguments, printed):
+    code = "import atexit, sys, tilegym_command\natexit.register(lambda: print('torch' in sys.modules))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "tilegym_command.main()", *arguments], capture_output=True, text=True
+    )
+    assert printed in done.stdout + done.stderr and done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_of_its_own(name):
     result = run(name, "--help")
     assert result.exit_code == 0 and "--help" in result.output and f"{name}" in result.output
@@ -43,8 +57,8 @@ def test_every_command_has_help_of_its_own(name):
 
 def test_other_commands_are_not_loaded():
     code = (
-        "import sys; from tilegym import cli; cli.build_app('tune');"
-        "print(*(c.module for c in cli.COMMANDS.values() if c.module in sys.modules), 'transformers' in sys.modules)"
+        "import sys; from tilegym_command import COMMANDS, build_app; build_app('tune');"
+        "print(*(c.module for c in COMMANDS.values() if c.module in sys.modules), 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["tilegym.tune", "False"]
@@ -74,7 +88,7 @@ def test_missing_package_is_named(monkeypatch, capsys):
     def import_module(name):
         raise ModuleNotFoundError("No module named 'matplotlib.pyplot'", name="matplotlib.pyplot")
 
-    monkeypatch.setattr(cli.importlib, "import_module", import_module)
+    monkeypatch.setattr(tilegym_command.importlib, "import_module", import_module)
     monkeypatch.setattr(sys, "argv", ["tilegym", "doctor"])
     with pytest.raises(SystemExit) as stop:
         cli.main()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilegym import cli
 from tilegym import doctor
 from tilegym.backend import selector
 from tilegym.errors import BackendError
+from tilegym_command import build_app
 
 HAS_GPU = torch.cuda.is_available()
 without_gpu = pytest.mark.skipif(HAS_GPU, reason="describes a machine without a GPU")
@@ -24,7 +24,7 @@ def by_name(checks) -> dict:
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(cli.build_app("doctor"), ["doctor", *arguments])
+    return CliRunner().invoke(build_app("doctor"), ["doctor", *arguments])
 
 
 @without_gpu

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from tilegym import ops
 from tilegym.bench import job
-from tilegym.cli import build_app
 from tilegym.errors import UnsupportedError
 from tilegym.integrate import emit
 from tilegym.transformers import generated
 from tilegym.transformers.general import Place
+from tilegym_command import build_app
 
 ROOT = Path(__file__).parents[2]
 TINY_LLAMA = str(ROOT / "examples/models/tiny-llama")

@@ -10,7 +10,7 @@ from transformers import GenerationMixin
 from typer.testing import CliRunner
 
 from tilegym.bench import generate_peer
-from tilegym.cli import build_app
+from tilegym_command import build_app
 
 TINY_LLAMA = str(Path(__file__).parents[2] / "examples/models/tiny-llama")
 SHORT = ["--model_id", TINY_LLAMA, "--output_length", "6", "--num_runs", "2", "--warmup_runs", "0", "--peer", "compile"]

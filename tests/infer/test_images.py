@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from tilegym.bench import images
 from tilegym.bench import job
 from tilegym.bench import models
-from tilegym.cli import build_app
 from tilegym.errors import ModelError
+from tilegym_command import build_app
 
 PIL = pytest.importorskip("PIL.Image")
 NAMES = [name for name in MODELS if name != "voxtral"]

@@ -22,7 +22,7 @@ from tilegym.backend import in_place
 from tilegym.bench import train_job
 from tilegym.bench import train_peer
 from tilegym.bench import training
-from tilegym.cli import build_app
+from tilegym_command import build_app
 
 ROOT = Path(__file__).parents[2]
 TINY_LLAMA = str(ROOT / "examples/models/tiny-llama")

@@ -10,9 +10,9 @@ from integration import stablelm
 from typer.testing import CliRunner
 
 from tilegym import integrate_cli
-from tilegym.cli import build_app
 from tilegym.integrate import emit
 from tilegym.integrate import pipeline
+from tilegym_command import build_app
 
 
 def run(*arguments):
