@@ -29,7 +29,8 @@ run: $(SETUP) ## Find, verify and measure the kernels for the shipped model
 
 test: $(SETUP) ## Run the tests; ARGS="tests/ops -k rope" runs some
 	@echo "==> pytest in $(JOBS) processes"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@# Dozens of tests start a Python of their own, which has compiled code to read only where it may be written.
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-all: override ARGS += --all
 test-all: test ## Run slow tests, too, and tests for all that their parameters can be combined to
