@@ -96,6 +96,23 @@ def test_views_are_addresses_ahead_and_are_not_made(by_address, served, monkeypa
     assert (third[0], second[1]) == (first[1], first[1] + 16) and third[1] == result.data_ptr() + 32
 
 
+@pytest.mark.parametrize("varies", [False, True])
+def test_memory_whose_shape_tells_something_is_more_than_an_address(by_address, served, varies):
+    memory = torch.zeros(64)
+
+    def serve(x, by, other, several):
+        (kept,) = recording.lent(lambda: (memory,), varies=varies)
+        y = torch.empty_like(x)
+        add(x, kept[:8], by)
+        add(kept[:8], y, by)
+        return y
+
+    served.serve = serve
+    for seed in range(8):
+        torch.testing.assert_close(served(x(seed=seed)), x(seed=seed) + 3.0)
+    assert bool(by_address.launches) is not varies and served.calls == (2 if varies else 3)
+
+
 def test_views_elsewhere_share_their_code(by_address, served):
     """What is written out is kept for ever."""
 

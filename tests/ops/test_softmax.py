@@ -201,6 +201,14 @@ class Test_Softmax(PyTestCase):
                 softmax(kwargs["x"].to("cuda" if HAS_GPU else "cpu"), backend="cutile")
             assert not workspace._turns
 
+    @gpu
+    def test_calls_that_come_often(self, monkeypatch):
+        """Repeated calls take turns, too, where they are recorded by addresses."""
+        monkeypatch.setattr(recording, "USES_BEFORE_ADDRESSES", 3)
+        for seed in range(16):
+            x = randn(512, 40000, seed=seed).cuda() * (seed + 1)
+            torch.testing.assert_close(softmax(x, backend="cutile"), x.softmax(-1))
+
     def test_more_rows_than_a_launch_takes(self, monkeypatch):
         monkeypatch.setattr(kernels, "MAX_ROWS", 2)
         with recorded_launches(run=True) as launches:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tilegym.backend.cutile.compile_ahead import collect
 from tilegym.ops.cutile import workspace as module
 from tilegym.ops.cutile.workspace import COUNTERS
 from tilegym.ops.cutile.workspace import SPACING
@@ -101,6 +102,16 @@ def test_states_that_are_not_shared(gpu_0):
     assert shared_states(torch.empty(1), 6) is None
     gpu_0["capturing"] = True
     assert shared_states(OnGPU(), 6) is None
+
+
+def test_what_is_collected_takes_no_turn(gpu_0):
+    """Nothing is launched, which would have cleared the states of the others' turns."""
+    (before,), collected = shared_states(OnGPU(), 6), []
+    collect(lambda: collected.extend(shared_states(OnGPU(), 6) for _ in range(TURNS - 1)))
+    (after,) = shared_states(OnGPU(), 6)
+    assert len(after) - len(before) == SPACING and after.data_ptr() == before.data_ptr()
+    assert len(collected) == TURNS - 1 and all(len(s) == len(before) and not s.any() for (s,) in collected)
+    assert all(states.data_ptr() != before.data_ptr() for (states,) in collected)
 
 
 def test_states_are_given_anew_when_forgotten(gpu_0):

@@ -243,12 +243,15 @@ def ask(question: Callable[[], Any]) -> Any:
     return answer
 
 
-def lent(give: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    """``give()``: memory that outlives the call, for which a repeated one asks again."""
+def lent(give: Callable[[], tuple[torch.Tensor, ...]], varies: bool = False) -> tuple[torch.Tensor, ...]:
+    """``give()``: memory that outlives the call, for which a repeated one asks again.
+
+    ``varies``: the tensors are not always of the same shapes, so that addresses alone do not tell what they are.
+    """
     recorder = active
     if recorder is None or recorder.thread != threading.get_ident():
         return give()
-    return recorder.lent(give)
+    return recorder.lent(give, varies)
 
 
 def put_off() -> None:
@@ -276,6 +279,7 @@ class Recorder(TorchDispatchMode):
         self.refused = False
         self._seen = Recorded(tensors)
         self._bytes = 0
+        self._varies = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -317,8 +321,9 @@ class Recorder(TorchDispatchMode):
         if not self.refused:
             self._seen.launches.append((how, device, grid, kernel, args, overlap))
 
-    def lent(self, give: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    def lent(self, give: Callable[[], tuple[torch.Tensor, ...]], varies: bool) -> tuple[torch.Tensor, ...]:
         """What ``give()`` returns, and takes down what it is."""
+        self._varies |= varies
         self.__exit__(None, None, None)
         try:
             given = give()
@@ -331,14 +336,14 @@ class Recorder(TorchDispatchMode):
 
     def has_addresses(self) -> bool:
         """Whether there is a way to repeat all launches by the addresses of their tensors."""
-        return all(how.prepare is not None for how, *_ in self._seen.launches)
+        return not self._varies and all(how.prepare is not None for how, *_ in self._seen.launches)
 
     def recording(self, result: Any, by_address: bool) -> Recording | None:
         """Of the call, which has returned ``result``; None if it cannot be repeated."""
         if self.refused or not self._seen.launches:
             return None
         try:
-            repeat = write(self._seen, result, by_address)
+            repeat = write(self._seen, result, by_address and not self._varies)
         except NotRepeatable:
             return None
         return Recording(repeat, tuple(self.answers), *recording_source.alike(self._seen.inputs))

@@ -55,7 +55,7 @@ class _Collector(TorchDispatchMode):
         signature = signature_of(kernel, args, device)
         self.jobs[kernel, repr(signature)] = kernel, signature
 
-    def lent(self, give: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    def lent(self, give: Callable[[], tuple[torch.Tensor, ...]], varies: bool) -> tuple[torch.Tensor, ...]:
         return give()
 
 

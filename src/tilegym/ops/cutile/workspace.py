@@ -93,22 +93,29 @@ def shared_states(like: torch.Tensor, number: int) -> tuple[torch.Tensor] | None
     index = like.get_device()
     if index < 0 or number > MAX_STATES or recording.ask(functools.partial(_captures, index)):
         return None
-    return recording.lent(functools.partial(_next_turn, index, number))
+    return recording.lent(functools.partial(_next_turn, index, number), varies=True)
 
 
 def _next_turn(index: int, number: int) -> tuple[torch.Tensor]:
+    if recording.is_replaced():  # whoever is given this may not launch anything: that is no turn
+        return _turns_of(index, number)[0]
     stream = index, -1 if index < 0 else _raw_stream(index)
     of_stream = _turns.setdefault(stream, {})
     found = of_stream.get(number)
     if found is None:
         if len(of_stream) >= MAX_NUMBERS:
             of_stream.clear()
-        with _disable_current_modes():
-            least = -(-TURNS * number // SPACING) * SPACING
-            memory = torch.zeros(least + TURNS * SPACING, dtype=torch.int64, device=_device(index))
-            given = [(memory[: least + turn * SPACING],) for turn in range(TURNS)]
-        found = of_stream[number] = itertools.cycle(given).__next__  # no two threads get the same one
+        given = itertools.cycle(_turns_of(index, number))
+        found = of_stream[number] = given.__next__  # no two threads get the same one
     return found()
+
+
+def _turns_of(index: int, number: int) -> list[tuple[torch.Tensor]]:
+    """New memory, as it is given in each turn."""
+    with _disable_current_modes():
+        least = -(-TURNS * number // SPACING) * SPACING
+        memory = torch.zeros(least + TURNS * SPACING, dtype=torch.int64, device=_device(index))
+        return [(memory[: least + turn * SPACING],) for turn in range(TURNS)]
 
 
 def forget_states() -> None:
