@@ -205,6 +205,19 @@ class Test_FMHA(PyTestCase):
         with sanitized():
             torch.testing.assert_close(fmha(**kwargs, backend=backend), expected)
 
+    @gpu
+    @backends("fmha")
+    @dtypes()
+    @pytest.mark.parametrize("window", [None, 16])
+    def test_views_that_begin_anywhere(self, backend, dtype, window):
+        """Beside 16 bytes, which PyTorch's kernels read at a time; and queries that are all the same one."""
+        kwargs = tensors(1, 4, 2, 40, 40, 64, 64, dtype=dtype)
+        pad = torch.nn.functional.pad
+        for view in (lambda t: t[..., 1:-7], lambda t: pad(t, (0, 3))[..., :-3], lambda t: t[:, :, :1].expand_as(t)):
+            views = kwargs | {name: view(kwargs[name]) for name in "qkv"} | {"window_size": window}
+            expected = reference(**(views | {name: views[name].double() for name in "qkv"}))
+            torch.testing.assert_close(fmha(**views, backend=backend), expected.to(dtype), atol=4e-3, rtol=2e-2)
+
     @backends("fmha")
     @dtypes()
     def test_mask_in_fp64(self, backend, dtype):

@@ -206,8 +206,9 @@ class Test_FMHA_Backward(PyTestCase):
             torch.testing.assert_close(got, expected)
 
     @backends("fmha")
-    def test_what_lies_behind_the_last_key_does_not_matter(self, backend):
-        kwargs = tensors(*SHAPES[1]) | {"kv_len": lengths(20, 41)}
+    @pytest.mark.parametrize("soft_cap", [None, 5.0])
+    def test_what_lies_behind_the_last_key_does_not_matter(self, backend, soft_cap):
+        kwargs = tensors(*SHAPES[1]) | {"kv_len": lengths(20, 41), "soft_cap": soft_cap}
         expected = gradients(kwargs, function=reference)
         for b, length in enumerate((20, 41)):
             kwargs["k"][b, :, length:] = math.nan

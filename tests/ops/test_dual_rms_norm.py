@@ -90,6 +90,13 @@ class Test_DualRMSNorm(PyTestCase):
         assert backward_plan(6 * tokens, 2 * tokens, dim, device)[3][2] == check
         self.assertCorrectness(dual_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
+    def test_without_eps(self):
+        """Tiles that are not full have rows of zeros besides, of which rstd is infinite."""
+        device = 0 if HAS_GPU else -1
+        kwargs = arguments((24 * sm_count(device) + 1,), 3, 1, 24, eps=0.0)
+        assert backward_plan(3 * len(kwargs["q"]), len(kwargs["q"]), 24, device)[3][0] > 1
+        self.assertCorrectness(dual_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
     @pytest.mark.parametrize("lead", [(0,), (2, 0)], ids=str)
     def test_empty(self, lead):
         self.assertCorrectness(dual_rms_norm, reference, arguments(lead), {"backend": "cutile"}, gradient=True)

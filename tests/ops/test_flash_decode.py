@@ -380,7 +380,9 @@ class Test_SplitK_Reduce(PyTestCase):
     @backends("splitk_reduce")
     @dtypes()
     @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-    @pytest.mark.parametrize("shape", [(1, 1, 1, 16), (2, 3, 7, 80), (1, 2, 33, 64), (2, 2, 100, 128)], ids=str)
+    @pytest.mark.parametrize(
+        "shape", [(1, 1, 1, 16), (2, 3, 7, 80), (1, 2, 33, 64), (2, 2, 100, 128), (2, 3, 4, 0)], ids=str
+    )
     def test_op(self, backend, dtype, sinks, shape):
         kwargs = self.arguments(*shape, sinks, dtype)
         with sanitized():

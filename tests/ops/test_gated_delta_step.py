@@ -124,6 +124,10 @@ class Test_GatedDeltaStep(PyTestCase):
         ):
             with pytest.raises(ValueError, match=f"gated_delta_step: .*{match}"):
                 gated_delta_step(**(given | {name: wrong}), backend=backend)
+        states = given["conv_state"].clone(), given["state"].clone()
+        with pytest.raises(TypeError, match="gated_delta_step: norm_weight is torch.int32, it must be floating"):
+            gated_delta_step(**(given | {"norm_weight": given["norm_weight"].int()}), backend=backend)
+        assert torch.equal(given["conv_state"], states[0]) and torch.equal(given["state"], states[1])
         with pytest.raises(TypeError, match="gated_delta_step: qkv is torch.float32, z torch.float16"):
             gated_delta_step(**(given | {"z": given["z"].half()}), backend=backend)
 

@@ -214,9 +214,10 @@ class Test_MLA_Decoding(PyTestCase):
     @backends("mla_decoding")
     @pytest.mark.parametrize(("batch", "keys"), [(0, 4), (1, 0)])
     def test_empty(self, backend, batch, keys):
-        out, lse = mla_decoding(**tensors(batch, 4, keys, 32, 16), backend=backend)
-        assert out.shape == (batch, 4, 32) and not out.any()
-        assert lse.shape == (batch, 4) and (lse == -math.inf).all()
+        for kv_len in (None, lengths(*[keys] * batch)):
+            out, lse = mla_decoding(**tensors(batch, 4, keys, 32, 16), kv_len=kv_len, backend=backend)
+            assert out.shape == (batch, 4, 32) and not out.any()
+            assert lse.shape == (batch, 4) and (lse == -math.inf).all()
 
     def test_strides(self):
         """Latents and rotated keys as parts of one cache, [B, S, D + Dr], and every other row of it."""

@@ -18,6 +18,7 @@ from tilegym.ops import rms_norm_gated
 from tilegym.ops.cutile import rms_norm_gated as kernels
 from tilegym.ops.cutile.rms_norm_gated import rms_norm_gated_backward
 from tilegym.ops.cutile.rms_norm_gated import rms_norm_gated_forward
+from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.rms_norm_gated import rms_norm_gated as reference
 
 SHAPES = [(1, 4), (37, 128), (2, 7, 96), (3, 4099)]
@@ -83,6 +84,14 @@ class Test_RMSNormGated(PyTestCase):
 
     def test_without_weight(self):
         kwargs = arguments(6, 80) | {"weight": None}
+        self.assertCorrectness(rms_norm_gated, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("norm_before_gate", [True, False])
+    def test_without_eps(self, norm_before_gate):
+        """Tiles that are not full have rows of zeros besides, of which rstd is infinite."""
+        device = 0 if HAS_GPU else -1
+        kwargs = arguments(16 * sm_count(device) + 1, 4, norm_before_gate=norm_before_gate, eps=0.0)
+        assert len(kwargs["x"]) % kernels.backward_plan(len(kwargs["x"]), 1, 4, device)[2]
         self.assertCorrectness(rms_norm_gated, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("wanted", ["x", "gate", "weight"])

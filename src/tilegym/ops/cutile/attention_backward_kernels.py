@@ -85,6 +85,8 @@ def softmax_backward(
         if KV_LEN:
             # What a cache holds behind its last key may be NaN, which times zero would be NaN.
             dp = ct.where(visible, dp, 0.0)
+            if SOFT_CAP:
+                slope = ct.where(visible, slope, 0.0)
     unit = 1.0 if SOFT_CAP or MASK == ADDITIVE_MASK else scaling
     if EXACT:
         p = ct.exp((s - lse) * unit) * rest

@@ -89,6 +89,8 @@ def _backward(
         # Both sums at once: neither needs the other.
         squares, products = ct.reduce((row * row, g * row), 1, add_pairs, (0.0, 0.0), keepdims=True)
         r = ct.rsqrt(squares * (1.0 / N) + eps)
+        if CHECK:  # rows behind the last are zeros, of which this is infinite if eps is zero
+            r = ct.where(span(top - turn, TILE_M)[:, None] < row_count(x), r, 0.0)
         xhat = row * r
         put(dx, top - turn, 0, r * (xhat * (products * r * (-1.0 / N)) + g))
         if DWEIGHT:

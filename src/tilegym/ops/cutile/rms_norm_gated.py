@@ -110,7 +110,9 @@ def rms_norm_gated_backward_kernel(
         u = row if NORM_FIRST else row * factor
         through = up * factor if NORM_FIRST else up  # the gradient of xhat * weight
         g = through * w
-        r = rstd_of(u * u, eps, N)
+        # Rows behind the last are zeros, of which rstd is infinite if eps is zero.
+        inside = span(end - 1 - turn, TILE_M)[:, None] < x.shape[0] // GROUPS
+        r = ct.where(inside, rstd_of(u * u, eps, N), 0.0)
         xhat = u * r
         # In this order a multiplication and the addition are one instruction.
         du = r * (xhat * (ct.sum(g * xhat, axis=1, keepdims=True) * (-1.0 / N)) + g)

@@ -186,7 +186,7 @@ def splitk_reduce_forward(
 ) -> torch.Tensor:
     out = _fake(partial, lse, dtype, sinks)
     batch, heads, splits, head_dim = partial.shape
-    if splits == 0:
+    if splits == 0 or out.numel() == 0:
         return out.zero_()
     arrays = (partial, lse, 0 if sinks is None else sinks, out)
     tile_s, tile_d = min(TILE_S, next_power_of_2(splits)), tile_of(head_dim)

@@ -10,6 +10,7 @@ from torch.nn.attention import sdpa_kernel
 from tilegym.backend import register_impl
 from tilegym.ops.pytorch.checks import can_decide
 from tilegym.ops.pytorch.checks import check_floating
+from tilegym.ops.pytorch.checks import has_address
 from tilegym.ops.pytorch.checks import wants_gradient
 
 # What an additive mask may add to all keys of a query before SDPA's fused kernels give wrong gradients, see _is_lost.
@@ -75,6 +76,8 @@ def attention(
         if causal_in_sdpa:
             mask = _visible_keys(queries, keys, True, None, None, q.device)
         return _spelled_out(q, k, v, scaling, soft_cap, sinks, mask, dropout)
+    if q.is_cuda and has_address(q):
+        q, k, v = _aligned(q), _aligned(k), _aligned(v)
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.is_cuda and q.dtype == torch.float32:
         # Of SDPA's kernels for fp32 only the one that writes all scores down takes grouped heads.
@@ -92,6 +95,19 @@ def attention(
     with sdpa_kernel(_BACKENDS_WITH_MASK) if q.is_cuda else contextlib.nullcontext():
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out.masked_fill(blind, 0.0)
+
+
+def _aligned(t: torch.Tensor) -> torch.Tensor:
+    """``t``, or a copy of a view that does not begin, or whose rows do not, at multiples of 16 bytes: as much SDPA's
+    kernels read at a time, and of such views raise, or break the process's CUDA context (torch 2.11, fp32 and a mask).
+    """
+    line = 16 // t.element_size()
+    if t.shape[-1] % line:  # what is padded is copied
+        return t
+    steps = [stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size > 1]
+    if t.data_ptr() % 16 == 0 and t.stride(-1) == 1 and not any(step % line for step in steps):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _visible_keys(
@@ -116,7 +132,7 @@ def without_rows_behind(length: torch.Tensor, *tensors: torch.Tensor) -> tuple[t
     """
     rows = tensors[0].shape[-2]
     behind = torch.arange(rows, device=length.device) >= length[:, None]
-    behind = behind.view(-1, *(1,) * (tensors[0].dim() - 3), rows, 1)
+    behind = behind.view(behind.shape[0], *(1,) * (tensors[0].dim() - 3), rows, 1)
     return tuple(t.masked_fill(behind, 0.0) for t in tensors)
 
 

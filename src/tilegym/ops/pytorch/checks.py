@@ -48,6 +48,11 @@ def can_be_read(t: torch.Tensor) -> bool:
 
 def can_decide(t: torch.Tensor) -> bool:
     """Whether the host may branch on the values of ``t``: they can be read, and are those of every later run."""
+    return has_address(t) and can_be_read(t)
+
+
+def has_address(t: torch.Tensor) -> bool:
+    """Whether ``t`` is in memory, and where is known now."""
     if torch.compiler.is_compiling() or type(t) not in (torch.Tensor, torch.nn.Parameter):
         return False
-    return can_be_read(t) and unreadable((t,)) is None
+    return not t.is_meta and unreadable((t,)) is None

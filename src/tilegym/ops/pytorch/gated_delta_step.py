@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from tilegym.backend import register_impl
 from tilegym.ops.pytorch.causal_conv1d import causal_conv1d_update
+from tilegym.ops.pytorch.checks import check_floating
 from tilegym.ops.pytorch.checks import check_same_dtype
 from tilegym.ops.pytorch.gated_delta_rule import recurrent_gated_delta_rule
 from tilegym.ops.pytorch.rms_norm_gated import rms_norm_gated
@@ -48,6 +49,10 @@ def check_delta_step(qkv, z, b, a, conv_state, state, conv_weight, conv_bias, a_
     if not qkv.is_floating_point() or not qkv.dtype is z.dtype is b.dtype is a.dtype:
         raise TypeError(f"{OP}: qkv is {qkv.dtype}, z {z.dtype}, b {b.dtype}, a {a.dtype}")
     check_same_dtype(OP, conv_weight=conv_weight, conv_bias=conv_bias)
+    check_floating(
+        OP, conv_state=conv_state, state=state, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias,
+        norm_weight=norm_weight,
+    )  # fmt: skip
 
 
 @register_impl(OP, "pytorch")
