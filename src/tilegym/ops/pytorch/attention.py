@@ -77,6 +77,7 @@ def attention(
             mask = _visible_keys(queries, keys, True, None, None, q.device)
         return _spelled_out(q, k, v, scaling, soft_cap, sinks, mask, dropout)
     if q.is_cuda and has_address(q):
+        q = q if all(q.stride()) else q.contiguous()  # as which cuDNN lays out its result
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.is_cuda and q.dtype == torch.float32:
@@ -104,8 +105,8 @@ def _aligned(t: torch.Tensor) -> torch.Tensor:
     line = 16 // t.element_size()
     if t.shape[-1] % line:  # what is padded is copied
         return t
-    steps = [stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size > 1]
-    if t.data_ptr() % 16 == 0 and t.stride(-1) == 1 and not any(step % line for step in steps):
+    *steps, last = t.stride()
+    if t.data_ptr() % 16 == 0 and last == 1 and not any(step % line for step in steps):
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
