@@ -1,0 +1,1 @@
+"""A differential fuzzer of all ops: ``python tests/fuzz --help``."""
