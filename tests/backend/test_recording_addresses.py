@@ -11,6 +11,7 @@ from tilegym.backend import recording
 from tilegym.backend import recording_source
 from tilegym.backend.cutile import launch as launch_module
 from tilegym.backend.recording_writer import Submission
+from tilegym.ops.cutile import workspace
 
 
 @pytest.fixture
@@ -111,6 +112,26 @@ def test_memory_whose_shape_tells_something_is_more_than_an_address(by_address, 
     for seed in range(8):
         torch.testing.assert_close(served(x(seed=seed)), x(seed=seed) + 3.0)
     assert bool(by_address.launches) is not varies and served.calls == (2 if varies else 3)
+
+
+def test_states_that_launches_share_in_turns_are_more_than_an_address(by_address, served, monkeypatch):
+    """Their shape says whose turn it is."""
+    monkeypatch.setattr(workspace, "_turns", {})
+    monkeypatch.setattr(workspace, "_device", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(workspace, "_raw_stream", lambda index: 0)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+
+    def serve(x, by, other, several):
+        (states,) = workspace.shared_states(x, 2)
+        sizes.append(len(states))
+        y = torch.empty_like(x)
+        add(x, y, by)
+        return y
+
+    sizes, served.serve = [], serve
+    for seed in range(8):
+        torch.testing.assert_close(served(x(seed=seed)), x(seed=seed) + 1.5)
+    assert len(set(sizes)) == len(sizes) == 2 and not by_address.launches
 
 
 def test_views_elsewhere_share_their_code(by_address, served):

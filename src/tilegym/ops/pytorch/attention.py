@@ -77,7 +77,7 @@ def attention(
             mask = _visible_keys(queries, keys, True, None, None, q.device)
         return _spelled_out(q, k, v, scaling, soft_cap, sinks, mask, dropout)
     if q.is_cuda and has_address(q):
-        q = q if all(q.stride()) else q.contiguous()  # as which cuDNN lays out its result
+        q = q.contiguous() if 0 in q.stride() else q  # cuDNN lays out its result like q
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.is_cuda and q.dtype == torch.float32:
@@ -103,10 +103,9 @@ def _aligned(t: torch.Tensor) -> torch.Tensor:
     kernels read at a time, and of such views raise, or break the process's CUDA context (torch 2.11, fp32 and a mask).
     """
     line = 16 // t.element_size()
-    if t.shape[-1] % line:  # what is padded is copied
-        return t
-    *steps, last = t.stride()
-    if t.data_ptr() % 16 == 0 and last == 1 and not any(step % line for step in steps):
+    batch, head, row, last = t.stride()
+    aligned = last == 1 and (batch | head | row) % line == 0 and t.data_ptr() % 16 == 0
+    if aligned or t.shape[3] % line:  # what is padded is copied
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
