@@ -8,9 +8,11 @@ A kernel's outputs and gradients are to be as near to PyTorch's in fp64 as PyTor
 infinities where it has them. Arguments that are wrong are to raise the same in both; no call may write to memory that
 is not its own, which holds NaN; repeated calls are to give the same as the first.
 
-A case is a function of op, seed, --device and --reuse. A failure's line says which case it is, what is wrong, and after
-a bar what the call was: ``--one OP:SEED``, with the same two options, repeats it. "FAIL" is a fault of an op; "TIMEOUT"
-may be one; "RAISES" is a call that should be allowed but both backends refuse; "ERROR" is a fault of the fuzzer.
+Some calls are compiled, under autocast, in several threads, from a CUDA graph or in another stream, besides.
+
+A case is a function of op, seed, --device, --reuse and --way. A failure's line says which case it is, what is wrong,
+and after a bar what the call was: ``--one OP:SEED``, with the same options, repeats it. "FAIL" is a fault of an op;
+"TIMEOUT" may be one; "RAISES" is a call that should be allowed but both backends refuse; "ERROR" is a fault of the fuzzer.
 """
 
 import argparse
@@ -24,6 +26,8 @@ if not __package__:  # as ``python tests/fuzz`` starts it, which looks for modul
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from fuzz.generators import OPS  # noqa: E402
+from fuzz.ways import GPU_WAYS  # noqa: E402
+from fuzz.ways import WAYS  # noqa: E402
 from fuzz.workers import BAD  # noqa: E402
 from fuzz.workers import Pool  # noqa: E402
 from fuzz.workers import Tally  # noqa: E402
@@ -58,10 +62,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=inf, help="begin no case after so many")
     parser.add_argument("--jobs", type=int, default=1, help="processes; 1: none besides this one")
     parser.add_argument("--reuse", type=int, default=0, metavar="N", help="only N choices of shapes and options an op")
+    parser.add_argument("--way", choices=WAYS, help="call all cases in this way, too, instead of some in each")
     parser.add_argument("--alarm", type=int, default=120, metavar="SECONDS", help="a case takes at most so long (120)")
     parser.add_argument("--row", type=int, default=4, help="seeds of one op in a row, without --reuse (4)")
     parser.add_argument("--one", type=case, metavar="OP:SEED", help="run this case, and say what it is first")
     args = parser.parse_args(argv)
+    if args.way in GPU_WAYS and args.device == "cpu":
+        parser.error(f"--way {args.way} needs --device cuda")
     args.ops = [name for name in args.ops if name not in args.skip]
     args.deadline = time.time() + args.seconds
     return args

@@ -56,7 +56,7 @@ def rms_norm_swiglu(draw: Draw) -> Case:
         "activation": draw.one("silu", "gelu_tanh", "gelu"),
         **norm_options(draw),
     }
-    return Case(args, ("x", "norm_weight", "gate_weight", "up_weight"))
+    return Case(args, ("x", "norm_weight", "gate_weight", "up_weight"), floor={"output 0": 1e-6})
 
 
 @generates

@@ -113,7 +113,7 @@ def run_one(
     start, works = time.monotonic(), True
     try:
         with alarm(args.alarm):
-            outcome = run_case(name, seed, args.device, args.reuse, show)
+            outcome = run_case(name, seed, args.device, args.reuse, args.way, show)
     except TimeoutError as error:
         outcome = Outcome("TIMEOUT", str(error))
     except Exception:
