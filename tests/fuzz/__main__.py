@@ -12,7 +12,8 @@ Some calls are compiled, under autocast, in several threads, from a CUDA graph o
 
 A case is a function of op, seed, --device, --reuse and --way. A failure's line says which case it is, what is wrong,
 and after a bar what the call was: ``--one OP:SEED``, with the same options, repeats it. "FAIL" is a fault of an op;
-"TIMEOUT" may be one; "RAISES" is a call that should be allowed but both backends refuse; "ERROR" is a fault of the fuzzer.
+"TIMEOUT" may be one; "RAISES" is a call that should be allowed but both backends refuse; "ERROR" is a fault of the
+fuzzer.
 """
 
 import argparse
