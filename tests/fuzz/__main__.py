@@ -62,7 +62,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--skip", type=names, default=[], metavar="OP,OP", help="all but these")
     parser.add_argument("--seconds", type=float, default=inf, help="begin no case after so many")
     parser.add_argument("--jobs", type=int, default=1, help="processes; 1: none besides this one")
-    parser.add_argument("--reuse", type=int, default=0, metavar="N", help="only N choices of shapes and options an op")
+    parser.add_argument(
+        "--reuse",
+        type=int,
+        default=0,
+        metavar="N",
+        help="only N choices of shapes and options an op, of 1000 seeds each",
+    )
     parser.add_argument("--way", choices=WAYS, help="call all cases in this way, too, instead of some in each")
     parser.add_argument("--alarm", type=int, default=120, metavar="SECONDS", help="a case takes at most so long (120)")
     parser.add_argument("--row", type=int, default=4, help="seeds of one op in a row, without --reuse (4)")

@@ -49,13 +49,14 @@ def generates(make: Callable[["Draw"], Case]) -> Callable[["Draw"], Case]:
 class Draw:
     """Random choices for one case of an op: ``choices`` for shapes, dtypes and options, ``data`` for all else.
 
-    With ``reuse`` there are only so many different ``choices``: seeds that leave the same remainder share them.
+    With ``reuse`` there are only so many different ``choices`` for a thousand seeds: those that leave the same
+    remainder share them.
     """
 
     def __init__(self, op: str, seed: int, device: str, reuse: int = 0) -> None:
         self.op, self.device = op, device
         self.gpu = device != "cpu"  # where sizes are larger
-        self.choices = random.Random(f"{op}/pool/{seed % reuse}" if reuse else f"{op}/own/{seed}")
+        self.choices = random.Random(f"{op}/pool/{seed // 1000}/{seed % reuse}" if reuse else f"{op}/own/{seed}")
         self.data = random.Random(f"{op}/data/{seed}")
         self.generator = torch.Generator().manual_seed(self.data.getrandbits(48))
         self.dtype = self.choices.choice(DTYPES)

@@ -124,6 +124,8 @@ def test_arguments_that_a_function_swallows_and_the_op_has_not():
         rows = torch.zeros(1, 7, dtype=torch.int32)
         assert torch.equal(function(x, weight=weight, activation="silu", seq_idx_of_another=rows), expected)
         assert called == ["causal_conv1d_fn"]
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight=weight, activation="silu", use_cache=True), expected)
     with pytest.raises(UnsupportedError, match="seq_idx_of_another"):
         kernel("causal_conv1d_fn", (), "pytorch")(x, weight=weight, seq_idx_of_another=rows)
 

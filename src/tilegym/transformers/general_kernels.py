@@ -239,8 +239,9 @@ def _same_arguments(op: Callable) -> Callable[..., Callable]:
 
         def function(*args, **kwargs):
             given = {name: value for name, value in kwargs.items() if name in known}
-            for name in kwargs.keys() - known - _FOR_OTHERS:
-                if not (kwargs[name] is None or isinstance(kwargs[name], bool)):
+            # One by one: torch.compile of PyTorch 2.11 knows no difference of keys and a set.
+            for name, value in kwargs.items():
+                if name not in known and name not in _FOR_OTHERS and not (value is None or isinstance(value, bool)):
                     if not original:
                         raise UnsupportedError(
                             f"{op.__name__} has no argument {name!r}: revert the patch for such calls"

@@ -400,8 +400,8 @@ def cross_entropy(
         raise UnsupportedError("logits is not fp32, fp16 or bf16")
     if not -INT32_MAX <= ignore_index <= INT32_MAX:
         raise UnsupportedError("ignore_index does not fit 32 bits")
-    if z_loss < 0.0:
-        raise UnsupportedError("z_loss is negative")
+    if not z_loss >= 0.0:  # NaN, too
+        raise UnsupportedError("z_loss is not 0 or larger")
     options = (ignore_index, softcap or 0.0, label_smoothing, z_loss)
     if torch.is_grad_enabled() and logits.requires_grad:
         if reduction == "mean" and options[1:] == (0.0, 0.0, 0.0) and cross_entropy_ahead.serves(logits):
