@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from fuzz.comparing import Failure
 from fuzz.generators import OPS
 from fuzz.running import run_case
+from fuzz.ways import compiled
 
 from tilegym.backend import dispatcher
 
@@ -145,6 +148,32 @@ def test_errors_of_one_backend_are_found(changed):
     changed("geglu", refuse)
     outcome = run_case("geglu", SEEDS["geglu"])
     assert outcome.status == "FAIL" and outcome.text.startswith("cutile raises ValueError")
+
+
+WRONG_IN = {
+    "compiled": torch.compiler.is_compiling,
+    "inference mode": torch.is_inference_mode_enabled,
+    "threads": lambda: threading.current_thread() is not threading.main_thread(),
+    "autocast to bfloat16": lambda: torch.is_autocast_enabled("cpu"),
+}
+
+
+@pytest.mark.parametrize("way", WRONG_IN)
+def test_wrong_results_of_a_way_are_found(way, changed):
+    assert run_case("swiglu", SEEDS["swiglu"], way=way).status == "ok"
+    changed("swiglu", lambda result, arguments: result * 1.01 if WRONG_IN[way]() else result)
+    outcome = run_case("swiglu", SEEDS["swiglu"], way=way)
+    assert outcome.status == "FAIL" and "output 0: " in outcome.text and way in outcome.text
+
+
+def test_operators_that_give_what_their_trace_was_not_told_are_found():
+    @torch.library.custom_op("tilegym::columns_first", mutates_args=())
+    def columns_first(x: torch.Tensor) -> torch.Tensor:
+        return x.t().clone(memory_format=torch.contiguous_format).t()
+
+    columns_first.register_fake(torch.empty_like)
+    with compiled(columns_first) as op, pytest.raises(Failure, match="output 0 of tilegym.columns_first"):
+        op(x=torch.ones(2, 3))
 
 
 def test_command_line():
