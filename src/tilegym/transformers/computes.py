@@ -137,8 +137,9 @@ GEGLU = gated_mlp("geglu", ("gelu_tanh", "gelu"))
 
 
 def _rope_form(family: Family) -> str | None:
-    rotate = getattr(family.modeling, family.rope)
-    return _formula_of(rotate, 1, lambda: layers.find_rope(rotate))
+    """How the family's function rotates; None where that is unknown, or this transformers has no such function."""
+    rotate = getattr(family.modeling, family.rope, None)
+    return None if rotate is None else _formula_of(rotate, 1, lambda: layers.find_rope(rotate))
 
 
 def _rope_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
