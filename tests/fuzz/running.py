@@ -166,7 +166,7 @@ class Trial:
             given = fresh(args)
             with compiled(self.op) as op:
                 check(given, self._called(given, op=op).results)
-        elif self.way == "inference mode":
+        elif self.way == "inference-mode":
             with torch.inference_mode():
                 for _ in range(3):
                     given = fresh(args)

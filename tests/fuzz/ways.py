@@ -18,10 +18,10 @@ from fuzz.comparing import Failure
 from fuzz.comparing import Results
 from fuzz.drawing import Draw
 
-AUTOCAST = {"autocast to bfloat16": torch.bfloat16, "autocast to float16": torch.float16}
+AUTOCAST = {"autocast-bfloat16": torch.bfloat16, "autocast-float16": torch.float16}
 GPU_WAYS = ("graph", "stream")
 # Of 100 cases so many.
-WAYS = {"compiled": 4, "inference mode": 2, "threads": 2, **dict.fromkeys(AUTOCAST, 2), "graph": 8, "stream": 6}
+WAYS = {"compiled": 4, "inference-mode": 2, "threads": 2, **dict.fromkeys(AUTOCAST, 2), "graph": 8, "stream": 6}
 CYCLES = 20_000_000  # that a stream waits, some 10 ms
 
 

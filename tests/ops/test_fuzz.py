@@ -152,9 +152,9 @@ def test_errors_of_one_backend_are_found(changed):
 
 WRONG_IN = {
     "compiled": torch.compiler.is_compiling,
-    "inference mode": torch.is_inference_mode_enabled,
+    "inference-mode": torch.is_inference_mode_enabled,
     "threads": lambda: threading.current_thread() is not threading.main_thread(),
-    "autocast to bfloat16": lambda: torch.is_autocast_enabled("cpu"),
+    "autocast-bfloat16": lambda: torch.is_autocast_enabled("cpu"),
 }
 
 
