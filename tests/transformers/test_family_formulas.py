@@ -220,3 +220,14 @@ def test_flags():
         monkey_patch.apply_tilegym_kernel_to_gemma3(swiglu=True)
     with monkey_patch.apply(model, use_cutile=False, moe=False, swiglu=False) as report:  # moe: it has none
         assert "swiglu" not in {e.compute for e in report.patched}
+
+
+def test_a_function_that_this_transformers_has_not_is_skipped(monkeypatch):
+    """Before transformers 5.17 Qwen2.5-VL rotated by one of another name."""
+    model = make_model("llama")
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", lambda self, hidden_states, **kwargs: hidden_states)
+    monkeypatch.delattr(modeling_llama, "apply_rotary_pos_emb")
+    for patched in (monkey_patch.apply(model, use_cutile=False), monkey_patch.apply_tilegym_kernel_to_llama()):
+        with patched as report:
+            (why,) = {e.why for e in report.skipped if e.compute == "rope"}
+            assert "computes something else" in why

@@ -313,19 +313,6 @@ def test_an_attention_that_rotates_otherwise_is_skipped(monkeypatch):
         assert why.endswith("does not use the global apply_rotary_pos_emb; nothing to replace in it")
 
 
-def test_a_function_that_this_transformers_has_not_is_skipped(monkeypatch):
-    """Before transformers 5.17 Qwen2.5-VL rotated by one of another name."""
-    from transformers.models.llama import modeling_llama
-
-    model = make_model("llama")
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", lambda self, hidden_states, **kwargs: hidden_states)
-    monkeypatch.delattr(modeling_llama, "apply_rotary_pos_emb")
-    for patched in (monkey_patch.apply(model, use_cutile=False), apply_to("llama")):
-        with patched as report:
-            (why,) = {e.why for e in report.skipped if e.compute == "rope"}
-            assert "computes something else" in why
-
-
 @pytest.mark.parametrize("of_instance", [True, False])
 def test_an_exception_half_way_leaves_nothing_patched(of_instance, monkeypatch):
     model = make_model("llama")
