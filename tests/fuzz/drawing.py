@@ -32,6 +32,7 @@ class Case:
     exact: bool = False  # whether results are equal bit for bit
     # By result, or "gradients": an error that is allowed, relative to the largest number.
     floor: dict[str, float] = field(default_factory=dict)
+    cancelled: float = 0.3  # an error of gradients that cancel, in roundings of the largest argument
     rowwise: bool = False  # whether each row of the outputs is compared by itself, too
     settle: Callable[..., None] | None = None  # takes out of the results what may differ
     broken: str | None = None  # which argument was made wrong, and how

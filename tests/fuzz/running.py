@@ -196,7 +196,6 @@ class Trial:
     ) -> None:
         try:
             check_unchanged(self.case, given, before)
-            results = dict(results)
             compare(self.case, results, *({k: r[k] for k in results if k in r} for r in (expected, exact)))
         except Failure as failure:
             raise Failure(f"{way}: {failure}") from None
