@@ -49,9 +49,16 @@ class Test_Groups(PyTestCase):
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         assert pytorch_experts._are_groups(*given)
         assert not pytorch_experts._are_groups(*given, torch.empty(3, 0)), "no expert is chosen"
-        for name, other in (("hidden_states", "bfloat16"), ("w1", "mT"), ("w1", "odd"), ("w2", "parts")):
+        for name, other in (
+            ("hidden_states", "bfloat16"),
+            ("w1", "mT"),
+            ("w1", "odd"),
+            ("w2", "parts"),
+            ("w2", "behind 4 bytes"),
+        ):
             changed = dict(zip(("hidden_states", "w1", "w2"), given, strict=True))
             t = changed[name]
             parts = TwoTensor(t, t)  # as a DTensor has several processes'
-            changed[name] = {"bfloat16": t.bfloat16(), "mT": t.mT, "odd": t[..., :47], "parts": parts}[other]
+            others = {"bfloat16": t.bfloat16(), "mT": t.mT, "odd": t[..., :47], "parts": parts}
+            changed[name] = others.get(other, torch.empty(t.numel() + 1)[1:].view(t.shape))
             assert not pytorch_experts._are_groups(*changed.values()), other

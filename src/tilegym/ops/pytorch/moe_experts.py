@@ -185,7 +185,7 @@ def _are_groups(hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *other
         return False
     if torch._C._are_functorch_transforms_active() or any(map(is_wrapped, given)):
         return False
-    whole = all(t.is_contiguous() for t in given if t.dim() == 3)
+    whole = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in given if t.dim() == 3)
     aligned = all(size % 4 == 0 for t in (w1, w2) for size in t.shape[1:])
     return whole and aligned and all(t.numel() for t in given) and hasattr(F, "grouped_mm")
 
