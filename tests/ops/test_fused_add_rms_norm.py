@@ -18,6 +18,7 @@ from tilegym.ops import rms_norm
 from tilegym.ops.cutile import row_norms_backward
 from tilegym.ops.cutile.fused_add_rms_norm import add_rms_norm_forward
 from tilegym.ops.cutile.fused_add_rms_norm import add_rms_norm_forward_rstd
+from tilegym.ops.cutile.fused_add_rms_norm import forward_plan
 from tilegym.ops.cutile.row_norms_backward import norm_backward
 from tilegym.ops.cutile.tiling import sm_count
 from tilegym.ops.pytorch.fused_add_rms_norm import fused_add_rms_norm as reference
@@ -49,6 +50,15 @@ class Test_FusedAddRMSNorm(PyTestCase):
     @pytest.mark.parametrize("n", [1500, 2048])
     def test_what_is_added_to_rows_in_two_tiles(self, n, dtype):
         kwargs = arguments(600 if HAS_GPU else 9, n, dtype=dtype)
+        self.assertCorrectness(fused_add_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("n, pieces", [(7168, 7), (8192, 4)])
+    def test_long_rows_that_run_at_once(self, n, pieces):
+        device = 0 if HAS_GPU else -1
+        rows = 4 * sm_count(device)
+        assert forward_plan(rows, n, device)[2][2] == pieces
+        assert forward_plan(rows + 1, n, device)[2][2] == 1
+        kwargs = arguments(rows, n, dtype=torch.bfloat16)
         self.assertCorrectness(fused_add_rms_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize(("more", "n"), [(0, 512), (1, 512), (0, 1536), (1, 1536)])

@@ -12,6 +12,7 @@ from common import some
 from tilegym.backend import use_backend
 from tilegym.errors import FallbackWarning
 from tilegym.ops import layer_norm
+from tilegym.ops.cutile.layer_norm import forward_plan
 from tilegym.ops.cutile.layer_norm import layer_norm_forward
 from tilegym.ops.cutile.layer_norm import layer_norm_forward_save
 from tilegym.ops.cutile.row_norms_backward import norm_backward
@@ -55,6 +56,15 @@ class Test_LayerNorm(PyTestCase):
     def test_rows_in_pieces(self, n):
         """Where there are more than a few rows; the last of the pieces full or not."""
         kwargs = arguments(2**20 // n + 1, n, dtype=torch.bfloat16)
+        self.assertCorrectness(layer_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
+
+    @pytest.mark.parametrize("n, pieces", [(7000, 7), (8192, 8)])
+    def test_long_rows_that_run_at_once(self, n, pieces):
+        device = 0 if HAS_GPU else -1
+        rows = 4 * sm_count(device)
+        assert forward_plan(rows, n, device)[2][2] == pieces
+        assert forward_plan(rows + 1, n, device)[2][2] == forward_plan(rows, n, device, wide=True)[2][2] == 1
+        kwargs = arguments(rows, n, dtype=torch.bfloat16)
         self.assertCorrectness(layer_norm, reference, kwargs, {"backend": "cutile"}, gradient=True)
 
     @pytest.mark.parametrize("missing", [("bias",), ("weight",), ("weight", "bias")], ids="_".join)

@@ -62,7 +62,7 @@ class Test_Pointwise(PyTestCase):
         """MAX_BLOCKS is what the second and third axis of a grid take."""
         monkeypatch.setattr(pointwise, "MAX_BLOCKS", most)
         for op in (geglu, silu_and_mul, swiglu):
-            monkeypatch.setattr(op, "layout", lambda shape, device: pointwise.cover(shape, 512))
+            monkeypatch.setattr(op, "layout", lambda kernel, shape, device: (kernel, *pointwise.cover(shape, 512)))
         assert pointwise.cover(shape, 512)[1][2:] == (how, check)
         a, b = randn(*shape, dtype=torch.bfloat16), randn(*shape, dtype=torch.bfloat16, seed=1)
         cutile = {"backend": "cutile"}
@@ -74,6 +74,28 @@ class Test_Pointwise(PyTestCase):
         """A block of 1024 columns of 768 has a quarter idle; blocks of other rows would have to wait for it."""
         assert pointwise.cover((1, 768), 1024) == ((1, 1, 1), (1, 1024, pointwise.AXES, True))
         assert pointwise.cover((4, 768), 1024) == ((1, 3, 1), (4, 256, pointwise.AXES, False))
+
+    @pytest.mark.parametrize(
+        "shape, inputs, warps, tile",
+        [
+            ((1, 2048), 2, None, (1, 512)),
+            ((16, 2880), 2, 8, (1, 1024)),
+            ((2, 8, 768), 2, 8, (1, 1024)),
+            ((16, 640), 2, 8, (4, 256)),
+            ((16, 2880), 1, None, (4, 128)),
+            ((1, 2048 * 132), 2, 8, (1, 1024)),
+            ((1024, 3072), 2, None, (1, 1024)),
+            ((8192, 4096), 2, None, (1, 2048)),
+        ],
+        ids=str,
+    )
+    def test_threads_of_few_elements(self, shape, inputs, warps, tile, monkeypatch):
+        """Twice as many, from more than one input and row, in tiles of which a quarter may be idle."""
+        monkeypatch.setattr(pointwise, "sm_count", lambda device: 132)
+        plain = swiglu.swiglu_kernel
+        kernel, _, tiles = pointwise.layout.__wrapped__(plain, shape, 0, inputs)
+        assert kernel is (pointwise.hinted(plain, num_worker_warps=warps) if warps else plain)
+        assert tiles[:2] == tile
 
     @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
     @pytest.mark.parametrize("name", OVERLAPPING)

@@ -116,8 +116,9 @@ def _launch(kernel: ct.kernel, inputs: tuple[torch.Tensor, ...], *options: bool,
     """The result of an elementwise kernel, in the first input's dtype and shape."""
     out = _like(inputs[0])
     rows = small_or_flat(*inputs, out)
-    grid, tiles = layout(rows[-1].shape, out.get_device())
-    if kernel is gelu_backward_kernel and options[0] and tiles[0] * tiles[1] > 1024:
+    wide = kernel is gelu_backward_kernel and options[0]
+    kernel, grid, tiles = layout(kernel, rows[-1].shape, out.get_device(), len(inputs))
+    if wide and tiles[0] * tiles[1] > 1024:
         # As geglu's: of 16 elements a thread not all would be read before the first are computed with. On an H200 the
         # tanh form of 8192x14336 takes 174 us so, with 4 warps 184; erf's 172, not 168.
         kernel = hinted(kernel, num_worker_warps=8)

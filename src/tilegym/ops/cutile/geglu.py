@@ -144,19 +144,19 @@ def _like(t: torch.Tensor, *_) -> torch.Tensor:
 def geglu_forward(a: torch.Tensor, b: torch.Tensor, tanh: bool) -> torch.Tensor:
     y = _like(a)
     rows = small_or_flat(a, b, y)
-    grid, tiles = layout(rows[0].shape, y.get_device())
-    launch(y, grid, geglu_kernel, (*rows, *tiles, tanh, overlaps(y.get_device())))
+    kernel, grid, tiles = layout(geglu_kernel, rows[0].shape, y.get_device())
+    launch(y, grid, kernel, (*rows, *tiles, tanh, overlaps(y.get_device())))
     return y
 
 
 def _launch_backward(tanh, dy, a, b, da=None, db=None) -> None:
     """Writes the gradients into da and db, or over a and b; all are [M, N] or [B, S, N]."""
-    grid, tiles = layout(dy.shape, dy.get_device())
+    kernel, grid, tiles = layout(geglu_backward_kernel, dy.shape, dy.get_device())
     outputs = (0, 0, *tiles, tanh, True) if da is None else (da, db, *tiles, tanh, False)
     # 16 elements a thread would not all be read before the first are computed with: on an H200 8192x14336 takes 295 us
     # with 4 warps, and 275.6 so.
-    wide = tiles[0] * tiles[1] > 1024
-    kernel = hinted(geglu_backward_kernel, num_worker_warps=8) if wide else geglu_backward_kernel
+    if tiles[0] * tiles[1] > 1024:
+        kernel = hinted(geglu_backward_kernel, num_worker_warps=8)
     overlap = overlaps(dy.get_device())
     launch(dy, grid, kernel, (dy, a, b, *outputs, overlap), overlap=overlap)
 

@@ -57,8 +57,8 @@ def sigmoid_mul_backward_kernel(
 def sigmoid_mul_forward(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     y = contiguous_like(x)
     rows = small_or_flat(x, gate, y)
-    grid, tiles = layout(rows[2].shape, y.get_device())
-    launch(y, grid, sigmoid_mul_kernel, (*rows, *tiles, overlaps(y.get_device())))
+    kernel, grid, tiles = layout(sigmoid_mul_kernel, rows[2].shape, y.get_device())
+    launch(y, grid, kernel, (*rows, *tiles, overlaps(y.get_device())))
     return y
 
 
@@ -70,9 +70,9 @@ def _fake_backward(dy, x, gate):
 def sigmoid_mul_backward(dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     dx, dgate = _fake_backward(dy, x, gate)
     rows = small_or_flat(dy, x, gate, dx, dgate)
-    grid, tiles = layout(rows[3].shape, dy.get_device())
+    kernel, grid, tiles = layout(sigmoid_mul_backward_kernel, rows[3].shape, dy.get_device())
     overlap = overlaps(dy.get_device())
-    launch(dy, grid, sigmoid_mul_backward_kernel, (*rows, *tiles, overlap), overlap=overlap)
+    launch(dy, grid, kernel, (*rows, *tiles, overlap), overlap=overlap)
     return dx, dgate
 
 

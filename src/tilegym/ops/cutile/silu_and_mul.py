@@ -43,8 +43,8 @@ def launch_silu_and_mul(x: torch.Tensor, y: torch.Tensor) -> None:
     if not is_small(x):
         rows, y = rows_of(x), rows_of(y)
     shape = y.shape
-    grid, tiles = layout(shape, y.get_device())
-    launch(y, grid, silu_and_mul_kernel, (rows, y, shape[-1], *tiles, overlaps(y.get_device())))
+    kernel, grid, tiles = layout(silu_and_mul_kernel, shape, y.get_device())
+    launch(y, grid, kernel, (rows, y, shape[-1], *tiles, overlaps(y.get_device())))
 
 
 def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,18 +63,18 @@ def launch_swiglu_backward(
     dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, da: torch.Tensor | None = None, db: torch.Tensor | None = None
 ) -> None:
     """Writes the gradients of swiglu(a, b) into da and db, or over a and b; all are [M, N] or [B, S, N]."""
-    grid, tiles = layout(dy.shape, dy.get_device())
+    kernel, grid, tiles = layout(swiglu_backward_kernel, dy.shape, dy.get_device())
     outputs = (0, 0, *tiles, True) if da is None else (da, db, *tiles, False)
     overlap = overlaps(dy.get_device())
-    launch(dy, grid, swiglu_backward_kernel, (dy, a, b, *outputs, overlap), overlap=overlap)
+    launch(dy, grid, kernel, (dy, a, b, *outputs, overlap), overlap=overlap)
 
 
 @compilable(fake=lambda a, b: torch.empty_like(a, memory_format=torch.contiguous_format))
 def swiglu_forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(a, memory_format=torch.contiguous_format)
     rows_a, rows_b, rows = small_or_flat(a, b, y)
-    grid, tiles = layout(rows.shape, y.get_device())
-    launch(y, grid, swiglu_kernel, (rows_a, rows_b, rows, *tiles, overlaps(y.get_device())))
+    kernel, grid, tiles = layout(swiglu_kernel, rows.shape, y.get_device())
+    launch(y, grid, kernel, (rows_a, rows_b, rows, *tiles, overlaps(y.get_device())))
     return y
 
 
