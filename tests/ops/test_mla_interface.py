@@ -124,6 +124,15 @@ class Test_Latent_Attention:
         with pytest.raises(ValueError, match=f"latent_attention: .*{message}"):
             latent_attention(**latent_tensors(1) | wrong)
 
+    @pytest.mark.parametrize("queries", [1, 3])
+    def test_batches(self, queries):
+        """None at all, and one of latents for two of queries, which are not parts of it."""
+        assert latent_attention(**latent_tensors(queries, batch=0)).shape == (0, 4, queries, 12)
+        with pytest.raises(ValueError, match="mla.*: expected q"):
+            latent_attention(**latent_tensors(queries) | dict(latents=randn(1, 1, 60, 32)))
+        with pytest.raises(ValueError, match="mla.*: expected q"):
+            latent_attention(**latent_tensors(queries) | dict(latents=randn(1, 1, 60, 32), kpe=randn(1, 1, 60, 8)))
+
 
 SIZES = dict(
     hidden_size=48,

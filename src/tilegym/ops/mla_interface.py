@@ -148,7 +148,7 @@ def latent_attention(
             f"latent_attention: expected q [B, H, Sq, D] and latents [B, 1, S, R], "
             f"got {tuple(q.shape)} and {tuple(latents.shape)}"
         )
-    batch, heads, queries, dim = q.shape
+    _, heads, queries, dim = q.shape
     rank = latents.shape[3]
     if kv_b_weight.dim() != 2 or kv_b_weight.shape[1] != rank or kv_b_weight.shape[0] % heads:
         raise ValueError(
@@ -186,6 +186,6 @@ def latent_attention(
         )
         out = bmm(latent_out.transpose(0, 1), expansion[:, dim:], transpose_b=True, backend=backend)  # [H, B, Dv]
         return out.transpose(0, 1)[:, :, None]
-    expanded = linear(latents[:, 0], kv_b_weight, backend=backend).view(batch, -1, heads, dim + v_dim).transpose(1, 2)
+    expanded = linear(latents[:, 0], kv_b_weight, backend=backend).unflatten(-1, (heads, dim + v_dim)).transpose(1, 2)
     k, v = expanded.split((dim, v_dim), -1)
     return mla_interface(q, k, v, qpe, kpe, is_causal, scaling, attention_mask, kv_len, dropout, backend)
