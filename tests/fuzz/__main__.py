@@ -1,4 +1,4 @@
-"""Fuzzes the ops: calls each with random shapes, dtypes, layouts, options and data, and compares the two backends.
+"""Fuzzes ops and the interfaces over them: calls each with random arguments, and compares the two backends.
 
     python tests/fuzz                                                       # on the CPU, in the interpreter
     python tests/fuzz --device cuda --jobs 14 --reuse 3 --seconds 300       # on a GPU, where compiling takes longest

@@ -46,7 +46,7 @@ def _odd_option(draw: Draw, case: Case) -> None:
         case.args[name] = draw.data.choice([0, -1, 1, 2, 3, 2**31 - 1, 2**31, 2**40])
     else:
         odd = [0.0, -1.0, 1.0, 2.0, 1e-30]
-        if "scal" not in name and name not in ("offset", "soft_cap"):
+        if "scal" not in name and name not in ("offset", "soft_cap", "limit"):
             # Infinity times 0 is NaN: then it would show whether what a mask hides is computed, and in which order.
             odd += [math.inf, math.nan]
         case.args[name] = draw.data.choice(odd)

@@ -82,7 +82,7 @@ def _compare_numbers(
     g, r, o = results
     zero = torch.zeros_like(o)
     error, reference_error, exact = (torch.where(finite, x, zero) for x in ((g - o).abs(), (r - o).abs(), o.abs()))
-    eps = torch.finfo(dtype).eps + 4 * torch.finfo(torch.float32).eps
+    eps = max(torch.finfo(dtype).eps, case.eps) + 4 * torch.finfo(torch.float32).eps
     floor = case.floor.get(name, case.floor.get("gradients", 0.0) if name.startswith("gradient") else 0.0)
     relative = max(eps, floor)
     smallest = SMALLEST_FP16 if dtype == torch.float16 else SMALLEST

@@ -19,6 +19,7 @@ ROWS = frozenset(
     "dual_rms_norm group_norm rms_norm_add softmax argmax".split()
 )
 GENERATORS: dict[str, Callable[["Draw"], "Case"]] = {}
+FUNCTIONS: dict[str, Callable] = {}  # what is called, of what is no function of tilegym.ops
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Case:
     # By result, or "gradients": an error that is allowed, relative to the largest number.
     floor: dict[str, float] = field(default_factory=dict)
     cancelled: float = 0.3  # an error of gradients that cancel, in roundings of the largest argument
+    eps: float = 0.0  # of the dtype in which it is computed, where results may have a wider one
     rowwise: bool = False  # whether each row of the outputs is compared by itself, too
     settle: Callable[..., None] | None = None  # takes out of the results what may differ
     broken: str | None = None  # which argument was made wrong, and how
@@ -45,6 +47,16 @@ def generates(make: Callable[["Draw"], Case]) -> Callable[["Draw"], Case]:
     """Registers the generator of the op that is called as ``make`` is."""
     GENERATORS[make.__name__] = make
     return make
+
+
+def calls(function: Callable) -> Callable[[Callable[["Draw"], Case]], Callable[["Draw"], Case]]:
+    """As :func:`generates`, of calls of ``function``."""
+
+    def register(make: Callable[["Draw"], Case]) -> Callable[["Draw"], Case]:
+        FUNCTIONS[make.__name__] = function
+        return generates(make)
+
+    return register
 
 
 class Draw:

@@ -1,10 +1,11 @@
-"""The generators of all ops. Each is called as its op is, and gives a case of it."""
+"""The generators of all ops and interfaces. Each is called as its op is, and gives a case of it."""
 
 from fuzz import generators_attention
 from fuzz import generators_decoding
 from fuzz import generators_delta_rule
 from fuzz import generators_elementwise
 from fuzz import generators_experts
+from fuzz import generators_interfaces
 from fuzz import generators_norms
 from fuzz import generators_products
 from fuzz import generators_rotation
@@ -17,6 +18,7 @@ FAMILIES = (
     generators_delta_rule,
     generators_elementwise,
     generators_experts,
+    generators_interfaces,
     generators_norms,
     generators_products,
     generators_rotation,

@@ -21,10 +21,14 @@ def case_of_attention(draw: Draw, args: dict[str, Any], grad: Sequence[str] = ()
     """A case; gradients may be off by what the kernels round.
 
     They round P and dP to the dtype before they multiply them; what PyTorch spells out for sinks, caps and masks of
-    other dtypes does not. Where keys are alike, the gradients of q are but what rounding the output leaves.
+    other dtypes does not. Where keys are alike, or one has all the weight, the gradients of q and k are but what
+    rounding dP leaves, sums over the values' columns.
     """
     floor = {} if draw.dtype == torch.float32 else {"gradients": 4 * torch.finfo(draw.dtype).eps}
-    return Case(args, grad, floor=floor, cancelled=0.5)
+    q, v = args.get("q", args.get("query")), args.get("v", args.get("value"))
+    scale = args.get("scaling") or args.get("sm_scale") or q.shape[-1] ** -0.5
+    columns = q.shape[-1] if v is None else v.shape[-1]
+    return Case(args, grad, floor=floor, cancelled=max(0.5, 2.0 * scale * columns**0.5))
 
 
 @generates

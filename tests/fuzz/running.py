@@ -24,6 +24,7 @@ from fuzz.comparing import check_memory
 from fuzz.comparing import check_unchanged
 from fuzz.comparing import compare
 from fuzz.comparing import memory_of
+from fuzz.drawing import FUNCTIONS
 from fuzz.drawing import Case
 from fuzz.drawing import Draw
 from fuzz.generators import GENERATORS
@@ -82,9 +83,11 @@ class Trial:
 
     def __init__(self, draw: Draw, case: Case, way: str | None = None) -> None:
         self.draw, self.case, self.device = draw, case, draw.device
-        self.op = getattr(ops, draw.op)
+        self.op = FUNCTIONS.get(draw.op) or getattr(ops, draw.op)
         self.backward = Backward(draw, case)
         self.way = way or drawn(draw)
+        if self.way in AUTOCAST and draw.op in FUNCTIONS:  # interfaces compute in autocast's dtype, also for fp32
+            case.eps = torch.finfo(AUTOCAST[self.way]).eps
         notes = [*draw.notes, *([self.way] if self.way else [])]
         self.text = "; ".join([described(case.args), str(self.backward), *([", ".join(notes)] if notes else [])])
 

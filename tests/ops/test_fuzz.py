@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fuzz.comparing import Failure
+from fuzz.drawing import FUNCTIONS
 from fuzz.generators import OPS
 from fuzz.running import run_case
 from fuzz.ways import compiled
@@ -22,6 +23,7 @@ SEEDS = {
     "argmax": 11,
     "attention_sink": 8,
     "attention_sink_decode": 6,
+    "attention_sink_interface": 4,
     "bmm": 12,
     "causal_conv1d_fn": 9,
     "causal_conv1d_update": 3,
@@ -31,6 +33,7 @@ SEEDS = {
     "dual_rms_norm": 3,
     "fmha": 7,
     "fmha_decode": 10,
+    "fmha_interface": 12,
     "fmha_paged_decode": 1,
     "fmha_varlen": 2,
     "fused_add_rms_norm": 10,
@@ -41,16 +44,21 @@ SEEDS = {
     "gelu": 6,
     "gemma_attention": 7,
     "gemma_attention_decode": 8,
+    "gemma_attention_interface": 10,
     "group_gemm": 8,
     "group_norm": 4,
+    "latent_attention": 2,
     "layer_norm": 12,
     "linear": 3,
     "linear_add": 3,
     "matmul": 7,
     "mla": 0,
     "mla_decoding": 3,
+    "mla_decoding_interface": 11,
     "mla_decoding_split_kv": 7,
+    "mla_interface": 4,
     "moe_align_block_size": 2,
+    "moe_interface": 11,
     "moe_topk_routing": 7,
     "ragged_group_gemm": 9,
     "recurrent_gated_delta_rule": 9,
@@ -88,7 +96,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable], None]:
 
 def test_every_op_has_a_generator():
     ops = {name for name, op in dispatcher._ops.items() if op.declaration.__module__.startswith("tilegym.ops.")}
-    assert set(OPS) == set(SEEDS) == ops
+    assert set(OPS) == set(SEEDS) == ops | set(FUNCTIONS)
 
 
 @pytest.mark.parametrize("op", SEEDS)
