@@ -8,6 +8,7 @@ from common import gpu
 
 from tilegym.backend.recording import USES_BEFORE_ADDRESSES
 from tilegym.bench import roofline
+from tilegym.bench import timing
 from tilegym.bench.roofline import Roofline
 from tilegym.bench.spec import Work
 from tilegym.bench.timing import HOST_BATCHES
@@ -16,15 +17,18 @@ from tilegym.bench.timing import LONG
 from tilegym.bench.timing import LONG_SAMPLES
 from tilegym.bench.timing import MAX_SAMPLES
 from tilegym.bench.timing import MIN_SAMPLES
+from tilegym.bench.timing import PAGE
 from tilegym.bench.timing import WARMUP_CALLS
 from tilegym.bench.timing import CpuTimer
 from tilegym.bench.timing import CudaTimer
 from tilegym.bench.timing import Timing
+from tilegym.bench.timing import Trial
+from tilegym.bench.timing import _byte
 
 
 def test_median_and_spread():
-    timing = Timing.of([5.0, 1.0, 2.0, 3.0, 100.0, 4.0])
-    assert (timing.median, timing.low, timing.high, timing.samples) == (3.5, 2.0, 5.0, 6)
+    found = Timing.of([5.0, 1.0, 2.0, 3.0, 100.0, 4.0])
+    assert (found.median, found.low, found.high, found.samples) == (3.5, 2.0, 5.0, 6)
     assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0, 1)
 
 
@@ -75,6 +79,8 @@ def cuda_timer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
     timer = object.__new__(CudaTimer)
     timer.budget, timer.rounds = 0.1, 3
     timer._buffer, timer._cache_bytes, timer._clock_hz = torch.ones(256), 128, 1e9
@@ -100,6 +106,33 @@ def test_short_calls_are_warmed_up_and_sampled_often(cuda_timer):
     for _ in range(cuda_timer.rounds):
         cuda_timer.round(trial)
     assert MAX_SAMPLES <= len(trial.samples) <= MAX_SAMPLES + cuda_timer.rounds
+
+
+def test_pages_are_read_before_a_call(cuda_timer, monkeypatch):
+    """Not the buffer's, nor another device's, and no more than count; smaller pieces of memory first."""
+    begin = cuda_timer._buffer.data_ptr()
+    pieces = [(10 * PAGE, 3 * PAGE, -1), (begin, PAGE, -1), (70 * PAGE, PAGE, 0), (2 * PAGE, PAGE, -1)]
+    pieces = [{"address": a, "total_size": size, "device": device} for a, size, device in pieces]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pieces)
+    monkeypatch.setattr(timing, "_byte", lambda address: torch.tensor([address]))
+    assert [int(page) for page in cuda_timer._pages()] == [2 * PAGE, 10 * PAGE, 11 * PAGE, 12 * PAGE]
+    monkeypatch.setattr(timing, "MOST_PAGES", 2)
+    assert [int(page) for page in cuda_timer._pages()] == [2 * PAGE, 10 * PAGE]
+    done = []
+    monkeypatch.setattr(cuda_timer, "_empty_cache", lambda written: done.append("empty"))
+    monkeypatch.setattr(cuda_timer, "_translate", lambda pages: done.append(len(pages)))
+    cuda_timer.round(Trial(lambda state: done.append("call"), lambda: None, 0, repetitions=2))
+    assert done == ["empty", 2, "call"] * 2
+
+
+@gpu
+def test_gpu_bytes_of_pages():
+    x = torch.arange(5, dtype=torch.uint8, device="cuda")
+    assert _byte(x.data_ptr() + 3).item() == 3
+    timer = CudaTimer(budget=0.05)
+    pages = timer._pages()
+    assert x.data_ptr() // PAGE in [page.data_ptr() // PAGE for page in pages]
+    timer._translate(pages)
 
 
 def test_host_time_is_that_of_one_call(cuda_timer):
