@@ -41,6 +41,14 @@ def test_every_kind_of_layer_is_kept(family):
     assert sum(p.numel() for p in small.model.parameters()) < 3_000_000
 
 
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_what_is_said_of_each_layer_is_kept(layers):
+    """Of one layer as well, whose list could be that of layers' numbers."""
+    config = transformers.SmolLM3Config(num_hidden_layers=layers)
+    small = small_model(config).model.config
+    assert small.no_rope_layers == config.no_rope_layers and small.num_hidden_layers == layers
+
+
 def test_sizes_change_and_constants_do_not():
     config = LlamaConfig(
         hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=3e-5, hidden_act="gelu",

@@ -332,7 +332,7 @@ def _shrink_number(config: dict[str, Any], name: str, value: int, layers: int, w
 
 
 def _shrink_list(config: dict[str, Any], name: str, value: list, depth: int, layers: int, wanted: Callable) -> list:
-    if _are_indices(name, value):
+    if _are_indices(name, value, depth):
         return [i for i in value if i < layers]
     if name == "attention_types":  # GPT-Neo: [[kinds, repetitions], ...]
         return [[kinds, max(1, layers // len(kinds))] for kinds, _ in value[:1]]
@@ -343,10 +343,13 @@ def _shrink_list(config: dict[str, Any], name: str, value: list, depth: int, lay
     return [_shrink_number(config, name, v, layers, wanted) if type(v) is int and v > 8 else v for v in value]
 
 
-def _are_indices(name: str, value: list) -> bool:
-    """Whether a list names layers by their numbers, and does not hold something for each layer."""
-    rising = all(type(a) is int and type(b) is int and a < b for a, b in zip(value, value[1:], strict=False))
-    return bool(_INDICES.search(name)) and rising and all(type(i) is int for i in value)
+def _are_indices(name: str, value: list, depth: int) -> bool:
+    """Whether a list names layers by their numbers, and does not hold something for each of the ``depth`` layers."""
+    if not _INDICES.search(name) or not all(type(i) is int for i in value):
+        return False
+    if depth and len(value) == depth and value[-1] >= depth:  # [1] of one layer is what SmolLM3 has
+        return False
+    return all(a < b for a, b in zip(value, value[1:], strict=False))
 
 
 def _depth(values: dict[str, Any]) -> tuple[int, int]:
@@ -356,8 +359,8 @@ def _depth(values: dict[str, Any]) -> tuple[int, int]:
         return 0, 2
     depth = max(depths)
     lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v}
-    indices = [v for name, v in lists.items() if _are_indices(name, v)]
-    columns = [v for name, v in lists.items() if len(v) == depth and not _are_indices(name, v)]
+    indices = [v for name, v in lists.items() if _are_indices(name, v, depth)]
+    columns = [v for name, v in lists.items() if len(v) == depth and not _are_indices(name, v, depth)]
     special = values.get("per_layer_config") or {}
     kinds = [
         (*(str(c[i]) for c in columns), *(i in v for v in indices), str(special.get(str(i), special.get(f"{i:02}"))))
