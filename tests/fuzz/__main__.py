@@ -2,6 +2,7 @@
 
     python tests/fuzz                                                       # on the CPU, in the interpreter
     python tests/fuzz --device cuda --jobs 14 --reuse 3 --seconds 300       # on a GPU, where compiling takes longest
+    python tests/fuzz --models --jobs 2                                     # small models, patched and not
     python tests/fuzz --one fmha:17                                         # a case again
 
 A kernel's outputs and gradients are to be as near to PyTorch's in fp64 as PyTorch's in the call's dtype are, NaN and
@@ -9,6 +10,10 @@ infinities where it has them. Arguments that are wrong are to raise the same in 
 is not its own, which holds NaN; repeated calls are to give the same as the first.
 
 Some calls are compiled, under autocast, in several threads, from a CUDA graph or in another stream, besides.
+
+With --models, models of random sizes with random weights are called as programs call them: prompts with and without
+padding, chats, gradients, generation. Patched they are to give in fp32 what they gave, call after call, in bf16 about
+as far from fp32; and reverted, every bit.
 
 A case is a function of op, seed, --device, --reuse and --way. A failure's line says which case it is, what is wrong,
 and after a bar what the call was: ``--one OP:SEED``, with the same options, repeats it. "FAIL" is a fault of an op;
@@ -27,6 +32,7 @@ if not __package__:  # as ``python tests/fuzz`` starts it, which looks for modul
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from fuzz.generators import OPS  # noqa: E402
+from fuzz.models import FAMILIES  # noqa: E402
 from fuzz.ways import GPU_WAYS  # noqa: E402
 from fuzz.ways import WAYS  # noqa: E402
 from fuzz.workers import BAD  # noqa: E402
@@ -39,15 +45,16 @@ from fuzz.workers import run_one  # noqa: E402
 
 def case(text: str) -> tuple[str, int]:
     name, _, seed = text.partition(":")
-    if name not in OPS or not seed.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not OP:SEED, as in rms_norm:17")
+    if name not in (*OPS, *FAMILIES) or not seed.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not OP:SEED, as in rms_norm:17, or FAMILY:SEED")
     return name, int(seed)
 
 
 def names(text: str) -> list[str]:
     chosen = text.split(",")
-    if unknown := set(chosen) - set(OPS):
-        raise argparse.ArgumentTypeError(f"no generator for {', '.join(sorted(unknown))}; there are {', '.join(OPS)}")
+    if unknown := set(chosen) - {*OPS, *FAMILIES}:
+        there = ", ".join((*OPS, *FAMILIES))
+        raise argparse.ArgumentTypeError(f"no generator for {', '.join(sorted(unknown))}; there are {there}")
     return chosen
 
 
@@ -58,7 +65,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed of each op (0)")
     parser.add_argument("--count", type=int, default=20, help="seeds of each op (20)")
-    parser.add_argument("--ops", type=names, default=list(OPS), metavar="OP,OP", help="only these")
+    parser.add_argument("--ops", type=names, default=list(OPS), metavar="OP,OP", help="only these, or families")
+    parser.add_argument("--models", action="store_true", help="calls of models, patched and not, instead of ops")
     parser.add_argument("--skip", type=names, default=[], metavar="OP,OP", help="all but these")
     parser.add_argument("--seconds", type=float, default=inf, help="begin no case after so many")
     parser.add_argument("--jobs", type=int, default=1, help="processes; 1: none besides this one")
@@ -76,7 +84,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.way in GPU_WAYS and args.device == "cpu":
         parser.error(f"--way {args.way} needs --device cuda")
-    args.ops = [name for name in args.ops if name not in args.skip]
+    args.ops = [name for name in (FAMILIES if args.models else args.ops) if name not in args.skip]
     args.deadline = time.time() + args.seconds
     return args
 

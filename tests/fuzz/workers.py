@@ -17,7 +17,10 @@ from typing import Any
 from typing import NamedTuple
 
 import torch
+import transformers
 
+from fuzz.model_running import run_model
+from fuzz.models import FAMILIES
 from fuzz.running import Outcome
 from fuzz.running import run_case
 
@@ -55,7 +58,7 @@ class Tally:
             print(f"{outcome.status} {name}:{seed} {outcome.text}", flush=True)
 
     def summary(self) -> str:
-        lines = [f"{'op':30} {'cases':>5} {'s':>6}  of which"]
+        lines = [f"{'':30} {'cases':>5} {'s':>6}  of which"]
         for name, counts in sorted(self.outcomes.items()):
             rest = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()) if status != "ok")
             lines.append(f"{name:30} {counts.total():5} {self.seconds[name]:6.0f}  {rest}".rstrip())
@@ -81,6 +84,7 @@ def plan(args: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...]]]:
 def prepare(device: str) -> None:
     """Settings of a process that runs cases."""
     warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     if device != "cpu":
         # PyTorch's own error is the measure: it is to compute in full.
@@ -113,7 +117,10 @@ def run_one(
     start, works = time.monotonic(), True
     try:
         with alarm(args.alarm):
-            outcome = run_case(name, seed, args.device, args.reuse, args.way, show)
+            if name in FAMILIES:
+                outcome = run_model(name, seed, args.device, show)
+            else:
+                outcome = run_case(name, seed, args.device, args.reuse, args.way, show)
     except TimeoutError as error:
         outcome = Outcome("TIMEOUT", str(error))
     except Exception:

@@ -1,0 +1,74 @@
+"""The fuzzer of models, ``python tests/fuzz --models``: some cases, and what it has to find out."""
+
+import pytest
+import torch
+from common import device
+from fuzz import model_running
+from fuzz.model_calls import IGNORED
+from fuzz.model_calls import Prompt
+from fuzz.model_running import run_model
+from fuzz.models import FAMILIES
+
+from tilegym.backend import dispatcher
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+KERNELS = 7  # a seed whose llama runs on cuTile kernels: forward passes and gradients
+
+
+@pytest.mark.parametrize(
+    "family, seed", [("llama", KERNELS), ("gemma3", 2), ("gemma3", 9), ("qwen3_next", 2), ("olmo", 3), ("lfm2", 1)]
+)
+def test_case(family, seed):
+    outcome = run_model(family, seed, device())
+    assert outcome.status == "ok", outcome.text
+
+
+def _change(monkeypatch, op, function):
+    implementations = dispatcher._ops[op].impls
+    for backend, real in list(implementations.items()):
+        changed = lambda *args, real=real, **kwargs: function(real(*args, **kwargs))  # noqa: E731
+        monkeypatch.setitem(implementations, backend, changed)
+
+
+def test_wrong_numbers_are_found(monkeypatch):
+    _change(monkeypatch, "rms_norm", lambda result: result * 1.001)
+    outcome = run_model("llama", KERNELS, device())
+    assert outcome.status == "FAIL" and " is off by " in outcome.text
+
+
+def test_errors_are_found(monkeypatch):
+    def refuse(result):
+        raise RuntimeError("no more")
+
+    real = model_running.tilegym.apply
+
+    def apply(model, **options):
+        real(model, **options)  # tries kernels that refuse
+        _change(monkeypatch, "swiglu", refuse)
+
+    monkeypatch.setattr(model_running.tilegym, "apply", apply)
+    outcome = run_model("llama", KERNELS, device())
+    assert outcome.status == "FAIL" and "only patched raises RuntimeError: no more" in outcome.text
+
+
+def test_what_is_left_patched_is_found(monkeypatch):
+    monkeypatch.setattr(model_running.tilegym, "revert", lambda model: None)
+    outcome = run_model("llama", KERNELS, device())
+    assert outcome.status == "FAIL" and outcome.text.startswith("reverted: ")
+
+
+def test_labels_leave_out_padding():
+    """And, where it is on the left, what would be predicted from it."""
+    ids = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]])
+    left = Prompt(ids, (ids != 0).long(), "left")
+    assert left.labels(False).tolist() == [[IGNORED, IGNORED, IGNORED, 6], [IGNORED, 4, 5, 6]]
+    right = Prompt(ids.flip(1), (ids != 0).long().flip(1), "right")
+    assert right.labels(True).tolist() == [[IGNORED, 5, IGNORED, IGNORED], [IGNORED, 5, 4, 3]]
+    assert right.from_the_left().ids.tolist() == ids.tolist()
+
+
+def test_families_are_of_transformers():
+    import transformers
+
+    missing = [prefix for prefix, _ in FAMILIES.values() if not hasattr(transformers, f"{prefix}ForCausalLM")]
+    assert not missing
