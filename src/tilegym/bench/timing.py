@@ -28,7 +28,7 @@ LONG_SAMPLES = 3
 # where other programs keep it busy it stops for as long now and then.
 LEAD = 2e-4
 PAGE = 2**21  # bytes of a GPU's memory whose addresses are translated alike
-MOST_PAGES = 512  # of the smallest tensors: where there are more, a call takes too long for translations to show
+MOST_PAGES = 128  # of the smallest tensors: where there are more, a call takes too long for translations to show
 PAUSE = 1e-5  # seconds before a timed call, for what has read the pages to end
 HOST_BATCHES = 30
 HOST_CALLS = 20  # a batch; even of calls with tens of launches far fewer than the driver queues before the host waits
