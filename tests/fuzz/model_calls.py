@@ -1,5 +1,6 @@
 """Calls of language models, as programs make them: prompts, padding, caches, chats, gradients, ways to generate."""
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -163,3 +164,40 @@ def positions(model: torch.nn.Module, prompt: Prompt, rng: random.Random) -> Res
     numbers = torch.arange(prompt.ids.shape[1], device=prompt.ids.device) + rng.choice([0, 3])
     numbers = numbers.expand(prompt.ids.shape)
     return {"logits": model(input_ids=prompt.ids, attention_mask=prompt.mask, position_ids=numbers).logits}
+
+
+@calls
+def training(model: torch.nn.Module, prompt: Prompt, rng: random.Random) -> Results:
+    """Two steps, and what the model gives then; its weights are put back. Of what rounds little."""
+    if model.dtype == torch.bfloat16:
+        return {}
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        for _ in range(2):
+            with torch.enable_grad():
+                labels = prompt.labels(True)
+                loss = model(input_ids=prompt.ids, attention_mask=prompt.mask, labels=labels, use_cache=False).loss
+                if not torch.isfinite(loss):
+                    return {}
+                loss.backward()
+            largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad * (0.02 / largest))
+            model.zero_grad()
+        return {"trained logits": model(input_ids=prompt.ids, attention_mask=prompt.mask).logits}
+    finally:
+        model.zero_grad()
+        for p, values in zip(model.parameters(), before, strict=True):
+            p.copy_(values)
+
+
+@calls
+def copied(model: torch.nn.Module, prompt: Prompt, rng: random.Random) -> Results:
+    """A copy, and a copy that has the weights by way of a state dict."""
+    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    for p in other.parameters():
+        p.zero_()
+    other.load_state_dict(model.state_dict(), assign=rng.random() < 0.5)
+    given = dict(input_ids=prompt.ids, attention_mask=prompt.mask)
+    return {"logits": one(**given).logits, "logits of the other": other(**given).logits}

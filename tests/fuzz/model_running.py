@@ -27,7 +27,7 @@ SECONDS = 70  # after which no other call begins
 LARGER = 4.0  # so much larger than the unpatched model's may an error be
 TOLERANCE = {"cpu": 3e-5, "cuda": 2e-4}  # and so much besides in fp32, relative to the largest number
 BF16 = 0.02
-OF_GRADIENTS = 4.0  # times that, of the largest of all gradients
+OF_GRADIENTS = 4.0  # times that, of the largest of all gradients, and of what gradients have changed
 BY_CHOICE = ("tokens", "logits of steps")  # differ in bf16 once rounding has decided
 
 
@@ -129,7 +129,9 @@ class Trial:
             raise Failure(f"{name} is not finite where it was, or was not where it is")
         size, tolerance = exact.nan_to_num(0, 0, 0).abs().max().item(), BF16 if self.half else TOLERANCE[self.device]
         if name.startswith("gradient"):
-            size, tolerance = largest, OF_GRADIENTS * tolerance
+            size = largest
+        if name.startswith(("gradient", "trained")):
+            tolerance *= OF_GRADIENTS
         error, own = _distance(got, exact), _distance(value, exact)
         if error > LARGER * own + tolerance * max(size, 1e-3) + 1e-7:
             raise Failure(f"{name} is off by {error:.3g} of {size:.3g}, unpatched by {own:.3g}")
