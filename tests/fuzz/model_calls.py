@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fuzz.comparing import Results
+from fuzz.models import has_experts
 
 IGNORED = -100  # a label that is left out of the loss
 CALLS: dict[str, Callable[[torch.nn.Module, "Prompt", random.Random], Results]] = {}
@@ -201,3 +202,17 @@ def copied(model: torch.nn.Module, prompt: Prompt, rng: random.Random) -> Result
     other.load_state_dict(model.state_dict(), assign=rng.random() < 0.5)
     given = dict(input_ids=prompt.ids, attention_mask=prompt.mask)
     return {"logits": one(**given).logits, "logits of the other": other(**given).logits}
+
+
+@calls
+def autocast(model: torch.nn.Module, prompt: Prompt, rng: random.Random) -> Results:
+    """In bf16, logits and gradients, of models whose weights are not and where rounding chooses no experts."""
+    if model.dtype == torch.bfloat16 or has_experts(model):
+        return {}
+    with torch.enable_grad(), torch.autocast(prompt.ids.device.type, torch.bfloat16):
+        output = model(input_ids=prompt.ids, attention_mask=prompt.mask, labels=prompt.labels(True))
+    if torch.isfinite(output.loss):
+        output.loss.backward()
+    found = {f"gradient in bf16 of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return {"logits in bf16": output.logits, **found}
