@@ -65,7 +65,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed of each op (0)")
     parser.add_argument("--count", type=int, default=20, help="seeds of each op (20)")
-    parser.add_argument("--ops", type=names, default=list(OPS), metavar="OP,OP", help="only these, or families")
+    parser.add_argument("--ops", type=names, metavar="OP,OP", help="only these, or families")
     parser.add_argument("--models", action="store_true", help="calls of models, patched and not, instead of ops")
     parser.add_argument("--skip", type=names, default=[], metavar="OP,OP", help="all but these")
     parser.add_argument("--seconds", type=float, default=inf, help="begin no case after so many")
@@ -84,7 +84,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.way in GPU_WAYS and args.device == "cpu":
         parser.error(f"--way {args.way} needs --device cuda")
-    args.ops = [name for name in (FAMILIES if args.models else args.ops) if name not in args.skip]
+    chosen = args.ops or (FAMILIES if args.models else OPS)
+    args.ops = [name for name in chosen if name not in args.skip]
     args.deadline = time.time() + args.seconds
     return args
 
