@@ -127,11 +127,6 @@ def moe_interface(draw: Draw) -> Case:
         args["shared_w1"] = draw.weight(2 * width, hidden, scale=hidden**-0.5)
         args["shared_w2"] = draw.weight(hidden, width, scale=max(width, 1) ** -0.5)
     if tokens and draw.chance(0.2):
-        shape = (1, tokens, hidden)
-        args["hidden_states"] = (
-            args["hidden_states"].view(shape)
-            if args["hidden_states"].is_contiguous()
-            else args["hidden_states"].unsqueeze(0)
-        )
+        args["hidden_states"] = args["hidden_states"].unsqueeze(0)
     case.grad = [n for n in (*case.grad, "router_logits", "shared_w1", "shared_w2") if args.get(n) is not None]
     return case

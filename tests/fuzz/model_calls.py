@@ -138,11 +138,8 @@ def embeddings(model: torch.nn.Module, prompt: Prompt, rng: random.Random) -> Re
 @calls
 def last_logits(model: torch.nn.Module, prompt: Prompt, rng: random.Random) -> Results:
     prompt = prompt.from_the_left()
-    return {
-        "logits": model(input_ids=prompt.ids, attention_mask=prompt.mask, logits_to_keep=rng.choice([1, 2])).logits[
-            :, -1
-        ]
-    }
+    kept = model(input_ids=prompt.ids, attention_mask=prompt.mask, logits_to_keep=rng.choice([1, 2])).logits
+    return {"logits": kept[:, -1]}
 
 
 @calls

@@ -44,7 +44,7 @@ def run_model(family: str, seed: int, device: str = "cpu", show: Callable[[str],
     text = f"{'bf16' if half else 'fp32'}, {backend}, {text}"
     if show is not None:
         show(text)
-    begin = time.monotonic()
+    begin, taken = time.monotonic(), 0
     with use_backend(backend):
         try:
             tilegym.apply(patched, use_cutile=backend == "cutile")
@@ -56,7 +56,7 @@ def run_model(family: str, seed: int, device: str = "cpu", show: Callable[[str],
             name, prompt = drawn_call(rng), drawn_prompt(rng, model.config.vocab_size, device)
             trial = Trial(name, prompt, rng.getrandbits(40), device, half)
             try:
-                trial.run(model, patched, exact)
+                taken += trial.run(model, patched, exact)
             except Failure as failure:
                 return Outcome("FAIL", f"{name} of {prompt}: {failure} | {text}")
         tilegym.revert(patched)
@@ -65,7 +65,7 @@ def run_model(family: str, seed: int, device: str = "cpu", show: Callable[[str],
         Trial("forward", Prompt(ids, None, None), seed, device, half).check_reverted(model, patched)
     except Failure as failure:
         return Outcome("FAIL", f"reverted: {failure} | {text}")
-    return Outcome("ok", text)
+    return Outcome("ok" if taken else "raises", text)
 
 
 class Trial:
@@ -79,11 +79,14 @@ class Trial:
             results = CALLS[self.name](model, self.prompt, random.Random(self.seed))
         return {name: t.detach().clone() for name, t in results.items()}
 
-    def run(self, model: torch.nn.Module, patched: torch.nn.Module, exact: torch.nn.Module) -> None:
-        """Fails if the patched model gives something else; ``exact``: the model in the next wider dtype."""
+    def run(self, model: torch.nn.Module, patched: torch.nn.Module, exact: torch.nn.Module) -> bool:
+        """Fails if the patched model gives something else; ``exact``: the model in the next wider dtype.
+
+        Whether the model took the call unpatched.
+        """
         expected, error = attempt(lambda: self.call(model))
-        if error is not None:
-            return  # transformers does not take the call
+        if error is not None:  # transformers does not take the call
+            return False
         wide, error = attempt(lambda: self.call(exact))
         if error is not None or wide.keys() != expected.keys():  # where attention in fp64 has a row of NaN
             wide = expected
@@ -95,6 +98,7 @@ class Trial:
                 self.compare(got, expected, wide)
             except Failure as failure:
                 raise Failure(f"{failure}{' the second time' * turn}") from None
+        return True
 
     def check_reverted(self, model: torch.nn.Module, reverted: torch.nn.Module) -> None:
         expected, error = attempt(lambda: self.call(model))

@@ -4,10 +4,14 @@ import pytest
 import torch
 from common import device
 from fuzz import model_running
+from fuzz.model_calls import CALLS
 from fuzz.model_calls import IGNORED
 from fuzz.model_calls import Prompt
+from fuzz.model_running import Trial
 from fuzz.model_running import run_model
 from fuzz.models import FAMILIES
+from tiny_models import VOCAB
+from tiny_models import make_model
 
 from tilegym.backend import dispatcher
 
@@ -21,6 +25,16 @@ KERNELS = 7  # a seed whose llama runs on cuTile kernels: forward passes and gra
 def test_case(family, seed):
     outcome = run_model(family, seed, device())
     assert outcome.status == "ok", outcome.text
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_taken(name):
+    """By models as they are: what transformers refuses is not compared. Each way to generate is drawn by some seed."""
+    torch.manual_seed(0)
+    prompt = Prompt(torch.randint(2, VOCAB, (2, 7), device=device()), None, None)
+    model = make_model("llama")
+    for seed in range(12 if name == "generate" else 2):
+        assert Trial(name, prompt, seed, device(), False).call(model)
 
 
 def _change(monkeypatch, op, function):
