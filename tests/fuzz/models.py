@@ -16,6 +16,7 @@ from tiny_models import _MODELS  # noqa: E402
 
 _ROUTED = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 _LATENT = dict(
+    num_key_value_heads=4,
     kv_lora_rank=32,
     qk_nope_head_dim=16,
     qk_rope_head_dim=8,
@@ -53,7 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = _MODELS | {
     ),
     "gpt_neox": ("GPTNeoX", {}),
     "granitemoe": ("GraniteMoe", dict(num_local_experts=4, num_experts_per_tok=2)),
-    "helium": ("Helium", dict(head_dim=16)),
+    "helium": ("Helium", {}),
     "hunyuan": ("HunYuanDenseV1", dict(head_dim=16)),
     "lfm2": ("Lfm2", dict(layer_types=["conv", "full_attention"])),
     "nemotron": ("Nemotron", {}),
@@ -98,6 +99,8 @@ def drawn_options(rng: random.Random, family: str) -> dict[str, Any]:
         options |= {"num_attention_heads": heads, "num_key_value_heads": shared}
         if "head_dim" not in own and options["hidden_size"] % (2 * heads):
             options["hidden_size"] = 16 * heads
+    if family == "helium":
+        options["head_dim"] = options["hidden_size"] // options["num_attention_heads"]
     if rng.random() < 0.4 and not {"layer_types", "max_window_layers"} & options.keys():
         options["num_hidden_layers"] = rng.choice([1, 3])
     options["intermediate_size"] = rng.choice([options["intermediate_size"], 128])
