@@ -105,7 +105,8 @@ def generate(model: torch.nn.Module, prompt: Prompt, rng: random.Random) -> Resu
     elif how == "beams":
         options["num_beams"] = 3
     elif how == "sample":
-        options["do_sample"] = True
+        # A row of NaN, as eager attention has in fp64 where all is padding, would end the GPU's context.
+        options.update(do_sample=True, remove_invalid_values=True)
         torch.manual_seed(rng.getrandbits(40))
     elif how == "assisted":  # of one sequence
         options["prompt_lookup_num_tokens"] = 2

@@ -25,7 +25,7 @@ from fuzz.running import Outcome
 from fuzz.running import run_case
 
 BAD = ("FAIL", "TIMEOUT", "ERROR", "RAISES")
-GRACE = 60.0  # seconds after which a process that its alarm did not wake is killed
+GRACE = 60.0  # seconds after which a process that its alarm did not wake, or that does not end, is killed
 LONGEST = 700  # characters of a traceback
 SILENT = 3  # times that a worker is started again though it said nothing
 
@@ -179,6 +179,7 @@ class Pool:
         self.processes: dict[int, Any] = {}
         self.running: dict[int, tuple[Message, float]] = {}  # since when
         self.left: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.last: dict[int, tuple[str, int]] = {}  # the case that a worker has run last
         self.silent: Counter[int] = Counter()  # how often a worker was started since it said anything
 
     def run(self) -> None:
@@ -208,12 +209,22 @@ class Pool:
         worker = message.worker
         self.silent[worker] = 0
         if message.status == "DONE":
-            self.processes.pop(worker).join()
+            self._end(worker)
         elif message.status == "BEGIN":
             self.running[worker], self.left[worker] = (message, time.time()), (message.name, message.seeds)
         else:
             self.running.pop(worker, None)
+            self.last[worker] = message.name, message.seed
             self.tally.add(message.name, message.seed, Outcome(message.status, message.text), message.seconds)
+
+    def _end(self, worker: int) -> None:
+        """Waits for a worker that has nothing left to do."""
+        process = self.processes.pop(worker)
+        process.join(GRACE)
+        if process.is_alive():
+            process.kill()
+            text = f"its process, which has run it last, did not end within {GRACE:.0f} s"
+            self.tally.add(*self.last.get(worker, ("", 0)), Outcome("FAIL", text), 0.0)
 
     def _look_after(self, worker: int) -> None:
         process, longest = self.processes[worker], self.args.alarm + GRACE

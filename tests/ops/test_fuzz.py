@@ -5,14 +5,19 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fuzz.__main__ import parse
 from fuzz.comparing import Failure
 from fuzz.drawing import FUNCTIONS
 from fuzz.generators import OPS
 from fuzz.running import run_case
 from fuzz.ways import compiled
+from fuzz.workers import Message
+from fuzz.workers import Pool
+from fuzz.workers import Tally
 
 from tilegym.backend import dispatcher
 
@@ -182,6 +187,17 @@ def test_operators_that_give_what_their_trace_was_not_told_are_found():
     columns_first.register_fake(torch.empty_like)
     with compiled(columns_first) as op, pytest.raises(Failure, match="output 0 of tilegym.columns_first"):
         op(x=torch.ones(2, 3))
+
+
+def test_processes_that_do_not_end_are_found(capsys):
+    killed = []
+    process = SimpleNamespace(join=lambda seconds: None, is_alive=lambda: True, kill=lambda: killed.append(True))
+    pool = Pool(parse(["--jobs", "2"]), Tally())
+    for message in (("relu", 7, "BEGIN"), ("relu", 7, "ok"), ("", 0, "DONE")):
+        pool.processes[0] = process
+        pool._take(Message(0, *message))
+    assert killed and not pool.processes and pool.tally.failures == ["relu:7"]
+    assert "FAIL relu:7 its process, which has run it last, did not end" in capsys.readouterr().out
 
 
 def test_command_line():
