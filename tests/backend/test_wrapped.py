@@ -208,6 +208,10 @@ def test_compiled_tangents():
     call(given)  # traced without one
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(given, torch.ones_like(given))
+        try:
+            compiled(torch.sin)(dual)
+        except torch._dynamo.exc.Unsupported:
+            pytest.skip("PyTorch compiles nothing that gets a tangent, from 2.15 on")
         expected, tangent = (forward_ad.unpack_dual(f(dual)).tangent for f in (lambda x: norm(x, "pytorch"), call))
     torch.testing.assert_close(tangent, expected)
 

@@ -144,12 +144,14 @@ class Test_GroupNorm(PyTestCase):
         self.assertCorrectness(group_norm, reference, arguments(shape, 2), {"backend": "cutile"}, gradient=True)
 
     @backends("group_norm")
-    def test_no_positions(self, backend):
-        kwargs = arguments((2, 4, 0), 2)
-        kwargs["bias"].requires_grad_()
+    @pytest.mark.parametrize("shape", [(2, 4, 0), (0, 4, 3, 2), (2, 0, 3)], ids=str)
+    def test_no_elements(self, shape, backend):
+        kwargs = arguments(shape, 2)
+        given = [kwargs[name].requires_grad_() for name in ("input", "weight", "bias")]
         y = group_norm(**kwargs, backend=backend)
-        assert y.shape == (2, 4, 0)
-        assert not torch.autograd.grad(y.sum(), kwargs["bias"])[0].any()
+        assert y.shape == shape
+        for tensor, gradient in zip(given, torch.autograd.grad(y.sum(), given), strict=True):
+            assert gradient.shape == tensor.shape and not gradient.any()
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0], ids=str)
     def test_special_values(self, value):

@@ -35,4 +35,13 @@ def group_norm(
     weight, bias = (None if t is None else t.to(compute) for t in (weight, bias))
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # torch's backward pass fails for a bias alone
+    if not input.numel():  # which PyTorch 2.15 refuses, unless it is the batch that is empty
+        return _of_nothing(input.to(compute), weight, bias).to(input.dtype)
     return torch.group_norm(input.to(compute).contiguous(), num_groups, weight, bias, eps).to(input.dtype)
+
+
+def _of_nothing(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """A result without elements, which gives weight and bias gradients of 0."""
+    over_channels = (1, -1) + (1,) * (input.dim() - 2)
+    result = input if weight is None else input * weight.view(over_channels)
+    return result.contiguous() if bias is None else result + bias.view(over_channels)
