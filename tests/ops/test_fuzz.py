@@ -9,15 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fuzz import workers
 from fuzz.__main__ import parse
 from fuzz.comparing import Failure
 from fuzz.drawing import FUNCTIONS
 from fuzz.generators import OPS
+from fuzz.running import Outcome
 from fuzz.running import run_case
 from fuzz.ways import compiled
 from fuzz.workers import Message
 from fuzz.workers import Pool
 from fuzz.workers import Tally
+from fuzz.workers import run_one
 
 from tilegym.backend import dispatcher
 
@@ -187,6 +190,13 @@ def test_operators_that_give_what_their_trace_was_not_told_are_found():
     columns_first.register_fake(torch.empty_like)
     with compiled(columns_first) as op, pytest.raises(Failure, match="output 0 of tilegym.columns_first"):
         op(x=torch.ones(2, 3))
+
+
+def test_a_timeout_in_another_error(monkeypatch):
+    """torch.compile raises an error of its own for what ends it."""
+    text = "only patched raises InternalTorchDynamoError: TimeoutError: took more than 120 s"
+    monkeypatch.setattr(workers, "run_case", lambda *_: Outcome("FAIL", text))
+    assert run_one("relu", 0, parse([]))[0] == ("TIMEOUT", text)
 
 
 def test_processes_that_do_not_end_are_found(capsys):
