@@ -23,6 +23,8 @@ from tilegym.integrate.trace import record
 MIXED = [
     "deepseek_v3", "exaone4", "falcon_h1", "gemma3_text", "glm4_moe", "gpt_oss", "jamba", "llama4_text", "minimax",
     "nemotron_h", "olmo3", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "smollm3", "zamba2",
+    # Layers in sections, heads as wide as their parts in some layers only, a loop over some layers.
+    "dory", "dots3_note_text", "inkling2_loop_text",
 ]  # fmt: skip
 
 
@@ -32,6 +34,8 @@ def _kinds(model: torch.nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("family", MIXED)
 def test_every_kind_of_layer_is_kept(family):
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it yet")
     small = small_model(family)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(small.config)

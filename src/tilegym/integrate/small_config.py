@@ -22,6 +22,7 @@ _LAYERS = re.compile(
 )
 _PERIOD = re.compile(r"period|interval|pattern$|every_n|(sparse|moe_layer)_step$|moe_layer_freq|layer_group_size")
 _FIRST = re.compile(r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|_layer_offset$|per_attn_res_block")
+_SECTION = re.compile(r"^n(um)?_\w+_layers$")
 _INDICES = re.compile(r"(_layers|_idxs|_layer_ids|^global_attn_indexes|_block_indices)$")
 _TOKEN = re.compile(r"_(token_id|token_index|index|id)$")
 
@@ -37,6 +38,11 @@ def _kv_heads(config: dict[str, Any], value: int) -> int:
 def _head_dim(config: dict[str, Any], value: int) -> int:
     if isinstance(config.get("qk_rope_head_dim"), int) and value == config["qk_rope_head_dim"]:
         return 8
+    layers = config.get("per_layer_config") or {}  # which say what differs there
+    for whole in (config, *(config | part for part in layers.values())):
+        rotated, plain = (whole.get(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim"))
+        if isinstance(rotated, int) and isinstance(plain, int) and value == rotated + plain:
+            return 24
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     square = not isinstance(hidden, int) or not isinstance(heads, int) or hidden == value * heads
     return HEAD_DIM if square else 2 * HEAD_DIM
@@ -319,6 +325,10 @@ def _shrink_number(config: dict[str, Any], name: str, value: int, layers: int, w
         return value // stack * min(stack, layers) if stack else min(value, layers)
     if name == "num_layers_per_stack":
         return min(value, layers)
+    if name == "loop_layer_index_end":
+        return _end_of_loop(config)
+    if name in (sections := _sections(config)):
+        return layers // len(sections)
     if name == "num_kv_shared_layers":
         return min(value, layers // 2)
     if name == "moe_layer_end_index":
@@ -352,6 +362,20 @@ def _are_indices(name: str, value: list, depth: int) -> bool:
     return all(a < b for a, b in zip(value, value[1:], strict=False))
 
 
+def _sections(values: dict[str, Any]) -> list[str]:
+    """The names of parts that all layers are in, one behind the other, as those before, in and behind a loop."""
+    depths = [v for name, v in values.items() if _LAYERS.search(name) and type(v) is int]
+    names = (name for name in values if _SECTION.search(name) and not _LAYERS.search(name))
+    parts = {name: values[name] for name in names if type(values[name]) is int and values[name] > 0}
+    return list(parts) if len(parts) > 1 and sum(parts.values()) in depths else []
+
+
+def _end_of_loop(values: dict[str, Any]) -> int:
+    """Behind which layer the first loop of a small model ends."""
+    begin, block = values.get("loop_layer_index_start") or 0, values.get("n_layers_per_attn_res_block") or 1
+    return min(values["loop_layer_index_end"], begin + block)
+
+
 def _depth(values: dict[str, Any]) -> tuple[int, int]:
     """The number of layers, and how many of the first of them show every kind of layer."""
     depths = [v for name, v in values.items() if _LAYERS.search(name) and isinstance(v, int) and v > 0]
@@ -378,6 +402,10 @@ def _depth(values: dict[str, Any]) -> tuple[int, int]:
                 needed = max(needed, value + 1)
     for _, chosen in _read_layers(values, depth):
         needed = max(needed, len(chosen) + 1)
+    if values.get("loop_layer_index_end"):
+        needed = max(needed, _end_of_loop(values) + 1)
+    if sections := _sections(values):  # of pairs, as Dory counts attention and what is behind it
+        needed = -(-needed // (2 * len(sections))) * 2 * len(sections)
     if values.get("num_kv_shared_layers"):
         needed *= 2  # the layers that share come last, and each kind needs one before it to share from
     return depth, min(depth, max(2, needed))
