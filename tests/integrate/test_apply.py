@@ -36,6 +36,7 @@ FAMILIES = [
     "gemma4_text",  # norms of one class with a weight and without
     "afmoe",  # takes a view of what attention gives
     "hy_v4",  # rotates by one function heads in the second dimension and in the third
+    "qwen4_exp_text",  # rotates queries alone, and blocks of keys without a batch
 ]  # fmt: skip
 PADDED = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
 
@@ -52,7 +53,7 @@ def answers(model):
     return logits, tokens
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, "stablelm", "gpt_neox", *FAMILIES[-6:]))
+@pytest.mark.parametrize("family", some(FAMILIES, "stablelm", "gpt_neox", *FAMILIES[-7:]))
 def test_logits_and_tokens_stay_and_revert(family):
     model = small(family)
     logits, tokens = answers(model)
@@ -60,7 +61,7 @@ def test_logits_and_tokens_stay_and_revert(family):
     report = tilegym.apply(model, use_cutile=False, by_hand=False)
     assert time.process_time() - start < 5
     assert {"linear", "loss"} <= {entry.compute for entry in report.patched}
-    assert "attn" in {entry.compute for entry in report.patched} or family in ("hy_v4",)
+    assert "attn" in {entry.compute for entry in report.patched} or family in ("hy_v4", "qwen4_exp_text")
     patched_logits, patched_tokens = answers(model)
     torch.testing.assert_close(patched_logits, logits, rtol=1e-4, atol=1e-5 * logits.abs().max().item())
     assert torch.equal(patched_tokens, tokens)

@@ -85,6 +85,8 @@ _SIZES: tuple[tuple[str, _Rule], ...] = (
     (r"index_head_dim", 16),
     (r"index_n_heads", 2),
     (r"index_topk", lambda config, value: max(8, config.get("index_kpool") or 0)),
+    (r"indexer_budget", _at_most(16)),
+    (r"indexer_compress_ratio", _at_most(4)),
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads", _like("linear_num_key_heads", 2, 4)),
     (r"linear_key_head_dim|linear_head_dim", 16),
@@ -193,6 +195,11 @@ def filled(config: dict[str, Any], gaps: bool) -> dict[str, Any]:
         "first_k_dense_replace": 1,
         "attn_layer_indices": [1],
         "layer_types": (["conv", "full_attention"] * depth)[:depth],
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": whole.get("head_dim"),
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 64,
     }
     for name, value in usual.items() if gaps else ():
         if name in whole and whole[name] is None:

@@ -41,6 +41,10 @@ def rope(
             cos, sin = freqs.real, freqs.imag
         else:
             cos, sin = given[named["cos"]], given[named["sin"]]
+        there = [given[name] for name in rotated if given.get(name) is not None]  # Qwen4-Exp rotates q alone, too
+        unbatched = dim is not None and cos.ndim == 2 and there[0].ndim == 3
+        if unbatched:
+            there, cos, sin, dim = [x[None] for x in there], cos[None], sin[None], dim % 3 + 1
         if cos.ndim == 4:
             dim = 1 if cos.shape[1] == 1 else 2
             cos, sin = cos.squeeze(dim), sin.squeeze(dim)
@@ -52,7 +56,7 @@ def rope(
             sin = -sin
         whole = angles == "full" and "freqs" not in named
         pairs = cos.shape[-1] // 2 if whole else cos.shape[-1]
-        tensors = [_split(given[name], 2 * pairs, style) for name in rotated]
+        tensors = [_split(x, 2 * pairs, style) for x in there]
 
         def turned(q: Tensor, *others: Tensor) -> list[Tensor]:
             k = others[0] if others else q.narrow(dim, 0, 1)
@@ -63,6 +67,7 @@ def rope(
             results = turned(*tensors)
         else:  # under autocast, where one comes out of a product and one out of a norm
             results = [y for x in tensors for y in turned(x)]
+        results = [y[0] for y in results] if unbatched else results
         return tuple(results) if len(tensors) == 2 else results[0]
 
     return rotate
