@@ -163,6 +163,7 @@ class Test_Variants:
         assert not any("without a CUDA graph" in notice for notice in summary["notices"])
 
     def test_compiled_layers(self, model, monkeypatch):
+        monkeypatch.setenv("CXX", sys.executable)  # none is needed here: any program there will do
         compiled, graphs, real = [], [], torch.nn.Module.compile
 
         def backend(graph, _):
