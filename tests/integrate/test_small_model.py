@@ -23,7 +23,7 @@ from tilegym.integrate.trace import record
 MIXED = [
     "deepseek_v3", "exaone4", "falcon_h1", "gemma3_text", "glm4_moe", "gpt_oss", "jamba", "llama4_text", "minimax",
     "nemotron_h", "olmo3", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "smollm3", "zamba2",
-    # Layers in sections, heads as wide as their parts in some layers only, a loop over some layers, an indexer left open.
+    # Layers in sections, heads as wide as their parts in some layers only, a loop over some layers, an open indexer.
     "dory", "dots3_note_text", "inkling2_loop_text", "qwen4_exp_text",
 ]  # fmt: skip
 
