@@ -6,7 +6,7 @@
 # Packages are installed by uv, in a tenth of pip's time, from where pip is configured to look; where uv cannot be had,
 # does not manage, or is not wanted (UV=0), by pip.
 #
-# PYTHON is the interpreter to build on (default: python3; if that one is unsuitable, python3.13 to python3.10).
+# PYTHON is the interpreter to build on (default: python3; if that one is unsuitable, python3.14 to python3.10).
 # A torch that this interpreter already has is kept. Otherwise torch is installed: the newest one on a machine with an
 # NVIDIA GPU, else the CPU build of TORCH_CPU_VERSION. pip looks where it is configured to look; on Linux set
 # PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index to be sure of the small CPU build.
@@ -24,7 +24,7 @@ fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
 suits() {
     command -v "$1" >/dev/null 2>&1 &&
-        "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+        "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1
 }
 
 has_torch() {
@@ -35,16 +35,16 @@ has_torch() {
 find_python() {
     local candidate
     if [ -n "${PYTHON:-}" ]; then
-        suits "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.10 to 3.13. Name another one: make PYTHON=python3.12"
+        suits "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.10 to 3.14. Name another one: make PYTHON=python3.12"
         return
     fi
-    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
         if suits "$candidate"; then
             PYTHON=$candidate
             return
         fi
     done
-    fail "no Python 3.10 to 3.13 found (python3 is $(python3 --version 2>&1 || true))." \
+    fail "no Python 3.10 to 3.14 found (python3 is $(python3 --version 2>&1 || true))." \
         "Install one, or name it: make PYTHON=/path/to/python3.12"
 }
 

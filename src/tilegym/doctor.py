@@ -72,12 +72,12 @@ def backend_can_run(checks: list[Check]) -> bool:
 
 def _software() -> Iterator[Check]:
     yield Check("TileGym", OK, f"{tilegym.__version__} in {Path(tilegym.__file__).parent}")
-    supported = (3, 10) <= sys.version_info[:2] <= (3, 13)
+    supported = (3, 10) <= sys.version_info[:2] <= (3, 14)
     yield Check(
         "Python",
         OK if supported else FAIL,
         platform.python_version(),
-        None if supported else "use Python 3.10 to 3.13",
+        None if supported else "use Python 3.10 to 3.14",
     )
     fits = _release(torch.__version__) >= (2, 9)
     found = f"{torch.__version__} ({_torch_build()})"
