@@ -206,7 +206,7 @@ def test_without_guards(op, monkeypatch):
 
 def test_guards_are_used_with_versions_that_were_tried(monkeypatch):
     assert tensor_guards.guard([x()])(x(seed=1)) and not tensor_guards.guard([x()])(x(4))
-    for version in ("2.9.1", "2.10.0", "2.14.0+cpu", "3.0.0a0"):
+    for version in ("2.8.0", "2.16.0+cpu", "3.0.0a0"):
         tensor_guards._works.cache_clear()
         monkeypatch.setattr(torch, "__version__", version)
         assert tensor_guards.guard([x()]) is None

@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import ARCHITECTURES
 from common import HAS_GPU
+from common import TORCH
 from common import PyTestCase
 from common import assert_compiles
 from common import assert_launches_compile
@@ -215,6 +216,8 @@ class Test_ChunkGatedDeltaRule(PyTestCase):
     @backends("chunk_gated_delta_rule")
     @pytest.mark.parametrize("shape", EMPTY, ids=str)
     def test_empty(self, backend, shape):
+        if TORCH < (2, 10) and 0 in shape[-2:]:
+            pytest.skip("PyTorch 2.9 pads no tensor without columns")
         kwargs = arguments(*shape)
         self.check(kwargs, backend)
         state = chunk_gated_delta_rule(**kwargs, backend=backend)[1]

@@ -191,7 +191,10 @@ def test_functional_gradients(family):
         gradients, value = torch.func.grad_and_value(loss)(weights)
         return value, gradients
 
-    expected = step()
+    try:
+        expected = step()
+    except RuntimeError as error:
+        pytest.skip(f"not even unpatched: {error}")  # transformers' experts, before PyTorch 2.10
     with monkey_patch.apply(model, use_cutile=True), pytest.warns(FallbackWarning, match="transforms"):
         assert_same_step(step(), expected)
 

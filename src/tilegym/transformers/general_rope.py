@@ -34,7 +34,7 @@ def rope(
     rotated = tuple(named[role] for role in ("q", "k", "x") if role in named)
 
     def rotate(*args, **kwargs):
-        given = dict(zip(parameters, args, strict=False)) | kwargs
+        given = dict(zip(parameters[: len(args)], args, strict=True)) | kwargs
         dim = given.get("unsqueeze_dim", heads_dim)
         if "freqs" in named:
             freqs = given[named["freqs"]]
