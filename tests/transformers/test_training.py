@@ -194,7 +194,7 @@ def test_functional_gradients(family):
     try:
         expected = step()
     except RuntimeError as error:
-        pytest.skip(f"not even unpatched: {error}")  # transformers' experts, before PyTorch 2.10
+        pytest.skip(f"not even unpatched: {error}")  # transformers' experts, before PyTorch 2.11
     with monkey_patch.apply(model, use_cutile=True), pytest.warns(FallbackWarning, match="transforms"):
         assert_same_step(step(), expected)
 
