@@ -46,7 +46,9 @@ def test_queries_alone(shape, dim, given, call, backend):
     torch.testing.assert_close(got, reference(q, unsqueeze_dim=dim, **table))
 
 
-def test_both_of_no_batch():
+@pytest.mark.parametrize(("parameters", "dim"), [(PARAMETERS, 1), (PARAMETERS[:4], 1), (PARAMETERS[:4], 2)], ids=str)
+def test_both_of_no_batch(parameters, dim):
+    """Where angles are put beside heads by ``unsqueeze(-2)``, their dimension of a batch's heads is 2."""
     q, k, table = torch.randn(5, 4, 16), torch.randn(5, 1, 16), angles(5, 8)
-    got = rope(PARAMETERS, ROLES)(q, k, **table)
+    got = rope(parameters, ROLES, heads_dim=dim)(q, k, **table)
     torch.testing.assert_close(got, reference(q, k, **table))

@@ -44,7 +44,8 @@ def rope(
         there = [given[name] for name in rotated if given.get(name) is not None]  # Qwen4-Exp rotates q alone, too
         unbatched = dim is not None and cos.ndim == 2 and there[0].ndim == 3
         if unbatched:
-            there, cos, sin, dim = [x[None] for x in there], cos[None], sin[None], dim % 3 + 1
+            dim = 1 if "unsqueeze_dim" in given and dim in (0, -3) else 2
+            there, cos, sin = [x[None] for x in there], cos[None], sin[None]
         if cos.ndim == 4:
             dim = 1 if cos.shape[1] == 1 else 2
             cos, sin = cos.squeeze(dim), sin.squeeze(dim)
