@@ -367,7 +367,8 @@ def slow(make, rows, columns):
     if rows == 2:
         import time
         print("now", flush=True)
-        time.sleep(60)
+        for _ in range(600):  # a signal just before a sleep begins does not shorten it
+            time.sleep(0.1)
     return inputs(make, rows, columns)
 
 BENCHMARKS = [""",
