@@ -1,8 +1,8 @@
 """The attention of transformers' continuous batching: what its attention functions are given, by TileGym's kernels.
 
 A batch is one row of tokens, those of all its requests one behind the other, without a mask. Keys and values lie in
-transformers' cache, in pages, which its ``update`` writes and reads. In transformers 5.24 the layers call it, and an
-attention function gets all keys and values; in 5.10 to 5.17 that gets the cache and calls it.
+transformers' cache, in pages, which its ``update`` writes and reads. From transformers 5.19 on the layers call it, and
+an attention function gets all keys and values; before, that gets the cache and calls it.
 """
 
 import functools
@@ -72,16 +72,15 @@ def paged_attention(
     longest_q, longest_k = max_length_q, max_length_k
     if cache is not None:
         layer = module.layer_idx
-        window = cache.sliding_windows[layer]
-        sliding_window = None if window == 1 else window
+        if hasattr(cache, "sliding_windows"):  # 5.18's has none
+            window = cache.sliding_windows[layer]
+            sliding_window = None if window == 1 else window
         longest_q, longest_k = max_seqlen_q, max_seqlen_k
         if isinstance(cu_seq_lens_k, dict):
             kind = "full_attention" if sliding_window is None else "sliding_attention"
             cu_seq_lens_k, longest_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
         if block_table is not None:
-            group, place = cache.layer_index_to_group_indices[layer]
-            of_layer = cache.key_cache[place], cache.value_cache[place]
-            k_cache, v_cache = (x.view(-1, cache.block_size, *x.shape[1:]) for x in of_layer)
+            group, k_cache, v_cache = _pages(cache, layer)
             block_table = block_table[group]
         else:
             key, value = cache.update(
@@ -99,6 +98,15 @@ def paged_attention(
             query, key, value, cu_seq_lens_q, cu_seq_lens_k, *longest, scaling, True, *others, backend=backend
         )
     return out[None].contiguous(), None
+
+
+def _pages(cache: Any, layer: int) -> tuple[int, Tensor, Tensor]:
+    """A layer's group, and its pages of keys and of values, [P, S, Hkv, D]."""
+    if hasattr(cache, "get_cache_for_block_table"):
+        return cache.get_cache_for_block_table(layer)
+    group, place = cache.layer_index_to_group_indices[layer]
+    of_layer = cache.key_cache[place], cache.value_cache[place]
+    return group, *(x.view(-1, cache.block_size, *x.shape[1:]) for x in of_layer)
 
 
 # As the update of the cache is: compiled code would make two tensors of the pages, which may lie in one.
