@@ -1,8 +1,8 @@
 """The attention of transformers' continuous batching: what its attention functions are given, by TileGym's kernels.
 
 A batch is one row of tokens, those of all its requests one behind the other, without a mask. Keys and values lie in
-transformers' cache, in pages, which its ``update`` writes and reads. From transformers 5.19 on the layers call it, and
-an attention function gets all keys and values; before, that gets the cache and calls it.
+transformers' cache, in pages, which its ``update`` writes and reads. In transformers 5.24 the layers call it, and an
+attention function gets all keys and values; before, that gets the cache and calls it, from 5.19 on as the layers do.
 """
 
 import functools
@@ -55,7 +55,7 @@ def paged_attention(
     k_cache: Tensor | None = None,
     v_cache: Tensor | None = None,
     max_length_q: int | None = None,
-    max_length_k: int | None = None,
+    max_length_k: int | dict[str, int] | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | dict[str, int] | None = None,
     **kwargs,
@@ -70,7 +70,13 @@ def paged_attention(
     Returns [1, Tq, Hq, D] and no attention weights.
     """
     longest_q, longest_k = max_length_q, max_length_k
-    if cache is not None:
+    if cache is not None and who_updates_the_cache() == BY_LAYERS:
+        given = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, "block_table": block_table}
+        given |= {"read_index": read_index, "write_index": write_index}
+        key, value = cache.update(key, value, module.layer_idx, given)
+        cu_seq_lens_k, longest_k, block_table = given["cu_seq_lens_k"], given["max_length_k"], given["block_table"]
+        k_cache, v_cache = given.get("k_cache"), given.get("v_cache")
+    elif cache is not None:
         layer = module.layer_idx
         if hasattr(cache, "sliding_windows"):  # 5.18's has none
             window = cache.sliding_windows[layer]
