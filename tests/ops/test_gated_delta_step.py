@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from common import ARCHITECTURES
 from common import HAS_GPU
 from common import PyTestCase
 from common import assert_launches_compile
@@ -164,28 +163,16 @@ def test_a_gradient_is_pytorchs():
         assert gated_delta_step(**given, backend="cutile").requires_grad
 
 
-LAUNCHED = ((1, 16, 48, 128, 128, 4, 4), (1, 16, 16, 128, 128, 4, 4), (2, 2, 4, 64, 128, 2, 2))
-
-
-def launches(cases=LAUNCHED):
-    for case in cases:
+def launches():
+    for case in ((1, 16, 16, 128, 128, 4, 4), (1, 16, 48, 128, 128, 4, 4), (2, 2, 4, 64, 128, 2, 2)):
         for bias in (False, True):
             given = arguments(case, torch.bfloat16, bias=bias)
             delta_step_forward(*given.values(), True)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")
-@pytest.mark.parametrize(
-    ("cases", "architectures"),
-    [
-        (LAUNCHED[:1], ARCHITECTURES),
-        (LAUNCHED[1:], ("sm_90",)),
-        pytest.param(LAUNCHED, ARCHITECTURES, marks=pytest.mark.slow),
-    ],
-    ids=("one", "others", "all"),
-)
-def test_compiles_for_every_architecture(cases, architectures, blocks):
-    assert_launches_compile(lambda: launches(cases), architectures)
+def test_compiles_for_every_architecture(blocks):
+    assert_launches_compile(launches)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records launches on CPU tensors")

@@ -11,7 +11,6 @@ from common import gpu
 from common import randn
 from common import recorded_launches
 from common import sanitized
-from common import some
 
 from tilegym.backend import recording
 from tilegym.ops import rms_norm_linear
@@ -111,20 +110,17 @@ def test_rows_in_turn_by_their_sizes():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", some((1, None), 1), ids=str)
-def test_compile(count):
-    """With the sizes of a GPU's, on every architecture; the first sizes on all of them, the others on one."""
+def test_compile():
+    """With the sizes of a GPU's, on every architecture."""
     out = torch.empty(1, 512, dtype=torch.bfloat16)
-    for overlap, every in OVERLAPS:
-        for i, (k, *tiles) in enumerate(((4096, 1, 1024, 2), (8192, 1, 1024, 1), (1024, 8, 256, 0))):
-            architectures = every[: count if i else None]
+    for overlap, architectures in OVERLAPS:
+        for k, *tiles in ((4096, 1, 1024, 2), (8192, 1, 1024, 1), (1024, 8, 256, 0)):
             gate = torch.empty(512, k, dtype=torch.bfloat16)
             args = (gate[:1], gate[0], gate, gate, out, 1e-5, True, 0.0, True, 0, k, *tiles, overlap)
             assert_compiles(hinted(stream_gemv.stream_swiglu_kernel, occupancy=stream_gemv.BLOCKS), args, architectures)
             args = (*args[:9], 1, *args[10:])
             assert_compiles(hinted(stream_gemv.stream_swiglu_kernel, occupancy=stream_gemv.BLOCKS), args, architectures)
-        for i, (k, *tiles) in enumerate(((4096, 4, 1024, 0), (2048, 2, 1024, 2), (2880, 2, 1024, 1))):
-            architectures = every[: count if i else None]
+        for k, *tiles in ((4096, 4, 1024, 0), (2048, 2, 1024, 2), (2880, 2, 1024, 1)):
             q = torch.empty(512, k, dtype=torch.bfloat16)
             row = (q[:1], q[0], *[q] * 3, *[0] * 3, *[out] * 3)
             form = (True, 0.0, True, False, k, *tiles, overlap)
