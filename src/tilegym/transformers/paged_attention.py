@@ -22,7 +22,10 @@ BY_LAYERS, BY_ATTENTION = "by layers", "by attention"
 
 @functools.cache
 def who_updates_the_cache() -> str | None:
-    """BY_LAYERS or BY_ATTENTION; None for a transformers whose continuous batching is another one."""
+    """BY_LAYERS or BY_ATTENTION; None for a transformers whose continuous batching is another one.
+
+    Those of 5.19 to 5.23 are BY_LAYERS: attention functions call it there, but as the layers do, under their own names.
+    """
     try:
         from transformers.generation.continuous_batching.cache import PagedAttentionCache
     except ImportError:
