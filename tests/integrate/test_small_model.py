@@ -53,6 +53,14 @@ def test_what_is_said_of_each_layer_is_kept(layers):
     assert small.no_rope_layers == config.no_rope_layers and small.num_hidden_layers == layers
 
 
+def test_sections_of_a_model_that_has_few_layers():
+    """They stay as they are, whether as many layers can be shared out among them or not."""
+    if "dory" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it yet")
+    small = small_model(transformers.DoryConfig(num_hidden_layers=5, n_input_layers=1, n_output_layers=1)).model.config
+    assert (small.n_input_layers, small.n_recurrent_layers, small.n_output_layers) == (1, 3, 1)
+
+
 def test_sizes_change_and_constants_do_not():
     config = LlamaConfig(
         hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=3e-5, hidden_act="gelu",

@@ -335,7 +335,7 @@ def _shrink_number(config: dict[str, Any], name: str, value: int, layers: int, w
     if name == "loop_layer_index_end":
         return _end_of_loop(config)
     if name in (sections := _sections(config)):
-        return layers // len(sections)
+        return value if layers == sum(config[n] for n in sections) else layers // len(sections)
     if name == "num_kv_shared_layers":
         return min(value, layers // 2)
     if name == "moe_layer_end_index":
