@@ -117,7 +117,7 @@ class FakeCuda:
             "empty_cache": lambda: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr(graph_capture, "_capture_stream", lambda index: stream)
+        monkeypatch.setattr(graph_capture, "capture_stream", lambda index: stream)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()], ids=["RuntimeError", "Ctrl-C"])

@@ -20,6 +20,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from tilegym.transformers import decode_graph
 from tilegym.transformers import decode_layer
 from tilegym.transformers import monkey_patch
+from tilegym.transformers.forwards import unwrapped
 
 pytestmark = pytest.mark.skipif(
     getattr(modeling_qwen3_5, "causal_conv1d_fn", None) is None,
@@ -178,4 +179,23 @@ def test_another_activation_of_the_convolution_is_refused():
         assert "gelu" in why["causal_conv1d"] and "swiglu" in why
         patched = {op for compute, ops in DENSE.items() if compute not in why for op in ops}
         assert ops_called(model) == patched | {"linear"}
+        assert_close(logits(model), expected)
+
+
+def test_a_forward_behind_a_decorator_that_does_not_say_so(monkeypatch):
+    """As transformers 5.15 has it around the linear attention."""
+
+    def decorator(forward_func):
+        def wrapped(self, *args, **kwargs):
+            return forward_func(self, *args, **kwargs)
+
+        return wrapped
+
+    cls = modeling_qwen3_5.Qwen3_5GatedDeltaNet
+    monkeypatch.setattr(cls, "forward", decorator(unwrapped(cls.forward)))
+    model = make(QWEN3_5)
+    expected = logits(model)
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        assert {"causal_conv1d", "gated_delta_rule"} <= {e.compute for e in report.patched}
+        assert ops_called(model) >= {"causal_conv1d_fn", "chunk_gated_delta_rule"}
         assert_close(logits(model), expected)

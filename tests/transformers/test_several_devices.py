@@ -2,23 +2,37 @@
 
 import copy
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from common import gpu
 from common import some
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import BertConfig
 from transformers import BertModel
+from transformers import DeepseekV3Config
+from transformers import DeepseekV3ForCausalLM
 from transformers import LlamaConfig
 from transformers import LlamaForCausalLM
+from transformers import Qwen3_5ForCausalLM
+from transformers import Qwen3_5TextConfig
+from transformers import Qwen3MoeConfig
+from transformers import Qwen3MoeForCausalLM
+from transformers.cache_utils import StaticLayer
 
 import tilegym
 from tilegym.errors import FallbackWarning
 from tilegym.transformers import decode_graph
+from tilegym.transformers import decode_layer
 from tilegym.transformers import monkey_patch
 from tilegym.transformers import prompt_graph
 from tilegym.transformers.graph_capture import capture
+from tilegym.transformers.several_gpus import SMALL
+from tilegym.transformers.several_gpus import GraphOfSeveral
+from tilegym.transformers.several_gpus import MovedOnce
 from tilegym.transformers.side_stream import LateFlag
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -66,22 +80,139 @@ def test_an_encoder_on_the_second_gpu():
         report.revert()
 
 
+def moe() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4, vocab_size=1000)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8, num_experts_per_tok=2)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads)).eval()
+
+
+def deepseek() -> DeepseekV3ForCausalLM:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4, vocab_size=1000)
+    ranks = dict(q_lora_rank=64, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32)
+    experts = dict(n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4)
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **ranks, **experts, **heads)).eval()
+
+
+def qwen3_5() -> Qwen3_5ForCausalLM:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4, vocab_size=1000)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    linear = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32)
+    kinds = ["linear_attention", "full_attention"] * 2
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **heads, **linear, layer_types=kinds)).eval()
+
+
+MODELS = {"llama": llama, "moe": moe, "deepseek": deepseek, "qwen3_5": qwen3_5}
+
+
+def dispatched(model: nn.Module, last_layers: set[int], rotary: int = 0) -> nn.Module:
+    """``model`` over two GPUs, with these layers, the last norm and the output layer on the second one."""
+    accelerate = pytest.importorskip("accelerate")
+    places = {"model.embed_tokens": 0, "model.rotary_emb": rotary, "model.norm": 1, "lm_head": 1}
+    places |= {f"model.layers.{i}": int(i in last_layers) for i in range(4)}
+    return accelerate.dispatch_model(model, device_map=places, skip_keys=model._skip_keys_device_placement)
+
+
+def why_not(report) -> dict[str, str]:
+    return {e.compute: e.why for e in report.skipped if e.compute in ("graph", "decode_step")}
+
+
 @gpu
 @two_gpus
+@pytest.mark.parametrize("rotary", [0, 1])
 @pytest.mark.parametrize("patched_first", [True, False])
-def test_a_model_over_both_gpus(patched_first):
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_over_both_gpus(name, patched_first, rotary):
+    """Steps and prompts are graphs over both; with what the one has done is what the other goes on from."""
+    model = MODELS[name]()
+    alone = copy.deepcopy(model).to("cuda:0")
+    prompts = [IDS[:1], IDS[:1], IDS[:1], IDS, IDS, IDS[:1, :5]]
+    expected = [generated(alone, ids) for ids in prompts]
+    if patched_first:
+        report = monkey_patch.apply(model)
+    model = dispatched(model, {2, 3} if rotary else {1, 3}, rotary)
+    if not patched_first:
+        report = monkey_patch.apply(model)
+        assert not why_not(report)
+    assert sum(e.compute == "decode_step" for e in report.patched) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        for _ in range(2):
+            assert [generated(model, ids) for ids in prompts] == expected
+        session = decode_graph._sessions[model]
+        assert session.others and session.graphs
+        assert all(isinstance(graph, GraphOfSeveral) for graph in session.graphs.values())
+        assert 1 in {layer.keys.device.index for layer in session.cache.layers if isinstance(layer, StaticLayer)}
+    monkey_patch.revert(model)
+    assert generated(model) == generated(alone)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_under_hooks_that_move_inputs(name, monkeypatch):
+    """As accelerate puts them on models over several GPUs; here both are the CPU."""
+    accelerate = pytest.importorskip("accelerate")
+    model = MODELS[name]()
+    expected = generated(model)
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    ran: list[int] = []
+    feed_forward = decode_layer.feed_forward
+    monkeypatch.setattr(decode_layer, "feed_forward", lambda *args: ran.append(1) or feed_forward(*args))
+    with monkey_patch.apply(model, use_cutile=False) as report, decode_graph.eager_steps("cpu"):
+        assert not why_not(report) and not decode_graph.suits(model)
+        ran.clear()
+        found = generated(model, IDS[:1])
+    assert found == expected[:1]
+    assert len(ran) == 4 * 11
+
+
+def test_weights_that_come_and_go_have_no_graph():
     accelerate = pytest.importorskip("accelerate")
     model = llama()
-    expected = generated(copy.deepcopy(model).to("cuda:0"))
-    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
-    places |= {f"model.layers.{i}": int(i > 1) for i in range(4)}
-    if patched_first:
-        monkey_patch.apply(model)
-    model = accelerate.dispatch_model(model, device_map=places)
-    if not patched_first:
-        monkey_patch.apply(model)
-    assert [generated(model) for _ in range(3)] == [expected] * 3
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    report = monkey_patch.apply(model, use_cutile=False)
+    assert "meta" in why_not(report)["graph"]
     monkey_patch.revert(model)
+
+
+def test_what_hooks_move_again_and_again_goes_once():
+    """What was changed, here or there, goes again."""
+    moves: list[int] = []
+
+    class Moves(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.Tensor.to:
+                moves.append(id(args[0]))
+                return on_gpu(1, torch.Tensor.clone(args[0].as_subclass(torch.Tensor)))
+            return function(*args, **(kwargs or {}))
+
+    def on_gpu(index: int, tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.as_subclass(Placed)
+        made.where = torch.device("cuda", index)
+        return made
+
+    class Placed(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        @property
+        def device(self):
+            return self.where
+
+    x, large = on_gpu(0, torch.arange(3)), on_gpu(0, torch.zeros(SMALL + 1))
+    with Moves(), MovedOnce():
+        first = x.to(1, non_blocking=False)
+        assert x.to(1) is first and x.to(torch.device("cuda", 1)) is first
+        x.add_(1)
+        second = x.to(1)
+        assert second is not first and second.tolist() == [1, 2, 3]
+        second.zero_()
+        assert x.to(1).tolist() == [1, 2, 3]
+        assert len(moves) == 3
+        assert x.to("cuda:0") is not None and len(moves) == 4
+        large.to(1), large.to(1)
+        assert len(moves) == 6
 
 
 @gpu

@@ -27,7 +27,7 @@ class _Layer(StaticLayer):
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[2]
         if self.cache.started:
-            positions = self.cache.positions_of(self, count)
+            positions = self.cache.positions_of(self, count).to(key_states.device)
             self.keys.index_copy_(2, positions, key_states)
             self.values.index_copy_(2, positions, value_states)
         else:  # a prompt of many tokens, which a plain copy puts in faster
@@ -44,7 +44,8 @@ class DecodeCache(Cache):
 
     Attributes:
         capacity: how many tokens it has room for.
-        length: [1] int64, how many it holds; of all layers alike, and on the device, where graphs can count.
+        length: [1] int64, how many it holds; of all layers alike, and on the device, where graphs can count. Layers may
+            be on others.
         positions: [B, 1] int64, of the sequences' next tokens, which :meth:`advance` counts up with it; of models that
             count in several ways, such as time, height and width, [planes, B, 1].
         started: whether it holds any.

@@ -9,6 +9,7 @@ caches of the caller's) runs as transformers does it.
 """
 
 import contextlib
+import functools
 import inspect
 import threading
 import weakref
@@ -41,6 +42,9 @@ from tilegym.transformers.prompt_media import beyond_text
 from tilegym.transformers.prompt_media import is_text
 from tilegym.transformers.prompt_media import steps_agree
 from tilegym.transformers.rotary_rows import RotaryRows
+from tilegym.transformers.several_gpus import OtherGPUs
+from tilegym.transformers.several_gpus import gpus_of
+from tilegym.transformers.several_gpus import misplaced
 from tilegym.transformers.side_stream import Aside
 from tilegym.transformers.side_stream import LateFlag
 
@@ -88,9 +92,10 @@ class Session:
         self.sequences = torch.zeros(batch_size, capacity, dtype=torch.int64, device=device)
         alone = batch_size == 1 and self.positioned and not planes
         rotary = getattr(model.base_model, "rotary_emb", None) if alone else None
+        self.others = OtherGPUs(gpus_of(model)[1:]) if device.type == "cuda" else None
         self.rotary = RotaryRows(rotary, self.positions, self.cache.length, capacity, model.dtype)
-        self.prompts = PromptGraphs(model, self.cache)
-        self.embeddings = EmbeddingGraphs(model, self.cache)  # of prompts with more than text
+        self.prompts = PromptGraphs(model, self.cache, self.others)
+        self.embeddings = EmbeddingGraphs(model, self.cache, self.others)  # of prompts with more than text
         self.agreed: dict[frozenset[str], bool] = {}  # by what prompts had besides: whether steps can do without it
         self.graphs: dict[tuple[bool, bool], Any] = {}  # by whether there is padding, and whether tokens are chosen
         self.logits: dict[tuple[bool, bool], Tensor] = {}
@@ -141,7 +146,7 @@ class Session:
                 **{CACHE: self.cache},
                 **options,
             )
-        logits = outputs.logits[:, -1]
+        logits = outputs.logits[:, -1].to(self.tokens.device)
         self.cache.advance()
         if choose:
             self.choose(logits)
@@ -155,7 +160,8 @@ class Session:
     def _capture(self, model: nn.Module, how: tuple[bool, bool]) -> None:
         state = [*self.cache.state(), self.tokens]
         try:
-            graph, self.logits[how] = capture(lambda: self.compute(model, *how), state, self.tokens.device)
+            run = functools.partial(self.compute, model, *how)
+            graph, self.logits[how] = capture(run, state, self.tokens.device, None, self.others)
         except Exception as error:  # whatever a model does that a graph cannot hold
             self.graphs[how] = _NO_GRAPH
             warn(model, "decodes", error)
@@ -222,13 +228,11 @@ def suits(model: nn.Module) -> str:
         return "its tokens see those behind them"
     if not getattr(model, "_can_compile_fullgraph", False):
         return "its forward depends on values on the device"
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        return "it is spread over several devices"
     if any(parameter.is_meta for parameter in model.parameters()):  # as under accelerate's cpu_offload
         return "its weights are on the meta device"
     if any(is_wrapped(parameter) for parameter in model.parameters()):
         return "its weights are spread over several processes"
-    return ""
+    return misplaced(model)
 
 
 def generate(model: nn.Module, *args, **kwargs) -> Any:
@@ -308,7 +312,7 @@ def _sample_by_session(
     model_kwargs[CACHE] = session.cache
 
     def prefill() -> Tensor:
-        return model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
+        return model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1].to(input_ids.device)
 
     if is_text(model_kwargs, besides):
         logits = session.prompts.run(model, input_ids, mask, positions, prefill)

@@ -51,9 +51,8 @@ def attend_latents(
         cos, sin, one_half = *embeddings, False
         pairs = "to halves" if attention.config.rope_interleave else ""
     # The cache holds latents as keys and rotated keys as values.
-    qpe = rope_and_cache(
-        qpe, kpe, latents, cos, sin, kept.values, kept.keys, cache.length, one_half, pairs, backend=backend
-    )
+    into = kept.values, kept.keys, cache.length.to(qpe.device)
+    qpe = rope_and_cache(qpe, kpe, latents, cos, sin, *into, one_half, pairs, backend=backend)
     out = latent_attention(
         q, qpe, kept.keys, kept.values, attention.kv_b_proj.weight, attention.scaling, True, mask.keys, mask.kv_len,
         backend=backend,

@@ -40,7 +40,11 @@ from tilegym.transformers.decode_linear import attend_linear
 from tilegym.transformers.decode_linear import has_states
 from tilegym.transformers.decode_linear import misfit_of_linear
 from tilegym.transformers.experts import NAMES as EXPERTS
+from tilegym.transformers.forwards import function_of_forward
+from tilegym.transformers.forwards import has_its_class_forward
 from tilegym.transformers.forwards import is_bound
+from tilegym.transformers.forwards import only_moves_inputs
+from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
 
 # The parts that the step takes over; those after the first one, or the first two, own the parameters.
@@ -107,7 +111,7 @@ def _has_latents(layer: nn.Module) -> bool:
 
 
 def _is_patched(part: nn.Module | None) -> bool:
-    return part is not None and is_bound(vars(part).get("forward"))
+    return part is not None and is_bound(vars(part).get(place_of_forward(part))) and only_moves_inputs(part)
 
 
 def most_sequences(layer: nn.Module) -> int:
@@ -117,7 +121,7 @@ def most_sequences(layer: nn.Module) -> int:
 
 def _activation_of(mlp: nn.Module) -> str:
     """Of a gated MLP that is patched; empty if it has another patch than those here."""
-    make, args = mlp.forward.__func__.recipe
+    make, args = function_of_forward(mlp).recipe
     return args[2] if make is layers.gated_mlp_forward else ""
 
 
@@ -129,7 +133,7 @@ def _are_parts_known(layer: nn.Module) -> bool:
         return False
     chosen = getattr(getattr(mlp.experts, "config", None), "_experts_implementation", None)
     own = [mlp, mlp.experts]
-    if any("forward" in vars(part) for part in own) or chosen not in EXPERTS.values():
+    if not all(map(has_its_class_forward, own)) or chosen not in EXPERTS.values():
         return False
     if mlp.training or FORMULA not in vars(mlp.experts):
         return False  # in training some add noise
@@ -251,7 +255,7 @@ def attend(
         q, k = (norm(t.view(len(t), 1, -1, norm.weight.shape[0])).view(t.shape) for t, norm in both)
         norms = _NO_NORMS
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, 1, D]
-    into = q, k, v, cos, sin, kept.keys, kept.values, cache.length
+    into = q, k, v, cos, sin, kept.keys, kept.values, cache.length.to(q.device)
     one_half = sinks is not None and 2 * cos.shape[-1] == attention.head_dim  # as gpt-oss's
     if mask.keys is None:
         # Between the steps are launches of PyTorch's, which nothing behind them overtakes.

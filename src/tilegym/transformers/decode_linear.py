@@ -9,6 +9,8 @@ from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_linear
 from tilegym.ops.modules import is_hooked
 from tilegym.transformers.decode_cache import DecodeCache
+from tilegym.transformers.forwards import has_its_class_forward
+from tilegym.transformers.forwards import only_moves_inputs
 from tilegym.transformers.layers import arguments_of_norm
 from tilegym.transformers.qwen3_5.linear_attention import ACTIVATIONS
 
@@ -20,7 +22,8 @@ _TAPS = (2, 4)
 def misfit_of_linear(attention: nn.Module) -> str:
     """Why the parts of a linear attention are not those that the step takes over; empty if they are."""
     conv = attention.conv1d
-    if type(conv) is not nn.Conv1d or "forward" in vars(conv) or is_hooked(conv):
+    own = has_its_class_forward(conv) and only_moves_inputs(conv)
+    if type(conv) is not nn.Conv1d or not own or is_hooked(conv):
         return "its conv1d is more than a weight"
     if attention.activation not in ACTIVATIONS:
         return f"its activation is {attention.activation}, not silu"

@@ -81,6 +81,7 @@ class _Trial:
     def __init__(self, layer: nn.Module, rotary: nn.Module, sequences: int, seed: int, length: int) -> None:
         weight = layer.post_attention_layernorm.weight
         numbers = torch.randn(sequences, length, weight.shape[0], generator=torch.Generator().manual_seed(seed))
+        where = next(rotary.buffers(), weight).device  # layers may be on several
         self.layer, self.hidden = layer, numbers.to(weight.device, weight.dtype)
         self.linear_attention = is_linear(layer)
         index = _attention_of(layer).layer_idx
@@ -88,8 +89,10 @@ class _Trial:
         self.kinds = (*([""] * index), RECURRENT if self.linear_attention else "", "")
         by_type = "layer_type" in inspect.signature(type(rotary).forward).parameters  # as Gemma's
         types = (layer.self_attn.config.layer_types[index],) if by_type else ()
-        positions = torch.arange(length, device=weight.device) + torch.arange(sequences, device=weight.device)[:, None]
-        self.embeddings = rotary_of(rotary, self.hidden, positions, types)
+        positions = torch.arange(length, device=where) + torch.arange(sequences, device=where)[:, None]
+        found = rotary_of(rotary, self.hidden.to(where), positions, types)
+        alone = isinstance(found, Tensor)  # complex numbers, as DeepSeek-V2's
+        self.embeddings = found.to(weight.device) if alone else tuple(t.to(weight.device) for t in found)
 
     def new_cache(self) -> DecodeCache:
         sequences, length, _ = self.hidden.shape

@@ -88,6 +88,28 @@ def place_of_forward(module: nn.Module) -> str:
     return "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
 
 
+def only_moves_inputs(module: nn.Module) -> bool:
+    """Whether accelerate's hook on a module, if it has one, only takes what comes to the device of the module."""
+    hook = vars(module).get("_hf_hook")
+    return hook is None or getattr(hook, "offload", None) is False  # its AlignDevicesHook, of weights that stay
+
+
+def unwrapped(function: Callable) -> Callable:
+    """What ``inspect.unwrap`` gives, also through transformers 5.15's decorator of forwards, which does not say what it
+    wraps."""
+    function = inspect.unwrap(function)
+    free = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if "forward_func" not in free:
+        return function
+    return unwrapped(function.__closure__[free.index("forward_func")].cell_contents)
+
+
+def has_its_class_forward(module: nn.Module) -> bool:
+    """Whether nobody has put another forward on the instance, but for a hook of accelerate's around it."""
+    own = vars(module).get(place_of_forward(module))
+    return getattr(own, "__func__", own) in (None, type(module).forward)
+
+
 def function_of_forward(module: nn.Module) -> Callable:
     """The function that is a module's forward: the one that a patch has put on the instance, or its class's."""
     own = vars(module).get(place_of_forward(module))
@@ -159,7 +181,7 @@ def held(function: Callable) -> HeldFunction:
 
 def names_of(function: Callable) -> set[str]:
     """The global names that a function uses, or the innermost that it wraps."""
-    pending, names = [inspect.unwrap(function).__code__], set()
+    pending, names = [unwrapped(function).__code__], set()
     while pending:
         code = pending.pop()
         names |= set(code.co_names)

@@ -6,7 +6,6 @@ What ``tilegym integrate`` writes, and what :func:`tilegym.apply` does in memory
 import copy
 import functools
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from collections.abc import Collection
@@ -27,6 +26,7 @@ from tilegym.transformers.forwards import describe
 from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import held
 from tilegym.transformers.forwards import names_of
+from tilegym.transformers.forwards import unwrapped
 from tilegym.transformers.forwards import with_globals
 from tilegym.transformers.patching import ALREADY_PATCHED
 from tilegym.transformers.patching import Entry
@@ -188,7 +188,7 @@ def callers(
     """The modules whose forward knows ``function`` as a global, by path, and its name there."""
     found = {}
     for path, module in model.named_modules(memo=set(without)):
-        names = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+        names = getattr(unwrapped(type(module).forward), "__globals__", {})
         name = next((n for n, value in names.items() if value is function), None)
         if name is not None and name in names_of(type(module).forward):
             found[path] = module, name

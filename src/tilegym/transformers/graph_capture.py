@@ -17,6 +17,9 @@ from transformers import PreTrainedConfig
 
 from tilegym.backend import get_current_backend
 from tilegym.errors import FallbackWarning
+from tilegym.transformers.several_gpus import MovedOnce
+from tilegym.transformers.several_gpus import OtherGPUs
+from tilegym.transformers.several_gpus import capture_stream
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -56,14 +59,12 @@ def _end_for_generator(device: torch.device) -> None:
 _one_at_a_time = threading.RLock()  # of all threads
 
 
-@functools.cache
-def _capture_stream(index: int) -> torch.cuda.Stream:
-    """The stream of a GPU on which all of its graphs are captured: libraries keep memory for each that they see."""
-    return torch.cuda.Stream(index)
-
-
 def capture(
-    run: Callable[[], Any], state: list[Tensor], device: torch.device, pool: Any = None
+    run: Callable[[], Any],
+    state: list[Tensor],
+    device: torch.device,
+    pool: Any = None,
+    others: OtherGPUs | None = None,
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Captures what ``run`` launches, after two runs on a stream of their own.
 
@@ -73,6 +74,7 @@ def capture(
         device: a GPU.
         pool: of torch.cuda.graph_pool_handle, memory to share with graphs whose results are not wanted any more when
             this one is replayed; None for memory of its own.
+        others: GPUs on which ``run`` launches besides.
 
     Returns:
         (the graph, what ``run`` returned: every replay overwrites it).
@@ -86,7 +88,9 @@ def capture(
         for tensor, value in zip(state, values, strict=True):
             tensor.copy_(value)
 
-    return _captured([lambda _: run()], restore, device, pool)[0]
+    others = others or OtherGPUs(())
+    graph, result = _captured([lambda _: run()], restore, device, pool, others)[0]
+    return others.graph(graph), result
 
 
 def capture_in_turn(
@@ -96,18 +100,18 @@ def capture_in_turn(
 
     They share ``pool``, and are to be replayed in this order.
     """
-    return _captured(runs, lambda: None, device, pool)
+    return _captured(runs, lambda: None, device, pool, OtherGPUs(()))
 
 
 def _captured(
-    runs: list[Callable[[Any], Any]], restore: Callable[[], None], device: torch.device, pool: Any
+    runs: list[Callable[[Any], Any]], restore: Callable[[], None], device: torch.device, pool: Any, others: OtherGPUs
 ) -> list[tuple[torch.cuda.CUDAGraph, Any]]:
     with contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device):  # which need not be current
-        return _capture(runs, restore, device, pool)
+        return _capture(runs, restore, device, pool, others)
 
 
 def _capture(
-    runs: list[Callable[[Any], Any]], restore: Callable[[], None], device: torch.device, pool: Any
+    runs: list[Callable[[Any], Any]], restore: Callable[[], None], device: torch.device, pool: Any, others: OtherGPUs
 ) -> list[tuple[torch.cuda.CUDAGraph, Any]]:
     stream = torch.cuda.Stream(device)
     captured: list[tuple[torch.cuda.CUDAGraph, Any]] = []
@@ -119,8 +123,9 @@ def _capture(
                 restore()
         stream.synchronize()
         # Not by torch.cuda.graph, whose stream is of the GPU that was current when the process first used it.
-        stream = _capture_stream(torch.cuda.current_device())
-        with _one_at_a_time, torch.cuda.stream(stream), _NumbersAreFilledIn():
+        stream = capture_stream(torch.cuda.current_device())
+        moves = MovedOnce() if others else contextlib.nullcontext()
+        with _one_at_a_time, others.on_streams(), torch.cuda.stream(stream), moves, _NumbersAreFilledIn():
             torch.cuda.empty_cache()
             result = None
             for run in runs:
@@ -128,7 +133,8 @@ def _capture(
                 # What other threads do meanwhile (loaders that pin memory, say) is not its business, nor forbidden.
                 graph.capture_begin(pool, capture_error_mode="thread_local")
                 try:
-                    result = run(result)
+                    with others.forked(stream):
+                        result = run(result)
                 except BaseException:  # Ctrl-C too: the stream would capture for ever
                     with contextlib.suppress(RuntimeError):  # of a capture that has failed
                         graph.capture_end()

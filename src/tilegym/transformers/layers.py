@@ -25,6 +25,7 @@ from tilegym.ops import swiglu
 from tilegym.ops.autocast import is_autocast
 from tilegym.ops.modules import apply_rotary_pos_emb as rotate_first_dimensions
 from tilegym.ops.modules import apply_rotary_pos_emb_of_pairs as rotate_pairs
+from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import reproducible
 
 
@@ -66,7 +67,7 @@ def rms_norm_forward(backend: str | None, formula: NormFormula) -> Callable:
 
 def arguments_of_norm(norm: nn.Module) -> tuple[Tensor, float, float, str]:
     """Weight, eps, offset and casting of a norm that has a forward of :func:`rms_norm_forward`."""
-    _, (eps, offset, casting) = norm.forward.__func__.recipe[1]
+    _, (eps, offset, casting) = function_of_forward(norm).recipe[1]
     return norm.weight, getattr(norm, eps), offset, casting
 
 

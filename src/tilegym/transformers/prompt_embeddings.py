@@ -21,6 +21,7 @@ from tilegym.transformers.graph_capture import PLAIN
 from tilegym.transformers.prompt_graph import Given
 from tilegym.transformers.prompt_graph import Prompt
 from tilegym.transformers.prompt_graph import PromptGraphs
+from tilegym.transformers.several_gpus import OtherGPUs
 
 _RESULT = "last_hidden_state"
 # What Qwen3-VL and its like add at the places of images behind the first layers (DeepStack, arXiv 2406.04334), and the
@@ -32,8 +33,8 @@ _SEEN_TO = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", CACH
 class EmbeddingGraphs(PromptGraphs):
     """As PromptGraphs, of the model's decoder, over embeddings: hidden states [B, S, H] are what they give."""
 
-    def __init__(self, model: nn.Module, cache: DecodeCache) -> None:
-        super().__init__(model, cache)
+    def __init__(self, model: nn.Module, cache: DecodeCache, others: OtherGPUs | None = None) -> None:
+        super().__init__(model, cache, others)
         part = model.get_decoder() if hasattr(model, "get_decoder") else None
         self.suited = self.suited and part not in (None, model) and part is not getattr(model, "base_model", None)
         self._forward: Callable[..., Any] | None = None  # the decoder's own, while a prompt is read

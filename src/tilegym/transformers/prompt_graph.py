@@ -12,6 +12,7 @@ training, have none. Of prompts with more than text the part of the model that r
 (:mod:`.prompt_embeddings`).
 """
 
+import contextlib
 import inspect
 import time
 from collections.abc import Callable
@@ -31,6 +32,8 @@ from tilegym.transformers.graph_capture import is_hooked
 from tilegym.transformers.graph_capture import warn
 from tilegym.transformers.prompt_states import linear_attentions
 from tilegym.transformers.prompt_states import room_comes_first
+from tilegym.transformers.several_gpus import IndicesFollow
+from tilegym.transformers.several_gpus import OtherGPUs
 
 MOST_TOKENS = 8192  # of all sequences together: what a graph computes with stays allocated
 MOST_GRAPHS = 32  # of one session
@@ -103,10 +106,10 @@ class Prompt:
 class PromptGraphs:
     """The prompts of one session: a batch size and a cache."""
 
-    def __init__(self, model: nn.Module, cache: DecodeCache) -> None:
+    def __init__(self, model: nn.Module, cache: DecodeCache, others: OtherGPUs | None = None) -> None:
         known = inspect.signature(type(model).forward).parameters
         config = model.config.get_text_config(decoder=True)
-        self.cache = cache
+        self.cache, self.others = cache, others
         self.positioned = "position_ids" in known
         self.most = min(cache.capacity, getattr(config, "max_position_embeddings", None) or cache.capacity)
         self.linear = linear_attentions(model)
@@ -171,7 +174,10 @@ class PromptGraphs:
 
     def _compute(self, model: nn.Module, prompt: Prompt) -> Tensor:
         self.cache.set_has_states(False)
-        with room_comes_first(self.linear, self.cache, prompt.last, prompt.tokens.shape[1]):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(room_comes_first(self.linear, self.cache, prompt.last, prompt.tokens.shape[1]))
+            if self.others:
+                stack.enter_context(IndicesFollow())
             return self.call(model, prompt)
 
     def call(self, model: nn.Module, prompt: Prompt) -> Tensor:
@@ -186,7 +192,7 @@ class PromptGraphs:
             **{CACHE: self.cache},
             **options,
         )
-        return outputs.logits[:, -1]
+        return outputs.logits[:, -1].to(prompt.tokens.device)
 
     def of_prompt(self, results: Tensor, length: int) -> Tensor:
         """What of the results of :meth:`call` is of a prompt of so many tokens."""
@@ -214,7 +220,7 @@ class PromptGraphs:
             if on_gpu:
                 prompt.fill(given)
                 self.pool = self.pool or torch.cuda.graph_pool_handle()
-                captured = capture(lambda: self._compute(model, prompt), [], device, self.pool)
+                captured = capture(lambda: self._compute(model, prompt), [], device, self.pool, self.others)
                 prompt.graph, prompt.results = captured
             self._check_that_room_leaves_no_trace(model, prompt, given)
             results = self._compared(model, prompt, given, expected)

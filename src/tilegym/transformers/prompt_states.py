@@ -39,13 +39,14 @@ def room_comes_first(layers: list[nn.Module], cache: DecodeCache, last: Tensor, 
         if not is_ours(kwargs):
             return None
         hidden, mask = kwargs["hidden_states"], kwargs.get("attention_mask")
-        moved = {"hidden_states": hidden.index_select(1, there).masked_fill(empty, 0)}
+        nothing = empty.to(hidden.device)  # the layer may be on another GPU
+        moved = {"hidden_states": hidden.index_select(1, there.to(hidden.device)).masked_fill(nothing, 0)}
         if mask is not None:
-            moved["attention_mask"] = mask.index_select(1, there)
+            moved["attention_mask"] = mask.index_select(1, there.to(mask.device))
         return args, kwargs | moved
 
     def behind(module: nn.Module, args: tuple, kwargs: dict[str, Any], out: Tensor) -> Tensor | None:
-        return out.index_select(1, back) if is_ours(kwargs) else None
+        return out.index_select(1, back.to(out.device)) if is_ours(kwargs) else None
 
     with contextlib.ExitStack() as stack:
         for layer in layers:

@@ -69,7 +69,7 @@ class RotaryRows:
         """[1 or 2, 1, S, D] for ``steps`` [1, S]."""
         rows = rotary_of(self._rotary, self._like, steps, kind)
         self._alone = isinstance(rows, Tensor)
-        return rows[None] if self._alone else torch.stack(rows)
+        return (rows[None] if self._alone else torch.stack(rows)).to(self._like.device)  # it may be elsewhere
 
     def _tried(self, steps: Tensor, kind: tuple[str, ...]) -> Tensor:
         """The rows, where the first and the last of ``steps`` [1, S] get what they get alone; else an error. It waits

@@ -22,6 +22,7 @@ from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import names_of
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
+from tilegym.transformers.forwards import unwrapped
 from tilegym.transformers.forwards import with_globals
 from tilegym.transformers.patching import PatchSet
 from tilegym.transformers.patching import is_foreign
@@ -50,7 +51,7 @@ def _unpacked(create: Callable) -> Callable:
 
 def _calls(forward: Callable) -> dict[str, Callable]:
     """The mask functions that a forward calls, and what stands for them in a trace, by name."""
-    known = getattr(inspect.unwrap(forward), "__globals__", {})
+    known = getattr(unwrapped(forward), "__globals__", {})
     found = {name: known.get(name) for name in names_of(forward)}
     traced = {_CAUSAL: _CAUSAL, _SLIDING: _sliding_with_its_window()}
     return {name: traced[f] for name, f in found.items() if inspect.isfunction(f) and f in traced}

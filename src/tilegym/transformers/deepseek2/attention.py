@@ -15,6 +15,7 @@ from tilegym.ops.modules import is_hooked
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import CausalMask
 from tilegym.transformers.cache_name import CACHE
+from tilegym.transformers.forwards import only_moves_inputs
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.forwards import with_globals
 
@@ -39,7 +40,7 @@ def expands_by_its_weight(kv_b_proj: nn.Module) -> bool:
         type(kv_b_proj) is nn.Linear
         and kv_b_proj.bias is None
         and not is_hooked(kv_b_proj)
-        and "_hf_hook" not in vars(kv_b_proj)
+        and only_moves_inputs(kv_b_proj)
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilegym import ops
 from tilegym.transformers.forwards import reproducible
+from tilegym.transformers.forwards import unwrapped
 from tilegym.transformers.forwards import with_globals
 
 # The functions, by their names in the module, that are a part; and under which name older versions of transformers keep
@@ -40,7 +41,7 @@ def linear_attention_forward(original: Callable, parts: dict[str, str | None]) -
 
 def calls(original: Callable, part: str) -> bool:
     """Whether the forward of a layer calls the functions of a part as globals of its module."""
-    used = {i.argval for i in dis.get_instructions(inspect.unwrap(original)) if i.opname == "LOAD_GLOBAL"}
+    used = {i.argval for i in dis.get_instructions(unwrapped(original)) if i.opname == "LOAD_GLOBAL"}
     return used >= set(FUNCTIONS[part])
 
 
