@@ -15,10 +15,10 @@ With --models, models of random sizes with random weights are called as programs
 padding, chats, gradients, generation. Patched they are to give in fp32 what they gave, call after call, in bf16 about
 as far from fp32; and reverted, every bit.
 
-A case is a function of op, seed, --device, --reuse and --way. A failure's line says which case it is, what is wrong,
-and after a bar what the call was: ``--one OP:SEED``, with the same options, repeats it. "FAIL" is a fault of an op;
-"TIMEOUT" may be one; "RAISES" is a call that should be allowed but both backends refuse; "ERROR" is a fault of the
-fuzzer.
+A case is a function of op, seed, --device, --reuse, --way and --over. A failure's line says which case it is, what is
+wrong, and after a bar what the call was: ``--one OP:SEED``, with the same options, repeats it. "FAIL" is a fault of
+an op; "TIMEOUT" may be one; "RAISES" is a call that should be allowed but both backends refuse; "ERROR" is a fault of
+the fuzzer.
 """
 
 import argparse
@@ -78,6 +78,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="only N choices of shapes and options an op, of 1000 seeds each",
     )
     parser.add_argument("--way", choices=WAYS, help="call all cases in this way, too, instead of some in each")
+    parser.add_argument(
+        "--over",
+        type=int,
+        default=0,
+        metavar="N",
+        help="models spread over N GPUs by accelerate; with --device cpu only under its hooks",
+    )
     parser.add_argument("--alarm", type=int, default=120, metavar="SECONDS", help="a case takes at most so long (120)")
     parser.add_argument("--row", type=int, default=4, help="seeds of one op in a row, without --reuse (4)")
     parser.add_argument("--one", type=case, metavar="OP:SEED", help="run this case, and say what it is first")

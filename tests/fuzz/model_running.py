@@ -15,7 +15,9 @@ from fuzz.model_calls import Prompt
 from fuzz.model_calls import drawn_call
 from fuzz.model_calls import drawn_prompt
 from fuzz.models import drawn_model
+from fuzz.models import drawn_places
 from fuzz.models import has_experts
+from fuzz.models import spread
 from fuzz.running import Outcome
 from fuzz.running import attempt
 from tilegym.backend import use_backend
@@ -31,8 +33,13 @@ OF_GRADIENTS = 4.0  # times that, of the largest of all gradients, and of what g
 BY_CHOICE = ("tokens", "logits of steps")  # differ in bf16 once rounding has decided
 
 
-def run_model(family: str, seed: int, device: str = "cpu", show: Callable[[str], None] | None = None) -> Outcome:
-    """Runs the case ``seed`` of a family; ``show`` gets its text before it runs."""
+def run_model(
+    family: str, seed: int, device: str = "cpu", show: Callable[[str], None] | None = None, over: int = 0
+) -> Outcome:
+    """Runs the case ``seed`` of a family; ``show`` gets its text before it runs.
+
+    ``over``: so many GPUs that the model is spread over by accelerate, whose hooks a model on a CPU gets besides.
+    """
     rng = random.Random(f"{family}/{seed}")
     model, text = drawn_model(rng, family, device)
     backend = "cutile" if device == "cuda" or rng.random() < 0.3 else "pytorch"
@@ -40,8 +47,14 @@ def run_model(family: str, seed: int, device: str = "cpu", show: Callable[[str],
     exact = copy.deepcopy(model).to(torch.float32 if half else torch.float64)
     exact.config._experts_implementation = "eager"  # others have no fp64
     model = model.bfloat16() if half else model
-    patched = copy.deepcopy(model)
+    patched, late = copy.deepcopy(model), False
     text = f"{'bf16' if half else 'fp32'}, {backend}, {text}"
+    if over:
+        drawn = random.Random(f"{family}/{seed}/{over}")
+        devices = [torch.device(device, i) if device == "cuda" else torch.device(device) for i in range(over)]
+        places, late = drawn_places(drawn, model, devices), drawn.random() < 0.3
+        text = f"{text}, over {[place.index for place in places.values()]}{' once patched' * late}"
+        model, patched = (spread(m, places) if m is model or not late else m for m in (model, patched))
     if show is not None:
         show(text)
     begin, taken = time.monotonic(), 0
@@ -50,6 +63,7 @@ def run_model(family: str, seed: int, device: str = "cpu", show: Callable[[str],
             tilegym.apply(patched, use_cutile=backend == "cutile")
         except TileGymError as error:
             return Outcome("unsupported", f"{error} | {text}")
+        patched = spread(patched, places) if late else patched
         for _ in range(NUMBER[device]):
             if time.monotonic() - begin > SECONDS:
                 break
@@ -77,7 +91,7 @@ class Trial:
     def call(self, model: torch.nn.Module) -> Results:
         with torch.no_grad():
             results = CALLS[self.name](model, self.prompt, random.Random(self.seed))
-        return {name: t.detach().clone() for name, t in results.items()}
+        return {name: t.detach().to(self.device, copy=True) for name, t in results.items()}
 
     def run(self, model: torch.nn.Module, patched: torch.nn.Module, exact: torch.nn.Module) -> bool:
         """Fails if the patched model gives something else; ``exact``: the model in the next wider dtype.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "transformers"))  # where tiny_models is
 
@@ -112,7 +113,7 @@ def drawn_options(rng: random.Random, family: str) -> dict[str, Any]:
     return copy.deepcopy(options)  # configurations write to what they are given
 
 
-def drawn_model(rng: random.Random, family: str, device: str) -> tuple[torch.nn.Module, str]:
+def drawn_model(rng: random.Random, family: str, device: str) -> tuple[nn.Module, str]:
     """A model in eval mode, and what of its configuration is not common to all."""
     prefix, own = FAMILIES[family]
     model_class = getattr(transformers, prefix + "ForCausalLM")
@@ -133,6 +134,35 @@ def drawn_model(rng: random.Random, family: str, device: str) -> tuple[torch.nn.
     return model.to(device), f"{special}, {attention or 'default'} attention"
 
 
-def has_experts(model: torch.nn.Module) -> bool:
+def drawn_places(rng: random.Random, model: nn.Module, devices: list[torch.device]) -> dict[str, torch.device]:
+    """A device map: for each layer, and for each module beside the layers."""
+    layers = model.config.num_hidden_layers
+    tied, places = model.config.tie_word_embeddings, {}
+
+    def place(path: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            at = f"{path}.{name}" if path else name
+            if isinstance(child, nn.ModuleList) and len(child) == layers:
+                places.update({f"{at}.{i}": rng.choice(devices) for i in range(layers)})
+            elif any(isinstance(m, nn.ModuleList) and len(m) == layers for m in child.modules()):
+                place(at, child)
+            else:
+                embeds = child is model.get_input_embeddings() or (tied and child is model.get_output_embeddings())
+                places[at] = devices[0] if embeds else rng.choice(devices)
+
+    place("", model)
+    return places
+
+
+def spread(model: nn.Module, places: dict[str, torch.device]) -> nn.Module:
+    """``model`` under accelerate's hooks, as transformers loads one with ``device_map``."""
+    import accelerate
+
+    main = next(iter(places.values()))
+    skipped = model._skip_keys_device_placement
+    return accelerate.dispatch_model(model, places, main_device=main, skip_keys=skipped, force_hooks=True)
+
+
+def has_experts(model: nn.Module) -> bool:
     """Whether rounding may decide which weights a token meets."""
     return any("expert" in name for name, _ in model.named_parameters())

@@ -122,7 +122,7 @@ def run_one(
     try:
         with alarm(args.alarm):
             if name in FAMILIES:
-                outcome = run_model(name, seed, args.device, show)
+                outcome = run_model(name, seed, args.device, show, args.over)
             else:
                 outcome = run_case(name, seed, args.device, args.reuse, args.way, show)
     except TimeoutError as error:

@@ -30,6 +30,16 @@ def test_case(family, seed):
     assert outcome.status == "ok", outcome.text
 
 
+@pytest.mark.parametrize("family, seed", [("llama", KERNELS), ("qwen3_moe", 1)])
+def test_case_under_hooks(family, seed, monkeypatch):
+    """Of a model that accelerate moves inputs for: before it is patched, and then."""
+    spread, hooked = model_running.spread, []
+    monkeypatch.setattr(model_running, "spread", lambda *args: hooked.append(spread(*args)) or hooked[-1])
+    outcome = run_model(family, seed, device(), over=max(1, torch.cuda.device_count()))
+    assert outcome.status == "ok", outcome.text
+    assert len(hooked) == 2 and all(hasattr(model.get_input_embeddings(), "_hf_hook") for model in hooked)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_are_taken(name):
     """By models as they are: what transformers refuses is not compared. Each way to generate is drawn by some seed."""
