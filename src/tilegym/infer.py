@@ -82,6 +82,9 @@ def infer(
         help="A picture before every prompt, of a model that reads them: a file, or a size such as 896x896 for noise. "
         "May be repeated.",
     ),
+    gpus: int = typer.Option(
+        1, "--gpus", min=1, help="Spread the layers over so many GPUs; with more than one, accelerate has to be there."
+    ),
     precision: str = typer.Option("bfloat16", "--precision", help=", ".join(models.PRECISIONS)),
     num_runs: int = typer.Option(3, "--num_runs", min=1, help="Timed runs."),
     warmup_runs: int = typer.Option(
@@ -125,6 +128,7 @@ def infer(
         output_length=output_length,
         batch_size=batch_size,
         image=tuple(image),
+        gpus=gpus,
         precision=precision,
         num_runs=num_runs,
         warmup_runs=warmup_runs,

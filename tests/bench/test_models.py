@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save_file
 
 from tilegym.bench import models
+from tilegym.bench import placement
 from tilegym.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -204,7 +205,7 @@ def test_a_tokenizer_class_that_starts_out_empty_is_none(tmp_path):
 
 
 def test_weights_larger_than_the_memory_are_refused_before_they_are_built(monkeypatch):
-    monkeypatch.setattr(models, "free_memory", lambda device: 10 * 2**30)
+    monkeypatch.setattr(placement, "free_memory", lambda device: 10 * 2**30)
     with pytest.raises(ModelError, match="out of memory: the weights take 15.0 GiB in bfloat16 and 10.0 GiB are free"):
         models.load("llama-3.1-8b", torch.bfloat16, CPU, random_weights=True)
 
@@ -218,7 +219,7 @@ def test_weights_larger_than_the_memory_are_refused_before_they_are_built(monkey
     ],
 )
 def test_keys_and_values_larger_than_the_memory_are_refused(changes, gib, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "free_memory", lambda device: 10 * 2**30)
+    monkeypatch.setattr(placement, "free_memory", lambda device: 10 * 2**30)
     config = models.load_config(write_config(tmp_path / "config.json", **changes), random_weights=True)
     with pytest.raises(ModelError, match=f"of {2**20} x 1024 tokens take {gib:.1f} GiB and 10.0 GiB are free on cpu"):
         models.check_cache_memory(config, torch.bfloat16, CPU, sequences=2**20, tokens=1024)
@@ -235,7 +236,7 @@ def test_failed_allocations_are_explained():
 
 
 def test_free_memory():
-    free = models.free_memory(CPU)
+    free = placement.free_memory(CPU)
     assert free is None or 2**20 < free < 2**50
 
 

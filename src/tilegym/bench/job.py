@@ -22,6 +22,7 @@ from tilegym.bench import generate
 from tilegym.bench import generate_peer
 from tilegym.bench import images
 from tilegym.bench import models
+from tilegym.bench import placement
 from tilegym.bench import prompts
 from tilegym.bench.compare import Comparison
 from tilegym.bench.compare import collect_logits
@@ -50,6 +51,7 @@ class ModelOptions:
     precision: str = "bfloat16"
     report_kernel_coverage: bool = False
     trust_remote_code: bool = False
+    gpus: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,6 +89,9 @@ class Options(ModelOptions):
 
     def check(self) -> None:
         super().check()
+        if self.gpus > 1 and self.interpret:
+            raise ModelError("--interpret runs on the CPU: leave out --gpus")
+        placement.check(self.gpus)
         generate_peer.check(self.peer)
         images.check(self.image)
 
@@ -124,7 +129,7 @@ class Result:
         return {
             "tilegym": tilegym.__version__,
             "torch": torch.__version__,
-            "device": device_name(self.device),
+            "device": device_name(self.device, self.options.gpus),
             "backend": self.backend,
             "interpreted": self.options.interpret,
             "model": self.model,
@@ -148,9 +153,9 @@ class Result:
         }
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: torch.device, gpus: int = 1) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return f"{gpus} x {torch.cuda.get_device_name(device)}" if gpus > 1 else torch.cuda.get_device_name(device)
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
@@ -238,11 +243,12 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
     tell_of_patch(config, options, tell)
     # Before the prompts are repeated to fill the batch: at least this much.
     fewest = (options.input_length or 1) + options.output_length
-    models.check_cache_memory(config, dtype, device, options.batch_size or 1, fewest)
-    tell(f"{'building' if options.random_weights else 'loading'} {options.model_id} on {device_name(device)}")
+    models.check_cache_memory(config, dtype, device, options.batch_size or 1, fewest, options.gpus)
+    where = device_name(device, options.gpus)
+    tell(f"{'building' if options.random_weights else 'loading'} {options.model_id} on {where}")
     loaded = models.load(
         options.model_id, dtype, device, options.random_weights, config, trust_remote_code=trusted,
-        images=bool(options.image),
+        images=bool(options.image), gpus=options.gpus,
     )  # fmt: skip
     sizes, text_config = (options.batch_size, options.input_length), config.get_text_config(decoder=True)
     if options.image:
@@ -251,7 +257,9 @@ def run_job(options: Options, tell: Callable[[str], None] = lambda line: None) -
         batches = prompts.make_batches(texts, loaded.tokenizer, text_config, *sizes)
     prompts.check_length(batches, options.output_length, text_config)
     for batch in batches:
-        models.check_cache_memory(config, dtype, device, batch.size, batch.prompt_length + options.output_length)
+        models.check_cache_memory(
+            config, dtype, device, batch.size, batch.prompt_length + options.output_length, options.gpus
+        )
     result = Result(options, device, backend, describe(loaded), batches)
     if notice:
         result.notices.append(notice)

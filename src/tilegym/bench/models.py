@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tilegym.bench import placement
 from tilegym.errors import ModelError
 
 PRESET_DIR = Path(__file__).parent / "presets"
@@ -163,6 +164,7 @@ def load(
     seed: int = 0,
     trust_remote_code: bool = False,
     images: bool = False,
+    gpus: int | None = None,
 ) -> LoadedModel:
     """Loads a model for greedy generation of a fixed number of tokens.
 
@@ -175,6 +177,7 @@ def load(
         seed: of the random weights.
         trust_remote_code: whether code that comes with the model may run.
         images: whether it is to read images, too.
+        gpus: over how many its layers are spread, where the caller can do that; ``device`` is the first of them.
 
     Raises:
         ModelError: the model is missing, broken, no causal language model, or too large for the memory that is free.
@@ -183,13 +186,21 @@ def load(
 
     config = config or load_config(model_id, random_weights, trust_remote_code, images)
     extra, auto_class = {"trust_remote_code": True} if trust_remote_code else {}, _auto_class(config, images)
-    check_memory(config, dtype, device, images)
+    check_memory(config, dtype, device, images, gpus)
+    places = None
     with out_of_memory_is_explained(device):
         try:
+            if (gpus or 1) > 1:
+                with torch.device("meta"):
+                    model = auto_class.from_config(config, dtype=dtype, **extra)
+                places = placement.places_of(model, dtype, placement.devices_of(device, gpus))
             if random_weights:
                 torch.manual_seed(seed)
-                with torch.device(device):
-                    model = auto_class.from_config(config, dtype=dtype, **extra)
+                if places:
+                    model = placement.filled(model, places)
+                else:
+                    with torch.device(device):
+                        model = auto_class.from_config(config, dtype=dtype, **extra)
             else:
                 model, info = auto_class.from_pretrained(
                     model_id,
@@ -197,10 +208,11 @@ def load(
                     dtype=dtype,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # _check_complete names them
+                    device_map=places,
                     **extra,
                 )
                 _check_complete(model_id, info)
-                model = model.to(device)
+                model = model if places else model.to(device)
         except Exception as error:  # a damaged file fails in whichever library reads it
             if isinstance(error, ModelError) or is_out_of_memory(error):
                 raise
@@ -324,16 +336,19 @@ def count_parameters(config: Any, images: bool = False) -> int:
         ) from error
 
 
-def check_memory(config: Any, dtype: torch.dtype, device: torch.device, images: bool = False) -> None:
-    """Raises ModelError if the weights alone exceed the free memory of ``device``.
+def check_memory(
+    config: Any, dtype: torch.dtype, device: torch.device, images: bool = False, gpus: int | None = None
+) -> None:
+    """Raises ModelError if the weights alone exceed the free memory of ``device``, or of as many ``gpus``.
 
     On a CPU the operating system would otherwise kill the process without a word.
     """
+    more = gpus is not None and device.type == "cuda" and gpus < torch.cuda.device_count()
     _require(
         count_parameters(config, images) * dtype.itemsize,
-        device,
+        placement.devices_of(device, gpus or 1),
         f"the weights take {{}} in {str(dtype).removeprefix('torch.')}",
-        "a smaller model, a 16-bit --precision, or a device with more memory",
+        f"a smaller model, a 16-bit --precision, or {'more --gpus' if more else 'a device with more memory'}",
     )
 
 
@@ -341,14 +356,17 @@ def check_training_memory(config: Any, dtype: torch.dtype, device: torch.device,
     """Raises ModelError if weights, gradients and, ``with_adamw``, its moments exceed the free memory of ``device``."""
     _require(
         count_parameters(config) * dtype.itemsize * (4 if with_adamw else 2),
-        device,
+        [device],
         f"weights, gradients{' and the moments of AdamW' if with_adamw else ''} take {{}}",
         f"a smaller --num_layers{', --optimizer none' if with_adamw else ''} or a device with more memory",
     )
 
 
-def check_cache_memory(config: Any, dtype: torch.dtype, device: torch.device, sequences: int, tokens: int) -> None:
-    """Raises ModelError if the keys and values of ``sequences`` x ``tokens`` exceed the free memory of ``device``.
+def check_cache_memory(
+    config: Any, dtype: torch.dtype, device: torch.device, sequences: int, tokens: int, gpus: int = 1
+) -> None:
+    """Raises ModelError if the keys and values of ``sequences`` x ``tokens`` exceed the free memory of ``device``, or
+    of as many ``gpus``.
 
     Layers that do not keep every token, and those of configs with names of their own, are not counted.
     """
@@ -363,29 +381,18 @@ def check_cache_memory(config: Any, dtype: torch.dtype, device: torch.device, se
     head_dim = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
     _require(
         2 * layers * kv_heads * head_dim * kept * sequences * dtype.itemsize,
-        device,
+        placement.devices_of(device, gpus),
         f"the keys and values of {sequences} x {tokens} tokens take {{}}",
         "a smaller --batch_size or --output_length, or shorter prompts",
     )
 
 
-def _require(needed: int, device: torch.device, what: str, remedy: str) -> None:
-    free = free_memory(device)
-    if free is not None and needed > free:
-        needs, has = what.format(f"{needed / 2**30:.1f} GiB"), f"{free / 2**30:.1f} GiB"
-        raise ModelError(f"out of memory: {needs} and {has} are free on {device}; take {remedy}")
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on ``device``; None where the system does not tell."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+def _require(needed: int, devices: list[torch.device], what: str, remedy: str) -> None:
+    free = [placement.free_memory(device) for device in devices]
+    if None not in free and needed > sum(free):
+        needs, has = what.format(f"{needed / 2**30:.1f} GiB"), f"{sum(free) / 2**30:.1f} GiB"
+        where = " and ".join(map(str, devices))
+        raise ModelError(f"out of memory: {needs} and {has} are free on {where}; take {remedy}")
 
 
 _SMALLER = "take a smaller --batch_size, --output_length, shorter prompts, a smaller model or a 16-bit --precision"

@@ -65,7 +65,7 @@ def show_setup(result: Any, console: Console, work: str) -> None:
     weights = "random weights" if model["random_weights"] else "trained weights"
     rows = {
         "model": f"{model['id']} ({model['type']}, {_count(model['parameters'])} parameters, {weights})",
-        "device": f"{device_name(result.device)}, {result.options.dtype_name}",
+        "device": f"{device_name(result.device, result.options.gpus)}, {result.options.dtype_name}",
         "kernels": "unpatched" if result.backend is None else f"TileGym, backend {result.backend}",
         "work": work,
     }
