@@ -78,11 +78,13 @@ def test_weights_are_those_of_the_class(family):
 
 def test_too_few_gpus_are_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ModelError, match="--gpus 2: there are 0 here; take at most 1, or leave it out"):
+    with pytest.raises(ModelError, match="--gpus 2: this machine has no GPU to use; leave it out"):
         job.Options(model_id="llama-3.1-8b", random_weights=True, gpus=2).check()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     job.Options(model_id="llama-3.1-8b", random_weights=True, gpus=2).check()
+    with pytest.raises(ModelError, match="--gpus 3: this machine has 2 GPUs to use; take --gpus 2"):
+        job.Options(model_id="llama-3.1-8b", random_weights=True, gpus=3).check()
     flags = dict(use_tilegym=True, use_cutile=True, interpret=True)
     with pytest.raises(ModelError, match="--interpret runs on the CPU: leave out --gpus"):
         job.Options(model_id="llama-3.1-8b", random_weights=True, gpus=2, **flags).check()

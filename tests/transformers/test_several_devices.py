@@ -30,6 +30,7 @@ from tilegym.transformers import decode_layer
 from tilegym.transformers import monkey_patch
 from tilegym.transformers import prompt_graph
 from tilegym.transformers.graph_capture import capture
+from tilegym.transformers.late_logits import LateLogits
 from tilegym.transformers.several_gpus import SMALL
 from tilegym.transformers.several_gpus import GraphOfSeveral
 from tilegym.transformers.several_gpus import MovedOnce
@@ -108,10 +109,10 @@ def qwen3_5() -> Qwen3_5ForCausalLM:
 MODELS = {"llama": llama, "moe": moe, "deepseek": deepseek, "qwen3_5": qwen3_5}
 
 
-def dispatched(model: nn.Module, last_layers: set[int], rotary: int = 0) -> nn.Module:
-    """``model`` over two GPUs, with these layers, the last norm and the output layer on the second one."""
+def dispatched(model: nn.Module, last_layers: set[int], rotary: int = 0, head: int = 1) -> nn.Module:
+    """``model`` over two GPUs, with these layers and the last norm on the second one."""
     accelerate = pytest.importorskip("accelerate")
-    places = {"model.embed_tokens": 0, "model.rotary_emb": rotary, "model.norm": 1, "lm_head": 1}
+    places = {"model.embed_tokens": 0, "model.rotary_emb": rotary, "model.norm": 1, "lm_head": head}
     places |= {f"model.layers.{i}": int(i in last_layers) for i in range(4)}
     return accelerate.dispatch_model(model, device_map=places, skip_keys=model._skip_keys_device_placement)
 
@@ -166,6 +167,54 @@ def test_steps_under_hooks_that_move_inputs(name, monkeypatch):
         found = generated(model, IDS[:1])
     assert found == expected[:1]
     assert len(ran) == 4 * 11
+
+
+def step_of(model: nn.Module) -> tuple:
+    """Loss, gradients and what stands for the logits, of a training step."""
+    model.train().zero_grad()
+    ids = IDS.to(model.get_input_embeddings().weight.device)
+    outputs = model(ids, labels=ids)
+    outputs.loss.backward()
+    return outputs.loss.detach(), {n: p.grad.cpu() for n, p in model.named_parameters()}, outputs.logits
+
+
+def assert_same_step(found: tuple, expected: tuple) -> None:
+    """And its logits are not there, until they are read."""
+    (loss, gradients, logits), (its_loss, its_gradients, its_logits) = found, expected
+    assert isinstance(logits, LateLogits) and not logits.is_whole
+    torch.testing.assert_close(loss, its_loss, rtol=1e-5, atol=1e-5)
+    for name, gradient in its_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+    assert loss.device == logits.device == its_logits.device
+    torch.testing.assert_close(logits.detach() + 0, its_logits.detach(), rtol=1e-3, atol=1e-4)
+    assert logits.is_whole
+
+
+def test_a_training_step_under_hooks_that_move_inputs():
+    accelerate = pytest.importorskip("accelerate")
+    model = llama()
+    expected = step_of(model)
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    with monkey_patch.apply(model, use_cutile=False) as report:
+        assert not [e for e in report.skipped if e.compute == "loss"]
+        assert_same_step(step_of(model), expected)
+
+
+@gpu
+@two_gpus
+@pytest.mark.parametrize("head", [0, 1])
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_a_training_step_over_both_gpus(patched_first, head):
+    model = llama()
+    expected = step_of(copy.deepcopy(model).to("cuda:0"))
+    if patched_first:
+        monkey_patch.apply(model)
+    model = dispatched(model, {2, 3}, head=head)
+    if not patched_first:
+        monkey_patch.apply(model)
+    for _ in range(2):
+        assert_same_step(step_of(model), expected)
+    monkey_patch.revert(model)
 
 
 def test_weights_that_come_and_go_have_no_graph():

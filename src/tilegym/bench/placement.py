@@ -13,7 +13,8 @@ def check(gpus: int) -> None:
     """Raises ModelError if a model cannot be spread over so many GPUs here; one, or a CPU, is always possible."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus > 1 and gpus > there:
-        raise ModelError(f"--gpus {gpus}: there are {there} here; take at most {max(there, 1)}, or leave it out")
+        remedy = f"take --gpus {there}" if there > 1 else "leave it out"
+        raise ModelError(f"--gpus {gpus}: this machine has {there or 'no'} GPU{'s' * (there > 1)} to use; {remedy}")
     if gpus > 1 and importlib.util.find_spec("accelerate") is None:
         raise ModelError(f"--gpus {gpus} needs accelerate: pip install accelerate")
 

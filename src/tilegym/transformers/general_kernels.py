@@ -212,13 +212,16 @@ def cross_entropy(shift: bool = True, backend: str | None = None) -> Callable:
     def loss(logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift else labels
-        target = shift_labels.to(logits.device).reshape(-1)
+        target = shift_labels.reshape(-1)
         options = {"reduction": "mean" if num_items_in_batch is None else "sum", "backend": backend}
         if isinstance(logits, LateLogits) and logits.gives_factors:
             hidden, weight, bias = logits.factors()
             hidden = hidden.reshape(-1, hidden.shape[-1])
+            target = target.to(hidden.device)  # where the output layer is: late logits may have been moved
             total = ops.fused_linear_cross_entropy(hidden, weight, target, bias, ignore_index, **options)
+            total = total.to(logits.device)
         else:
+            target = target.to(logits.device)
             total = ops.cross_entropy(logits.reshape(-1, logits.shape[-1]), target, ignore_index, **options)
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)

@@ -19,7 +19,10 @@ from torch.utils._pytree import tree_map_only
 from tilegym.errors import LateLogitsError
 from tilegym.ops.autocast import is_autocast
 from tilegym.ops.modules import is_hooked
+from tilegym.transformers.forwards import has_its_class_forward
 from tilegym.transformers.forwards import is_bound
+from tilegym.transformers.forwards import only_moves_inputs
+from tilegym.transformers.forwards import place_of_forward
 
 _aten = torch.ops.aten
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -108,17 +111,18 @@ class _Late(torch.autograd.Function):
 
 
 class LateLogits(Tensor):
-    """The logits [..., V] of a :class:`_Product`, and of ``steps`` behind it (casts to fp32, constant factors)."""
+    """The logits [..., V] of a :class:`_Product`, and of ``steps`` behind it (casts to fp32, constant factors, moves to
+    another GPU)."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, product: _Product, steps: tuple = (), box: list | None = None) -> "LateLogits":
         hidden, weight, _ = product.given
-        dtype = torch.float32 if any(step[0] is _aten._to_copy.default for step in steps) else product.dtype
-        return Tensor._make_wrapper_subclass(
-            cls, (*hidden.shape[:-1], len(weight)), dtype=dtype, device=hidden.device, storage_size=0
-        )
+        made = {"dtype": product.dtype, "device": hidden.device}
+        for _, _, options in steps:
+            made |= {name: value for name, value in options.items() if name in made}
+        return Tensor._make_wrapper_subclass(cls, (*hidden.shape[:-1], len(weight)), storage_size=0, **made)
 
     def __init__(self, product: _Product, steps: tuple = (), box: list | None = None) -> None:
         self._product, self._steps = product, steps
@@ -166,9 +170,13 @@ class LateLogits(Tensor):
         product = self._product if torch.is_grad_enabled() else self._product.detached()
         if function is _aten.clone.default:  # as DistributedDataParallel does
             return LateLogits(product, self._steps)
-        to_fp32 = function is _aten._to_copy.default and options == {"dtype": torch.float32}
+        copied = function is _aten._to_copy.default
+        to_fp32 = copied and options == {"dtype": torch.float32}
+        device, same = options.get("device"), {"dtype": self.dtype, "layout": self.layout}
+        kept = {name: value for name, value in options.items() if name not in ("device", "non_blocking")}
+        moved = copied and device is not None and device.type == self.device.type and kept.items() <= same.items()
         scaled = function in _FACTORS and type(arguments[0]) in (int, float) and not options
-        if to_fp32 or scaled:
+        if to_fp32 or moved or scaled:
             return LateLogits(product, (*self._steps, (function, arguments, options)))
         return None
 
@@ -241,6 +249,8 @@ def late_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
     weight, bias, kind = head.weight, head.bias, hidden.device.type
     if kind == "meta" or torch._C._are_functorch_transforms_active():
         return head(hidden)
+    if "_hf_hook" in vars(head):
+        hidden = hidden.to(weight.device)
     casts = is_autocast(hidden)
     dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
     usual = dtype in DTYPES and hidden.dim() > 1
@@ -253,12 +263,13 @@ def late_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def is_plain(head: nn.Module | None) -> bool:
-    """Whether it is a linear layer and nothing but that: no adapter, quantisation, hook, or forward of others."""
-    if type(head) is not nn.Linear:
+    """Whether it is a linear layer and nothing but that: no adapter, quantisation, hook, or forward of others. A hook
+    of accelerate's may take hidden states to it."""
+    if type(head) is not nn.Linear or not only_moves_inputs(head):
         return False
-    own = vars(head).get("forward")
+    own = vars(head).get(place_of_forward(head))
     ours = is_bound(own) and getattr(own.__func__, "is_linear", False)
-    return (own is None or ours) and not is_hooked(head)
+    return (has_its_class_forward(head) or ours) and not is_hooked(head)
 
 
 def twin_of(module: nn.Module, **own: Any) -> nn.Module:
