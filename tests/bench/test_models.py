@@ -25,6 +25,7 @@ SIZES = {
     "gpt-oss-20b": 20.9,
     "granite-3.1-8b": 8.17,
     "internvl3-8b": 7.94,
+    "llama-3.1-70b": 70.6,
     "llama-3.1-8b": 8.03,
     "llama-3.2-1b": 1.24,
     "llava-1.5-7b": 7.06,
