@@ -11,8 +11,10 @@ from common import gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym.transformers import graph_capture
+from tilegym.transformers import several_gpus
 from tilegym.transformers.graph_capture import _NumbersAreFilledIn
 from tilegym.transformers.graph_capture import capture
+from tilegym.transformers.several_gpus import OtherGPUs
 
 
 def eager_mask(mask, dtype):
@@ -104,20 +106,39 @@ class FakeCuda:
         graph = types.SimpleNamespace(
             capture_begin=lambda pool, capture_error_mode: self.events.append("begin"),
             capture_end=lambda: self.events.append("end"),
+            replay=lambda: self.events.append("replay"),
         )
         waits = {"synchronize": lambda: self.events.append("wait")}
-        stream = types.SimpleNamespace(wait_stream=lambda other: None, **waits)
+        stream = types.SimpleNamespace(name="0", **waits)
+        stream.wait_stream = lambda other: other is stream or self.events.append(f"0 behind {other.name}")
+        self.others = {index: self._stream(str(index)) for index in (1, 2)}
         for name, fake in {
             "CUDAGraph": lambda: graph,
             "Stream": lambda device: stream,
-            "current_stream": lambda: stream,
+            "current_stream": lambda device=None: stream if device is None else self.others[device.index],
             "current_device": lambda: 0,
             "stream": lambda stream: contextlib.nullcontext(),
             **waits,
             "empty_cache": lambda: None,
+            "device": lambda device: contextlib.nullcontext(),
+            "MemPool": lambda: "pool",
+            "use_mem_pool": self._memory,
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(graph_capture, "capture_stream", lambda index: stream)
+        monkeypatch.setattr(several_gpus, "capture_stream", lambda index: self.others[index])
+
+    @contextlib.contextmanager
+    def _memory(self, pool, device):
+        self.events.append(f"{pool} of {device.index}")
+        try:
+            yield
+        finally:
+            self.events.append(f"no {pool} of {device.index}")
+
+    def _stream(self, name: str) -> types.SimpleNamespace:
+        note = lambda other: self.events.append(f"{name} behind {other.name}")  # noqa: E731
+        return types.SimpleNamespace(name=name, wait_stream=note)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()], ids=["RuntimeError", "Ctrl-C"])
@@ -139,3 +160,30 @@ def test_every_capture_ends(monkeypatch, error, fails_at):
     expected = ["run", "run", "wait", "begin", "run", "end"]
     assert cuda.events == (["run", "wait"] if fails_at == 1 else [*expected, "wait"] if fails_at else expected)
     assert not state.any()
+
+
+def test_a_graph_over_several_gpus(monkeypatch):
+    """What the others launch belongs to the capture, and to the replay: nobody overtakes either."""
+    cuda = FakeCuda(monkeypatch)
+    others = OtherGPUs((torch.device("cuda", 1), torch.device("cuda", 2)))
+    graph, result = capture(lambda: cuda.events.append("run") or 7, [], torch.device("cpu"), None, others)
+    forked = ["1 behind 0", "pool of 1", "2 behind 0", "pool of 2"]
+    joined = ["0 behind 1", "0 behind 2", "no pool of 2", "no pool of 1"]
+    assert result == 7
+    assert cuda.events == ["run", "run", "wait", "begin", *forked, "run", *joined, "end"]
+    cuda.events.clear()
+    graph.replay()
+    assert cuda.events == ["0 behind 1", "0 behind 2", "replay", "1 behind 0", "2 behind 0"]
+
+
+def test_a_capture_that_fails_gives_memory_of_other_gpus_back(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+
+    def run():
+        cuda.events.append("run")
+        if cuda.events.count("run") == 3:
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        capture(run, [], torch.device("cpu"), None, OtherGPUs((torch.device("cuda", 1),)))
+    assert cuda.events[-3:] == ["no pool of 1", "end", "wait"]
