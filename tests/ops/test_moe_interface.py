@@ -204,7 +204,7 @@ class Test_Router(PyTestCase):
         hidden = hidden if model == "gpt_oss" else hidden.view(2, 10, 64)
         logits, weights, ids = made(hidden)
         formula = prepare_router(made)
-        assert formula.wide == (model.startswith("deepseek") and dtype == torch.bfloat16)
+        assert formula.wide == model.startswith("deepseek")
         # Softmax over the chosen is the softmax over all, renormalized.
         assert formula.renormalize == (model in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"))
         assert formula.num_groups == (3 if model.startswith("deepseek") else 1)
@@ -226,6 +226,43 @@ class Test_Router(PyTestCase):
             logits, _, _ = router_forward(made, x, formula=formula, backend=backend)
             assert logits.dtype == torch.float32
             torch.testing.assert_close(logits, made(x)[0], rtol=1e-5, atol=1e-5)
+
+    @backends("linear")
+    @pytest.mark.parametrize("tokens", [1, 20])
+    @pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v3"])
+    def test_a_weight_that_is_kept_in_fp32(self, backend, model, tokens):
+        """As transformers loads it from checkpoints in 16 bits, whose hidden states then come in these."""
+        made, hidden = router(model, torch.float32), randn(tokens, 64, dtype=torch.bfloat16)
+        formula = prepare_router(made)
+        with use_backend(backend):
+            found, expected = router_forward(made, hidden, formula=formula), made(hidden)
+        assert [t.dtype for t in found] == [t.dtype for t in expected]
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[1].sort(-1).values, expected[1].sort(-1).values, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_weights_in_the_dtype_of_the_hidden_states(self, dtype):
+        made, hidden = router("deepseek_v2", torch.float32), randn(9, 64, dtype=dtype)
+        inner = made.forward
+
+        def forward(x):
+            logits, weights, ids = inner(x)
+            return logits, weights.to(x.dtype), ids
+
+        made.forward = forward
+        found = router_forward(made, hidden, formula=find_routing(made))
+        assert [t.dtype for t in found] == [torch.float32, dtype, torch.int64]
+
+    def test_a_weight_that_is_rounded_to_the_hidden_states(self):
+        made = router("mixtral", torch.float32)
+
+        def forward(x):
+            logits = nn.functional.linear(x, made.weight.to(x.dtype))
+            return logits, *logits.softmax(-1).topk(2)
+
+        made.forward = forward
+        with pytest.raises(UnsupportedError, match="rounds its weight"):
+            find_routing(made)
 
     def test_unknown_router(self):
         made = router("mixtral", torch.float32)

@@ -209,7 +209,10 @@ def experts_forward(
 
 
 class RouterFormula(NamedTuple):
-    """How a router computes: its logits in fp32 or in its weight's dtype, and the options of ``moe_topk_routing``."""
+    """How a router computes: its logits in fp32 or in its weight's dtype, and the options of ``moe_topk_routing``.
+
+    An ``out_dtype`` of None is that of the hidden states.
+    """
 
     wide: bool
     top_k: int
@@ -219,7 +222,7 @@ class RouterFormula(NamedTuple):
     num_groups: int
     topk_groups: int
     scaling_factor: float
-    out_dtype: torch.dtype
+    out_dtype: torch.dtype | None
 
 
 def _router_logits(
@@ -266,7 +269,9 @@ def find_routing(module: torch.nn.Module) -> RouterFormula:
         fits = weights.shape == ids.shape and torch.allclose(logits, expected, rtol=1e-2, atol=1e-2)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         raise UnsupportedError("the router does not give logits, weights and indices") from error
-    wide = own_logits.dtype != weight.dtype
+    wide, out_dtype = own_logits.dtype != weight.dtype, own_weights.dtype
+    if weight.dtype == torch.float32:
+        wide, out_dtype = _of_16_bits(module, hidden, wide, out_dtype)
     if not fits or (wide and own_logits.dtype != torch.float32):
         raise UnsupportedError("the router's logits are not those of a linear layer")
     groups = int(_attribute(module, "num_group", "n_group") or 1), int(_attribute(module, "topk_group") or 1)
@@ -276,7 +281,7 @@ def find_routing(module: torch.nn.Module) -> RouterFormula:
     order = ids.argsort(-1)
     for scoring, renormalize, corrected, (num_groups, topk_groups), scale in choices:
         formula = RouterFormula(
-            wide, ids.shape[1], scoring, renormalize, corrected, num_groups, topk_groups, scale, own_weights.dtype
+            wide, ids.shape[1], scoring, renormalize, corrected, num_groups, topk_groups, scale, out_dtype
         )
         try:
             got, got_ids = _routed(module, logits, formula, routing_formula)
@@ -288,6 +293,24 @@ def find_routing(module: torch.nn.Module) -> RouterFormula:
         ):
             return formula
     raise UnsupportedError("the router's choice is none that moe_topk_routing makes")
+
+
+def _of_16_bits(
+    module: torch.nn.Module, hidden: torch.Tensor, wide: bool, out_dtype: torch.dtype
+) -> tuple[bool, torch.dtype | None]:
+    """``wide`` and ``out_dtype`` of a router whose weight is in fp32, as transformers keeps some in models of 16 bits.
+
+    Raises:
+        UnsupportedError: it takes hidden states of 16 bits and computes in these.
+    """
+    try:
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits, weights, _ = module.forward(hidden.bfloat16())
+    except (RuntimeError, TypeError, ValueError):  # dtypes that differ
+        return wide, out_dtype
+    if logits.dtype != torch.float32:
+        raise UnsupportedError("the router rounds its weight")
+    return True, out_dtype if weights.dtype == out_dtype else None
 
 
 def _routed(module: torch.nn.Module, logits: torch.Tensor, formula: RouterFormula, function: Any = moe_topk_routing):
@@ -327,5 +350,7 @@ def router_forward(
     if formula is None:
         # Its own forward may be this function by now.
         raise UnsupportedError("the router is not prepared: call prepare_router before its forward is replaced")
+    if formula.out_dtype is None:
+        formula = formula._replace(out_dtype=hidden_states.dtype)
     logits = _router_logits(self, hidden_states, formula.wide, backend)
     return logits, *_routed(self, logits, formula, functools.partial(moe_topk_routing, backend=backend))
