@@ -32,6 +32,26 @@ def is_wrapped(value: Any) -> bool:
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__module__ != _SHAPES
 
 
+def is_spread(value: Any) -> bool:
+    """Whether ``value`` is a tensor of which each of several processes has a part."""
+    return is_wrapped(value) and hasattr(value, "device_mesh")  # a DTensor
+
+
+def is_quantised(value: Any) -> bool:
+    """Whether ``value`` is a tensor that stands for others that are here, as torchao's and quanto's weights do."""
+    return is_wrapped(value) and not is_spread(value)
+
+
+def addresses_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where the memory of a tensor begins, or that of those that it stands for."""
+    if not is_wrapped(tensor):
+        return (tensor.data_ptr(),)
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return (id(tensor),)
+    names, _ = tensor.__tensor_flatten__()
+    return tuple(address for name in names for address in addresses_of(getattr(tensor, name)))
+
+
 @constant_while_compiling
 def untraceable(level: int) -> UnsupportedError | None:
     """Why no call of a kernel can be compiled now, if so; ``level``: forward_ad's, on which traced code is guarded."""

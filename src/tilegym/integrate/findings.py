@@ -89,13 +89,17 @@ class _Memory:
 _FLAG = re.compile("^(use|has|is|no|with|enable)_|rope")  # integers that stand for yes and no
 
 
-def signature(module: nn.Module, sizes: bool = True) -> tuple:
+def signature(module: nn.Module, sizes: bool = True, quantised: bool = False) -> tuple:
     """What tells instances apart that compute different things: class, plain attributes, parameters, children.
 
     Args:
         sizes: whether integers and shapes count; without them a full-size module equals its small counterpart.
+        quantised: it is of a model in which others may have taken the place of linear layers: they count as these.
     """
     plain = []
+    if quantised and _stands_for_linear(module):
+        own = (("weight", 2),) if getattr(module, "bias", None) is None else (("weight", 2), ("bias", 1))
+        return nn.Linear, (("in_features", "int"), ("out_features", "int")), own, ()
     # Of a layer with adapters of peft's the one in it counts: what calls it computes the same as with that one.
     children = [(n, getattr(m, "base_layer", m)) for n, m in module.named_children()]
     for name, value in sorted(vars(module).items()):
@@ -112,7 +116,13 @@ def signature(module: nn.Module, sizes: bool = True) -> tuple:
         elif callable(value) and not isinstance(value, nn.Module):
             plain.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
     own = tuple((n, tuple(p.shape) if sizes else p.ndim) for n, p in module.named_parameters(recurse=False))
-    return type(module), tuple(plain), own, tuple((n, signature(m, sizes)) for n, m in children)
+    return type(module), tuple(plain), own, tuple((n, signature(m, sizes, quantised)) for n, m in children)
+
+
+def _stands_for_linear(module: nn.Module) -> bool:
+    """As classes of bitsandbytes, quanto, HQQ and others do, and linear layers whose weight torchao has replaced."""
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return all(isinstance(size, int) for size in sizes) and not isinstance(module, nn.Bilinear)
 
 
 def find(model: nn.Module, trace: Trace) -> Findings:

@@ -81,7 +81,8 @@ class Places:
             owner = vars(model.get_submodule(path[: layer.end()]))
             plain = {n: v for n, v in owner.items() if isinstance(v, (str, bool)) and n[0] != "_" and n != "training"}
             kind += sorted(plain.items())
-        own, where = signature(module, sizes=False), generic(path)
+        quantised = getattr(model.config, "quantization_config", None) is not None
+        own, where = signature(module, sizes=False, quantised=quantised), generic(path)
         leaf = own if not any(True for _ in module.children()) else (own, where)
         return (own, where, tuple(map(str, kind))), (own, where), (leaf,)
 

@@ -17,6 +17,7 @@ from tilegym.backend.cutile.library import compilable
 from tilegym.backend.derivatives import Function
 from tilegym.backend.derivatives import once_differentiable
 from tilegym.backend.selector import get_current_backend
+from tilegym.backend.wrapped import is_wrapped
 from tilegym.backend.wrapped import unreadable
 from tilegym.backend.wrapped import untraceable
 from tilegym.ops.autocast import is_autocast
@@ -103,7 +104,8 @@ class _GateUp(Function):
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether calling ``module`` is nothing but a product with its weight: no adapter, no quantisation, no hooks."""
-    return type(module) is nn.Linear and "forward" not in module.__dict__ and not is_hooked(module)
+    own = "forward" in module.__dict__ or is_hooked(module)
+    return type(module) is nn.Linear and not own and not is_wrapped(module.weight)
 
 
 class FusedSwiGLUMLP(SwiGLUMLP):

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from tilegym.backend import name_of
+from tilegym.backend.wrapped import is_quantised
 from tilegym.errors import PatchError
 from tilegym.errors import UnsupportedError
 from tilegym.transformers import choices
@@ -232,6 +233,8 @@ def _linear_in_model(patches: PatchSet, family: Family, backend: str | None, mod
     forward = layers.linear_forward(backend)
 
     def choose(module: nn.Module) -> Callable | str:
+        if is_quantised(module.weight):
+            return layers.QUANTISED
         return forward if type(module) is nn.Linear else f"it is a {describe(type(module))}"
 
     replace_forwards(patches, model, nn.Linear, (), "linear", backend, choose)

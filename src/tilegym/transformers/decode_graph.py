@@ -25,7 +25,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from tilegym.backend.wrapped import is_wrapped
+from tilegym.backend.wrapped import is_spread
 from tilegym.ops import argmax
 from tilegym.transformers.attention import NAMES as ATTENTION
 from tilegym.transformers.cache_name import CACHE
@@ -230,7 +230,7 @@ def suits(model: nn.Module) -> str:
         return "its forward depends on values on the device"
     if any(parameter.is_meta for parameter in model.parameters()):  # as under accelerate's cpu_offload
         return "its weights are on the meta device"
-    if any(is_wrapped(parameter) for parameter in model.parameters()):
+    if any(is_spread(parameter) for parameter in model.parameters()):
         return "its weights are spread over several processes"
     return misplaced(model)
 

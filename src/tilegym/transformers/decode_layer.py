@@ -180,7 +180,7 @@ def misfit(layer: nn.Module) -> str:
     if len({p.dtype for p in parameters}) > 1:
         return "its parameters are of several dtypes"
     if any(map(is_wrapped, parameters)):
-        return "its parameters are spread over several processes"
+        return "its parameters are quantised, or spread over several processes"
     mlp = layer.mlp
     if is_gated(layer):
         if any(part.bias is not None for name in _INTO_MLP if (part := getattr(mlp, name, None)) is not None):

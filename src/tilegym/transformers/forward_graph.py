@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from tilegym.backend.wrapped import is_wrapped
+from tilegym.backend.wrapped import is_spread
 from tilegym.transformers import packed_sizes
 from tilegym.transformers.attention import NAMES
 from tilegym.transformers.attention import full_masks
@@ -222,7 +222,7 @@ def _capture(
     device, room = tensors[0].device, kept.room(tensors[0].device)
     if room < 0:
         return
-    if is_hooked(model) or any(p.device != device or is_wrapped(p) for p in model.parameters()):
+    if is_hooked(model) or any(p.device != device or is_spread(p) for p in model.parameters()):
         kept.failed = True
         return
     try:

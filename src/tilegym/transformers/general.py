@@ -19,6 +19,7 @@ from torch import nn
 from tilegym.backend import PREFER_CUTILE
 from tilegym.backend import assert_backend_available
 from tilegym.backend import name_of
+from tilegym.backend.wrapped import is_quantised
 from tilegym.errors import PatchError
 from tilegym.transformers import general_kernels
 from tilegym.transformers import loss
@@ -28,6 +29,7 @@ from tilegym.transformers.forwards import held
 from tilegym.transformers.forwards import names_of
 from tilegym.transformers.forwards import unwrapped
 from tilegym.transformers.forwards import with_globals
+from tilegym.transformers.layers import QUANTISED
 from tilegym.transformers.patching import ALREADY_PATCHED
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
@@ -168,6 +170,9 @@ def _put_forward(
             continue
         if type(module).forward is not cls.forward:
             patches.skip(_at(entry, path), f"it is a {describe(type(module))}, not a {cls.__name__}")
+            continue
+        if entry.compute == "linear" and is_quantised(module.weight):
+            patches.skip(_at(entry, path), QUANTISED)
             continue
         form = _form(module)
         if form not in known:

@@ -134,6 +134,9 @@ def _activation_of(cls: type, approximate: str | None) -> str | None:
 _activations: dict[tuple[type, str | None], str | None] = {}
 
 
+QUANTISED = "its weight is quantised"
+
+
 @reproducible
 def linear_forward(backend: str | None) -> Callable:
     """Forward for an ``nn.Linear``. Autocast casts the arguments of PyTorch's function only."""

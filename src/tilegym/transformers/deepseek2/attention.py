@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from tilegym.backend.wrapped import is_quantised
 from tilegym.ops import modules
 from tilegym.ops.mla_interface import latent_attention
 from tilegym.ops.modules import is_hooked
@@ -39,6 +40,7 @@ def expands_by_its_weight(kv_b_proj: nn.Module) -> bool:
     return (
         type(kv_b_proj) is nn.Linear
         and kv_b_proj.bias is None
+        and not is_quantised(kv_b_proj.weight)
         and not is_hooked(kv_b_proj)
         and only_moves_inputs(kv_b_proj)
     )
