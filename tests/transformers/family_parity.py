@@ -114,6 +114,22 @@ class Parity:
         # Rounding that sends a token to another expert makes the maximum and the mean meaningless.
         assert error.median() <= 1.5 * own_error.median()
 
+    def test_a_checkpoint_in_16_bits(self, family, tmp_path):
+        """Some weights of it transformers keeps in fp32, as those of routers; a model of a config has them in bf16."""
+        made = make(family, torch.bfloat16)
+        made.save_pretrained(tmp_path)
+        model, wide = (
+            type(made).from_pretrained(tmp_path, dtype=dtype).to(made.device)
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+        exact, ids = logits(wide), tokens(2, 7)
+        own_error = (logits(model).float() - exact).abs()
+        with monkey_patch.apply(model, use_cutile=False), decode_graph.eager_steps("cpu"):
+            error = (logits(model).float() - exact).abs()
+            for prompts in (ids[:1], ids):
+                assert model.generate(prompts, max_new_tokens=3, min_new_tokens=3).shape == (len(prompts), 10)
+        assert error.median() <= 1.5 * own_error.median()
+
     @backends
     def test_tokens_of_a_padded_batch(self, family, backend):
         model = make(family)
