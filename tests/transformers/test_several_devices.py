@@ -217,6 +217,38 @@ def test_a_training_step_over_both_gpus(patched_first, head):
     monkey_patch.revert(model)
 
 
+@pytest.mark.parametrize("over", [True, False])
+def test_a_model_that_looks_at_its_cache_on_another_gpu(over, monkeypatch):
+    """What a session counts is on one of them: where no step can be made of that, the loop is transformers'."""
+    model = llama()
+    expected = generated(model)
+
+    def compute(*_):
+        raise RuntimeError("Expected all tensors to be on the same device")
+
+    monkeypatch.setattr(decode_graph.Session, "compute", compute)
+    with monkey_patch.apply(model, use_cutile=False), decode_graph.eager_steps("cpu"):
+        session_of = decode_graph.session_for
+        monkeypatch.setattr(decode_graph, "session_for", lambda *args: _over(session_of(*args), over))
+        if not over:
+            with pytest.raises(RuntimeError, match="on the same device"):
+                generated(model)
+            return
+        with pytest.warns(FallbackWarning, match="decodes without a CUDA graph: Expected all tensors"):
+            assert generated(model) == expected
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FallbackWarning)
+            assert generated(model) == expected
+        assert model in decode_graph._refused
+    assert model not in decode_graph._refused
+
+
+def _over(session: decode_graph.Session | None, over: bool) -> decode_graph.Session | None:
+    if session is not None:
+        session.others = over
+    return session
+
+
 def test_weights_that_come_and_go_have_no_graph():
     accelerate = pytest.importorskip("accelerate")
     model = llama()

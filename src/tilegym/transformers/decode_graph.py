@@ -97,6 +97,7 @@ class Session:
         self.prompts = PromptGraphs(model, self.cache, self.others)
         self.embeddings = EmbeddingGraphs(model, self.cache, self.others)  # of prompts with more than text
         self.agreed: dict[frozenset[str], bool] = {}  # by what prompts had besides: whether steps can do without it
+        self.stepped = False  # whether a step has succeeded
         self.graphs: dict[tuple[bool, bool], Any] = {}  # by whether there is padding, and whether tokens are chosen
         self.logits: dict[tuple[bool, bool], Tensor] = {}
 
@@ -130,9 +131,12 @@ class Session:
             self._capture(model, how)
         graph = self.graphs.get(how, _NO_GRAPH)
         if graph is _NO_GRAPH:
-            return self.compute(model, *how)
-        graph.replay()
-        return self.logits[how]
+            logits = self.compute(model, *how)
+        else:
+            graph.replay()
+            logits = self.logits[how]
+        self.stepped = True
+        return logits
 
     def compute(self, model: nn.Module, padded: bool, choose: bool = False) -> Tensor:
         """What :meth:`step` replays, by the model's code."""
@@ -171,6 +175,7 @@ class Session:
 
 _NO_GRAPH = object()
 _sessions: "weakref.WeakKeyDictionary[nn.Module, Session]" = weakref.WeakKeyDictionary()
+_refused: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # over several GPUs, and what a session counts is on one
 _turns: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, list]]" = weakref.WeakKeyDictionary()
 
 
@@ -195,6 +200,7 @@ def _turn(model: nn.Module) -> Iterator[bool]:
 def forget(model: nn.Module) -> None:
     """Frees what was kept for ``model``: its cache and its graphs."""
     _sessions.pop(model, None)
+    _refused.discard(model)
 
 
 def session_for(model: nn.Module, batch_size: int, length: int, planes: tuple[int, ...] = ()) -> Session | None:
@@ -206,7 +212,7 @@ def session_for(model: nn.Module, batch_size: int, length: int, planes: tuple[in
     if not alike or not kept.fits(batch_size, capacity, planes):
         _sessions.pop(model, None)
         kept = None  # drops its memory first
-        if suits(model):
+        if suits(model) or model in _refused:
             return None
         _sessions[model] = kept = Session(model, batch_size, capacity, planes)
     kept.cache.set_length(0)
@@ -289,7 +295,15 @@ def sample(
                 positions = model_kwargs.get("position_ids")
                 planes = () if positions is None else positions.shape[:-2]
                 session = session_for(model, input_ids.shape[0], stopping_criteria.max_length, planes)
-                tokens = None if session is None else _sample_by_session(session, *call, **model_kwargs)
+                try:
+                    tokens = None if session is None else _sample_by_session(session, *call, **model_kwargs)
+                except Exception as error:
+                    if session.stepped or not session.others:
+                        raise
+                    forget(model)
+                    _refused.add(model)
+                    warn(model, "decodes", error)
+                    tokens = None
                 if tokens is not None:
                     return tokens
         loop = getattr(type(model), GENERATION_MODES_MAPPING[generation_config.get_generation_mode()])
