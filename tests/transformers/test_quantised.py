@@ -157,6 +157,27 @@ def test_a_family_without_a_patch(family, how):
     assert_same(answers(model), expected)
 
 
+class Relaid(nn.Linear):
+    """Its first call changes it, as that of bitsandbytes' on a CPU."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_no_layer_is_called_to_be_recognised():
+    model = quantised(made("stablelm"), "class")
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, name, Relaid(64, 64, False).to(device()))
+    report = tilegym.apply(model, use_cutile=False)
+    assert "swiglu" in {e.compute for e in report.patched}
+    assert not any(m.calls for m in model.modules() if isinstance(m, Relaid))
+    report.revert()
+
+
 def test_a_weight_that_stands_for_others():
     weight = Int8.of(torch.randn(4, 6, device=device()))
     assert is_quantised(weight) and not is_spread(weight)

@@ -128,9 +128,15 @@ def _like(model: nn.Module, module: nn.Module | None = None) -> torch.Tensor:
 
 @torch.no_grad()
 def _with_numbers(module: nn.Module) -> nn.Module:
-    """``module``, or, if its weights have no memory (the meta device), a copy on the CPU whose weights are random."""
-    if "_hf_hook" in vars(module) or not any(p.is_meta for p in module.parameters()):
+    """``module``, or, if its weights have no memory (the meta device), a copy on the CPU whose weights are random.
+
+    A copy, too, of one with linear layers of other classes: bitsandbytes' change their weights in a call on a CPU.
+    """
+    if "_hf_hook" in vars(module):
         return module
+    if not any(p.is_meta for p in module.parameters()):
+        others = any(isinstance(m, nn.Linear) and type(m) is not nn.Linear for m in module.modules())
+        return copy.deepcopy(module) if others else module
     twin, generator = copy.deepcopy(module).to_empty(device="cpu"), torch.Generator().manual_seed(0)
     for tensor in (*twin.parameters(), *twin.buffers()):
         if tensor.is_floating_point():
