@@ -4,6 +4,7 @@ What ``tilegym integrate`` writes, and what :func:`tilegym.apply` does in memory
 """
 
 import copy
+import dataclasses
 import functools
 import importlib
 import sys
@@ -144,6 +145,19 @@ def _with_numbers(module: nn.Module) -> nn.Module:
     return twin
 
 
+def _misfit(place: Place, original: Callable, module: nn.Module, given: list[torch.Tensor]) -> str:
+    """Why what stands in does not compute what ``original`` does of hidden states like those given; "" if it does."""
+    found = (general_kernels.agrees(place.kernel, place.options, original, module, like) for like in given)
+    return next(filter(None, found), "")
+
+
+_NORMS = ("rms_norm", "layer_norm")
+
+
+def _dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize > 1}
+
+
 def _at(entry: Entry, path: str) -> Entry:
     return Entry(path, entry.compute, entry.backend)
 
@@ -164,8 +178,8 @@ def _form(module: nn.Module) -> tuple:
 def _put_forward(
     patches: PatchSet, model: nn.Module, place: Place, backend: str | None, entry: Entry, without: Collection[nn.Module]
 ) -> None:
-    cls, forward = resolve(place.of), place.replacement(backend)
-    known: dict[tuple, str] = {}
+    cls = resolve(place.of)
+    known: dict[tuple, str | Callable] = {}  # by form why nothing stands in, or what does
     served = _served(patches, entry.compute)  # by an earlier place: a norm without a bias is as one whose bias is None
     found = False
     for path, module in model.named_modules(memo=set(without)):
@@ -182,13 +196,20 @@ def _put_forward(
             continue
         form = _form(module)
         if form not in known:
-            like = _like(model, module)
-            twin = _with_numbers(module)
-            known[form] = general_kernels.agrees(place.kernel, place.options, cls.forward, twin, like)
-        if known[form]:
+            twin, given = _with_numbers(module), [_like(model, module)]
+            if place.kernel in _NORMS:
+                # Of a model in several dtypes hidden states may come in any: T5's in fp16 has fp32 behind its MLPs.
+                given += [given[0].to(dtype) for dtype in _dtypes(model) - {given[0].dtype}]
+            why, chosen = _misfit(place, cls.forward, twin, given), place
+            if why and place.kernel == "rms_norm":
+                narrow = dataclasses.replace(place, options={**place.options, "narrow": True})
+                if not _misfit(narrow, cls.forward, twin, given):
+                    why, chosen = "", narrow
+            known[form] = why or chosen.replacement(backend)
+        if isinstance(known[form], str):
             patches.skip(_at(entry, path), known[form])
             continue
-        patches.replace_forward(module, forward, _at(entry, path))
+        patches.replace_forward(module, known[form], _at(entry, path))
     if not found:
         patches.skip(_at(entry, type(model).__name__), f"there is no {cls.__name__} in it")
 

@@ -38,9 +38,13 @@ def rms_norm(
     offset: float = 0.0,
     casting: str = "llama",
     bias: str = "",
+    narrow: bool = False,
     backend: str | None = None,
 ) -> Callable:
-    """Forward of an RMS norm: names of weight and bias ("" for none), eps or its name, the rest as the op has it."""
+    """Forward of an RMS norm: names of weight and bias ("" for none), eps or its name, the rest as the op has it.
+
+    ``narrow``: for a weight in 16 bits wider hidden states are rounded to its dtype before it multiplies them, as T5's.
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         scale, shift = getattr(self, weight) if weight else None, getattr(self, bias) if bias else None
@@ -49,6 +53,10 @@ def rms_norm(
             return ops.rms_norm(
                 hidden_states, width, scale, number, shift, offset=offset, casting=casting, backend=backend
             )
+        if narrow and scale.itemsize == 2 and scale.ndim == 1:
+            y = ops.rms_norm(hidden_states, width, None, number, backend=backend).to(scale.dtype)
+            y = (offset + scale if offset else scale) * y
+            return y if shift is None else y + shift
         return _apart(hidden_states, ops.rms_norm, number, scale, shift, offset, casting, backend)
 
     return forward
