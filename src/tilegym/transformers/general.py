@@ -199,7 +199,9 @@ def _put_forward(
             twin, given = _with_numbers(module), [_like(model, module)]
             if place.kernel in _NORMS:
                 # Of a model in several dtypes hidden states may come in any: T5's in fp16 has fp32 behind its MLPs.
-                given += [given[0].to(dtype) for dtype in _dtypes(model) - {given[0].dtype}]
+                others = [given[0].to(dtype) for dtype in _dtypes(model) - {given[0].dtype}]
+                taken = functools.partial(general_kernels.takes, place.kernel, place.options, cls.forward, twin)
+                given += filter(taken, others)
             why, chosen = _misfit(place, cls.forward, twin, given), place
             if why and place.kernel == "rms_norm":
                 narrow = dataclasses.replace(place, options={**place.options, "narrow": True})

@@ -365,6 +365,16 @@ def agrees(name: str, options: dict[str, Any], original: Callable, module: nn.Mo
     return "" if all(map(torch.equal, drawn[:1], drawn[1:])) else "its dropout in training stands between the parts"
 
 
+def takes(name: str, options: dict[str, Any], original: Callable, module: nn.Module, like: Tensor) -> bool:
+    """Whether ``original`` computes anything of numbers in the dtype of ``like``."""
+    try:
+        with torch.no_grad(), torch.autocast(like.device.type, enabled=False), _training(module, False):
+            original(module, *KERNELS[name].sample(module, options, like))
+    except RuntimeError:  # dtypes that differ
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def _training(module: nn.Module | None, training: bool) -> Iterator[None]:
     """Within the block a module and all in it train, or do not."""
