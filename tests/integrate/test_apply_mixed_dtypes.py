@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from common import HAS_GPU
 from common import device
 from torch import nn
 from transformers import AutoConfig
@@ -40,7 +41,7 @@ def outputs(model: nn.Module) -> torch.Tensor:
 def assert_served(model: nn.Module, computes: set[str], tolerance: float) -> None:
     assert {p.dtype for p in model.parameters()} > {torch.float32}
     expected = outputs(model)
-    report = tilegym.apply(model, use_cutile=False)
+    report = tilegym.apply(model, use_cutile=HAS_GPU)
     assert computes <= {e.compute for e in report.patched}, report
     found = outputs(model)
     assert found.dtype == expected.dtype

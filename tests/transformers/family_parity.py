@@ -124,7 +124,7 @@ class Parity:
         )
         exact, ids = logits(wide), tokens(2, 7)
         own_error = (logits(model).float() - exact).abs()
-        with monkey_patch.apply(model, use_cutile=False), decode_graph.eager_steps("cpu"):
+        with monkey_patch.apply(model, use_cutile=HAS_GPU), decode_graph.eager_steps("cpu"):
             error = (logits(model).float() - exact).abs()
             for prompts in (ids[:1], ids):
                 assert model.generate(prompts, max_new_tokens=3, min_new_tokens=3).shape == (len(prompts), 10)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from common import HAS_GPU
 from common import device
 from tiny_models import VOCAB
 from tiny_models import assert_close
@@ -127,7 +128,7 @@ def test_a_family_with_a_patch(family, how):
     """What it computes stays, but for its products, as they were, all is served; steps may be captured."""
     model = quantised(made(family), how)
     expected = answers(model)
-    with monkey_patch.apply(model, use_cutile=False) as report, decode_graph.eager_steps("cpu"):
+    with monkey_patch.apply(model, use_cutile=HAS_GPU) as report, decode_graph.eager_steps("cpu"):
         assert not decode_graph.suits(model)
         assert {"rms_norm", "rope", "attn", "graph", "loss"} <= {e.compute for e in report.patched}
         products = {e.module for e in report.patched if e.compute == "linear"}
@@ -143,10 +144,10 @@ def test_a_family_with_a_patch(family, how):
 @pytest.mark.parametrize("family", ["stablelm", "smollm3"])
 def test_a_family_without_a_patch(family, how):
     """Its layers are recognised as those of a small model that is not quantised."""
-    plain = tilegym.apply(made(family), use_cutile=False)
+    plain = tilegym.apply(made(family), use_cutile=HAS_GPU)
     model = quantised(made(family), how)
     expected = answers(model)
-    report = tilegym.apply(model, use_cutile=False)
+    report = tilegym.apply(model, use_cutile=HAS_GPU)
     served, usual = ({e.compute for e in r.patched} for r in (report, plain))
     assert served == usual and {"attn", "rope", "swiglu", "graph"} <= served
     assert {e.module for e in report.patched if e.compute == "linear"} == {"lm_head"}
@@ -172,7 +173,7 @@ def test_no_layer_is_called_to_be_recognised():
     for layer in model.model.layers:
         for name in ("gate_proj", "up_proj", "down_proj"):
             setattr(layer.mlp, name, Relaid(64, 64, False).to(device()))
-    report = tilegym.apply(model, use_cutile=False)
+    report = tilegym.apply(model, use_cutile=HAS_GPU)
     assert "swiglu" in {e.compute for e in report.patched}
     assert not any(m.calls for m in model.modules() if isinstance(m, Relaid))
     report.revert()
