@@ -15,7 +15,7 @@ from tilegym.backend.selector import constant_while_compiling
 from tilegym.errors import UnsupportedError
 
 _SHAPES = "torch._subclasses.fake_tensor"
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.Size})
 _WRAPPED = UnsupportedError("a tensor stands for others, as a DTensor does for the parts of several processes")
 _TRANSFORMED = UnsupportedError("torch.func's transforms (vmap, grad, jvp and others) are of PyTorch's operations only")
@@ -25,7 +25,7 @@ _NEGATIVE = UnsupportedError("a tensor's sign is still to be turned: resolve_neg
 
 def is_wrapped(value: Any) -> bool:
     """Whether ``value`` is a tensor that stands for others."""
-    if type(value) in _PLAIN or not isinstance(value, torch.Tensor):
+    if type(value) in PLAIN_TENSORS or not isinstance(value, torch.Tensor):
         return False
     kind = type(value)
     # Those of a mode that follows shapes stand for none.

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from tilegym.backend import get_current_backend
+from tilegym.backend.wrapped import PLAIN_TENSORS
 from tilegym.backend.wrapped import addresses_of
 from tilegym.errors import FallbackWarning
 from tilegym.transformers.several_gpus import MovedOnce
@@ -233,7 +234,11 @@ class Fingerprint:
         ]
         for kind in ("_parameters", "_buffers"):
             tensors = chain.from_iterable([own[kind].values() for own in owns])
-            look += [addresses_of(tensor) for tensor in tensors if tensor is not None]
+            look += [
+                tensor.data_ptr() if type(tensor) in PLAIN_TENSORS else addresses_of(tensor)
+                for tensor in tensors
+                if tensor is not None
+            ]
         look += [_adapters_of(own) for own in owns if "merged_adapters" in own or "_active_adapter" in own]
         return look
 
