@@ -6,7 +6,6 @@ from common import gpu
 from transformers import AutoConfig
 from transformers import AutoModelForCausalLM
 
-from tilegym.bench import generate
 from tilegym.bench import job
 from tilegym.bench import models
 from tilegym.bench import placement
@@ -120,8 +119,3 @@ def test_a_model_over_two_gpus_is_compared(tmp_path):
     assert result.comparison.passed, result.comparison.reason
     assert result.patched.peak_memory > 0 and result.coverage.share > 0.5
     assert result.summary()["device"].startswith("2 x ")
-
-
-def test_gpus_of_a_model_on_a_cpu():
-    assert placement.gpus_of(torch.nn.Linear(2, 2)) == []
-    assert generate.peak_memory(CPU) > 0

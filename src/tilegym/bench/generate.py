@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from tilegym import interrupts
-from tilegym.bench import placement
 from tilegym.bench.prompts import Batch
 
 
@@ -107,14 +106,17 @@ def measure(
     for i in range(warmup_runs):
         run = run_once(model, batches, output_length, **how)
         tell(f"warm-up {i + 1}/{warmup_runs}: {run.seconds:.2f} s")
-    gpus = placement.gpus_of(model)
-    for gpu in gpus:
-        torch.cuda.reset_peak_memory_stats(gpu)
+    from tilegym.transformers.several_gpus import devices_of  # imports transformers
+
+    devices = devices_of(model)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
     runs = []
     for i in range(num_runs):
         runs.append(run_once(model, batches, output_length, **how))
         tell(f"run {i + 1}/{num_runs}: {runs[-1].seconds:.2f} s, {runs[-1].throughput:.1f} tokens/sec")
-    return Measurement(runs, sum(map(peak_memory, gpus or [model.device])))
+    return Measurement(runs, sum(map(peak_memory, devices)))
 
 
 def peak_memory(device: torch.device) -> int:

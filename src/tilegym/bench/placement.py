@@ -63,11 +63,6 @@ def filled(model: nn.Module, places: dict[str, torch.device]) -> nn.Module:
     return put(model, places)
 
 
-def gpus_of(model: nn.Module) -> list[torch.device]:
-    """Those that have parameters of ``model``."""
-    return list(dict.fromkeys(p.device for p in model.parameters() if p.device.type == "cuda"))
-
-
 def free_memory(device: torch.device) -> int | None:
     """Bytes that can still be allocated on ``device``; None where the system does not tell."""
     if device.type == "cuda":

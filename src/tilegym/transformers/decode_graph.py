@@ -43,7 +43,7 @@ from tilegym.transformers.prompt_media import is_text
 from tilegym.transformers.prompt_media import steps_agree
 from tilegym.transformers.rotary_rows import RotaryRows
 from tilegym.transformers.several_gpus import OtherGPUs
-from tilegym.transformers.several_gpus import gpus_of
+from tilegym.transformers.several_gpus import devices_of
 from tilegym.transformers.several_gpus import misplaced
 from tilegym.transformers.side_stream import Aside
 from tilegym.transformers.side_stream import LateFlag
@@ -92,7 +92,7 @@ class Session:
         self.sequences = torch.zeros(batch_size, capacity, dtype=torch.int64, device=device)
         alone = batch_size == 1 and self.positioned and not planes
         rotary = getattr(model.base_model, "rotary_emb", None) if alone else None
-        self.others = OtherGPUs(gpus_of(model)[1:]) if device.type == "cuda" else None
+        self.others = OtherGPUs(devices_of(model)[1:]) if device.type == "cuda" else None
         self.rotary = RotaryRows(rotary, self.positions, self.cache.length, capacity, model.dtype)
         self.prompts = PromptGraphs(model, self.cache, self.others)
         self.embeddings = EmbeddingGraphs(model, self.cache, self.others)  # of prompts with more than text

@@ -23,6 +23,7 @@ from tilegym.transformers.configs import configs_that_choose
 from tilegym.transformers.forwards import bound
 from tilegym.transformers.forwards import chain_of
 from tilegym.transformers.forwards import describe
+from tilegym.transformers.forwards import has_its_class_forward
 from tilegym.transformers.forwards import is_bound
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import replica
@@ -50,10 +51,9 @@ def require_switches(function: str, **switches: bool) -> None:
 
 def is_foreign(module: nn.Module) -> bool:
     """Whether another library has put a forward on the instance; accelerate's hooks call what we put beneath them."""
-    current = vars(module).get("forward")
-    if is_bound(current) or place_of_forward(module) != "forward":
+    if is_bound(vars(module).get("forward")) or place_of_forward(module) != "forward":
         return False
-    return getattr(current, "__func__", current) not in (None, type(module).forward)
+    return not has_its_class_forward(module)
 
 
 @dataclass(frozen=True)

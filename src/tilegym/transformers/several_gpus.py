@@ -18,14 +18,14 @@ from tilegym.transformers.forwards import only_moves_inputs
 SMALL = 1 << 17  # elements: a decoded token's hidden states, angles and counters, and no prompt's
 
 
-def gpus_of(model: nn.Module) -> tuple[torch.device, ...]:
+def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
     """Where its parameters are, the model's own device first."""
     return tuple(dict.fromkeys([model.device, *(parameter.device for parameter in model.parameters())]))
 
 
 def misplaced(model: nn.Module) -> str:
     """Why no graph can hold what a model launches on several devices; empty if nothing is known to stand against it."""
-    devices = gpus_of(model)
+    devices = devices_of(model)
     if len(devices) == 1:
         return ""
     if any(device.type != "cuda" for device in devices):
