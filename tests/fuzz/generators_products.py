@@ -87,6 +87,23 @@ def linear(draw: Draw) -> Case:
 
 
 @generates
+def quantized_linear(draw: Draw) -> Case:
+    k, lead, n = extent(draw), rows(draw), extent(draw)
+    kind, how = draw.one(torch.int8, torch.float8_e4m3fn), draw.one("one", "rows", "column", "blocks")
+    numbers = draw.tensor(n, k, dtype=torch.float32, expand=False).mul(30).clamp(-127, 127)
+    block = (64 * draw.choices.randint(1, 2), 128) if how == "blocks" else None
+    shape = {"one": (), "rows": (n,), "column": (n, 1), "blocks": block and (-(-n // block[0]), -(-k // 128))}[how]
+    args = {
+        "x": draw.tensor(*lead, k, nan=True),
+        "weight": numbers.to(kind),
+        "scale": draw.tensor(*shape, dtype=draw.one(torch.float32, draw.dtype)).abs() / 30 * max(k, 1) ** -0.5,
+        "bias": draw.tensor(n) if draw.chance(0.4) else None,
+        "block_size": block,
+    }
+    return Case(args, (), oracle={"weight": args["weight"]})
+
+
+@generates
 def matmul(draw: Draw) -> Case:
     m, n, k = extent(draw), extent(draw), extent(draw)
     ta, tb, kind = draw.chance(0.5), draw.chance(0.5), dtype_or_fp8(draw)

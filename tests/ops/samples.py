@@ -132,6 +132,10 @@ SAMPLES: dict[str, Sample] = {
     "mla_decoding_split_kv": _mla_decoding,
     "moe_align_block_size": lambda make: ((make.integers(5, make.tokens, 2), 16, 5), {}),
     "moe_topk_routing": lambda make: ((make(make.tokens, 24), 3), {"renormalize": True}),
+    "quantized_linear": lambda make: (
+        (make(make.tokens, 40), make.integers(255, 24, 40, dtype=torch.int16).sub(127).to(torch.int8), make(24) / 40),
+        {"bias": make(24)},
+    ),
     "ragged_group_gemm": _ragged_group_gemm,
     "recurrent_gated_delta_rule": _delta_rule,
     "relu": lambda make: ((make(make.tokens, 40),), {}),
@@ -179,6 +183,7 @@ NOT_DIFFERENTIABLE = {
     "mla_decoding",
     "mla_decoding_split_kv",
     "moe_align_block_size",
+    "quantized_linear",
     "splitk_reduce",
 }
 

@@ -68,6 +68,7 @@ SEEDS = {
     "moe_align_block_size": 2,
     "moe_interface": 11,
     "moe_topk_routing": 7,
+    "quantized_linear": 4,
     "ragged_group_gemm": 9,
     "recurrent_gated_delta_rule": 9,
     "relu": 10,

@@ -22,6 +22,7 @@ IMPORTANCE = (
     "fmha_varlen",
     "fmha_paged_decode",
     "linear",
+    "quantized_linear",
     "matmul",
     "fused_moe",
     "rms_norm",

@@ -52,6 +52,7 @@ from tilegym.ops.ops import splitk_reduce
 from tilegym.ops.ops import swiglu
 from tilegym.ops.packed_ops import fmha_paged_decode
 from tilegym.ops.packed_ops import fmha_varlen
+from tilegym.ops.quantized_ops import quantized_linear
 from tilegym.ops.recurrent_ops import causal_conv1d_fn
 from tilegym.ops.recurrent_ops import causal_conv1d_update
 from tilegym.ops.recurrent_ops import chunk_gated_delta_rule

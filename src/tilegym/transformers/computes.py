@@ -7,16 +7,17 @@ Compute of its own in its folder, from the same pieces.
 
 import functools
 from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
 from tilegym.backend import name_of
-from tilegym.backend.wrapped import is_quantised
 from tilegym.errors import PatchError
 from tilegym.errors import UnsupportedError
 from tilegym.transformers import choices
 from tilegym.transformers import layers
+from tilegym.transformers import quantised_weights
 from tilegym.transformers.family import Compute
 from tilegym.transformers.family import Family
 from tilegym.transformers.forwards import describe
@@ -39,13 +40,15 @@ def replace_forwards(
     compute: str,
     backend: str | None,
     choose: Callable[[nn.Module], Callable | str],
+    without: Collection[nn.Module] = (),
 ) -> None:
     """Gives the forward that ``choose`` returns to the modules that run ``cls.forward``.
 
-    Skipped are those for which it returns a reason instead, and others that stand under one of ``names``.
+    Skipped are those for which it returns a reason instead, and others that stand under one of ``names``; those of
+    ``without``, and all that is in them, are not looked at.
     """
     found = False
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(memo=set(without)):
         fits = isinstance(module, cls) and type(module).forward is cls.forward
         if not fits and path.rpartition(".")[2] not in names:
             continue
@@ -55,7 +58,7 @@ def replace_forwards(
             patches.skip(entry(path, compute, backend), forward)
         else:
             patches.replace_forward(module, forward, entry(path, compute, backend))
-    if not found:
+    if not found and not without:
         patches.skip(entry(type(model).__name__, compute, backend), f"there is no {cls.__name__} in it")
 
 
@@ -230,14 +233,15 @@ MOE = Compute("moe", _moe_in_model, _moe_in_class)
 
 
 def _linear_in_model(patches: PatchSet, family: Family, backend: str | None, model: nn.Module) -> None:
-    forward = layers.linear_forward(backend)
+    forward, served, tried = layers.linear_forward(backend), set(), {}
+    for path, module in model.named_modules():
+        if quantised_weights.put(patches, module, backend, entry(path, "linear", backend), tried):
+            served.add(module)
 
     def choose(module: nn.Module) -> Callable | str:
-        if is_quantised(module.weight):
-            return layers.QUANTISED
         return forward if type(module) is nn.Linear else f"it is a {describe(type(module))}"
 
-    replace_forwards(patches, model, nn.Linear, (), "linear", backend, choose)
+    replace_forwards(patches, model, nn.Linear, (), "linear", backend, choose, served)
 
 
 LINEAR = Compute("linear", _linear_in_model)

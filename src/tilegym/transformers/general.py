@@ -3,6 +3,7 @@
 What ``tilegym integrate`` writes, and what :func:`tilegym.apply` does in memory, is a list of :class:`Place`.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -20,17 +21,16 @@ from torch import nn
 from tilegym.backend import PREFER_CUTILE
 from tilegym.backend import assert_backend_available
 from tilegym.backend import name_of
-from tilegym.backend.wrapped import is_quantised
 from tilegym.errors import PatchError
 from tilegym.transformers import general_kernels
 from tilegym.transformers import loss
+from tilegym.transformers import quantised_weights
 from tilegym.transformers.forwards import describe
 from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import held
 from tilegym.transformers.forwards import names_of
 from tilegym.transformers.forwards import unwrapped
 from tilegym.transformers.forwards import with_globals
-from tilegym.transformers.layers import QUANTISED
 from tilegym.transformers.patching import ALREADY_PATCHED
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
@@ -137,7 +137,9 @@ def _with_numbers(module: nn.Module) -> nn.Module:
         return module
     if not any(p.is_meta for p in module.parameters()):
         others = any(isinstance(m, nn.Linear) and type(m) is not nn.Linear for m in module.modules())
-        return copy.deepcopy(module) if others else module
+        with contextlib.suppress(RuntimeError):  # quanto's weights cannot be copied; its layers do not change
+            return copy.deepcopy(module) if others else module
+        return module
     twin, generator = copy.deepcopy(module).to_empty(device="cpu"), torch.Generator().manual_seed(0)
     for tensor in (*twin.parameters(), *twin.buffers()):
         if tensor.is_floating_point():
@@ -188,11 +190,10 @@ def _put_forward(
         found = True
         if path in served:
             continue
+        if entry.compute == "linear" and quantised_weights.put(patches, module, backend, _at(entry, path), known):
+            continue
         if type(module).forward is not cls.forward:
             patches.skip(_at(entry, path), f"it is a {describe(type(module))}, not a {cls.__name__}")
-            continue
-        if entry.compute == "linear" and is_quantised(module.weight):
-            patches.skip(_at(entry, path), QUANTISED)
             continue
         form = _form(module)
         if form not in known:

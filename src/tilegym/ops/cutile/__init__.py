@@ -30,6 +30,7 @@ from tilegym.ops.cutile import moe_align
 from tilegym.ops.cutile import moe_fused
 from tilegym.ops.cutile import moe_routing
 from tilegym.ops.cutile import paged_decode
+from tilegym.ops.cutile import quantized_linear
 from tilegym.ops.cutile import ragged_group_gemm
 from tilegym.ops.cutile import rms_norm
 from tilegym.ops.cutile import rms_norm_add

@@ -29,6 +29,7 @@ from tilegym.ops.pytorch import moe_align
 from tilegym.ops.pytorch import moe_experts
 from tilegym.ops.pytorch import moe_routing
 from tilegym.ops.pytorch import paged_decode
+from tilegym.ops.pytorch import quantized_linear
 from tilegym.ops.pytorch import rms_norm
 from tilegym.ops.pytorch import rms_norm_gated
 from tilegym.ops.pytorch import rope

@@ -3,6 +3,11 @@
 from tilegym.ops import bmm as bmm_op
 from tilegym.ops import linear as linear_op
 from tilegym.ops import matmul as matmul_op
+from tilegym.ops import quantized_linear as quantized_linear_op
+
+
+def quantized_linear(x, weight, scale):
+    return quantized_linear_op(x, weight, scale, backend="cutile")
 
 
 def linear(x, weight):
