@@ -65,6 +65,7 @@ def fp8_kernel(monkeypatch):
     """What transformers fetches from the Hub, for a CPU: a product of both operands in fp8."""
 
     def matmul(x, weight, scale, block_size, dtype, activation_scale=None):
+        assert x.dtype is torch.bfloat16  # as Triton's: of 16 bits
         rows, columns = block_size
         wide = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         return (quantize_input(x) @ (weight.float() * wide[: weight.shape[0], : weight.shape[1]]).T).to(dtype)

@@ -19,6 +19,7 @@ from torch import nn
 
 from tilegym.backend.wrapped import is_wrapped
 from tilegym.ops import fmha_decode
+from tilegym.ops import geglu
 from tilegym.ops import linear
 from tilegym.ops import linear_add
 from tilegym.ops import rms_norm_add
@@ -27,6 +28,7 @@ from tilegym.ops import rms_norm_swiglu
 from tilegym.ops import rope_and_cache
 from tilegym.ops import rope_fmha_decode
 from tilegym.ops import sigmoid_mul
+from tilegym.ops import swiglu
 from tilegym.ops.moe_interface import FORMULA
 from tilegym.ops.moe_interface import experts_forward
 from tilegym.transformers import layers
@@ -43,9 +45,11 @@ from tilegym.transformers.experts import NAMES as EXPERTS
 from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import has_its_class_forward
 from tilegym.transformers.forwards import is_bound
+from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import only_moves_inputs
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
+from tilegym.transformers.quantised_weights import quantised_forward
 
 # The parts that the step takes over; those after the first one, or the first two, own the parameters.
 _ATTENTION = ("self_attn", "self_attn.o_proj")
@@ -114,6 +118,11 @@ def _is_patched(part: nn.Module | None) -> bool:
     return part is not None and is_bound(vars(part).get(place_of_forward(part))) and only_moves_inputs(part)
 
 
+def _is_quantised(linear: nn.Module) -> bool:
+    """Whether a layer is one whose weight has 8 bits: it is called then, and its weight not read."""
+    return is_made_by(quantised_forward, vars(linear).get(place_of_forward(linear)))
+
+
 def most_sequences(layer: nn.Module) -> int:
     """Of how many sequences at most the fused step takes a token each."""
     return 1 if is_linear(layer) or _has_latents(layer) else MOST_SEQUENCES
@@ -176,7 +185,10 @@ def misfit(layer: nn.Module) -> str:
         if not _is_patched(part) or part._forward_hooks or part._forward_pre_hooks:
             return f"its {name} is not patched" if not _is_patched(part) else f"its {name} has hooks"
     owners = [part for name, part in zip(names, parts, strict=True) if name != "linear_attn"]
-    parameters = [p for part in owners for p in part.parameters(recurse=False)]
+    called = [part for part in owners if _is_quantised(part)]
+    if called and (is_linear(layer) or _has_latents(layer)):
+        return "its attention is of another kind, and weights are quantised"
+    parameters = [p for part in owners if part not in called for p in part.parameters(recurse=False)]
     if len({p.dtype for p in parameters}) > 1:
         return "its parameters are of several dtypes"
     if any(map(is_wrapped, parameters)):
@@ -218,17 +230,21 @@ def _norms_of(attention: nn.Module) -> tuple[Tensor, Tensor, float, float, str] 
 
 def _projected(layer: nn.Module, hidden: Tensor, backend: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k and v [B, 1, H, D] of the layer's norm, and the gate of Qwen3.5's attention, as q is."""
-    attention, biases = layer.self_attn, None
-    if hasattr(attention, "qkv_proj"):
-        joint, width = attention.qkv_proj.weight, attention.o_proj.weight.shape[1]
-        rest = (joint.shape[0] - width) // 2
-        weights = list(joint.split((width, rest, rest)))
+    attention, biases, first = layer.self_attn, None, _norms_around(layer).first
+    joint = getattr(attention, "qkv_proj", None)
+    parts = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")] if joint is None else [joint]
+    if joint is not None:
+        width = attention.o_proj.weight.shape[1]
+        rest = (joint.weight.shape[0] - width) // 2
+        sizes = width, rest, rest
+    if any(map(_is_quantised, parts)):
+        normed = getattr(layer, first)(hidden) if first else hidden
+        q, k, v = [p(normed) for p in parts] if joint is None else joint(normed).split(sizes, -1)
     else:
-        parts = attention.q_proj, attention.k_proj, attention.v_proj
-        weights = [p.weight for p in parts]
-        biases = None if attention.q_proj.bias is None else [p.bias for p in parts]
-    norm, eps, *form = _arguments_of(layer, _norms_around(layer).first)
-    q, k, v = rms_norm_linear(hidden, norm, eps, weights, biases, *form, backend=backend)
+        weights = [p.weight for p in parts] if joint is None else list(joint.weight.split(sizes))
+        biases = None if parts[0].bias is None else [p.bias for p in parts]
+        norm, eps, *form = _arguments_of(layer, first)
+        q, k, v = rms_norm_linear(hidden, norm, eps, weights, biases, *form, backend=backend)
     dim, gate = attention.head_dim, None
     if q.shape[-1] == 2 * attention.o_proj.weight.shape[1]:
         q, gate = q.view(len(q), 1, -1, 2 * dim).chunk(2, -1)
@@ -278,11 +294,13 @@ def _into(
     layer: nn.Module, residual: Tensor, x: Tensor, project: nn.Module, behind: str, backend: str | None
 ) -> Tensor:
     """``residual`` and what ``project`` makes of x, by the layer's norm ``behind`` or, as in Granite, by its factor."""
+    quantised, scale = _is_quantised(project), getattr(layer, "residual_multiplier", 1.0)
     if not behind:
-        scale = getattr(layer, "residual_multiplier", 1.0)
+        if quantised:
+            return residual + (project(x) if scale == 1.0 else project(x) * scale)
         return linear_add(x, project.weight, residual, project.bias, scale, backend=backend)
     weight, eps, *form = _arguments_of(layer, behind)
-    out = linear(x, project.weight, project.bias, None, True, backend=backend)
+    out = project(x) if quantised else linear(x, project.weight, project.bias, None, True, backend=backend)
     return rms_norm_add(out, weight, eps, residual, *form, backend=backend)
 
 
@@ -305,9 +323,17 @@ def feed_forward(layer: nn.Module, hidden: Tensor, backend: str | None) -> Tenso
 
 def _gated(layer: nn.Module, mlp: nn.Module, hidden: Tensor, behind: str, backend: str | None) -> Tensor:
     joint = getattr(mlp, "gate_up_proj", None)
-    gate, up = (mlp.gate_proj.weight, mlp.up_proj.weight) if joint is None else joint.weight.chunk(2)
-    weight, eps, *form = _arguments_of(layer, _norms_around(layer).second)
-    inner = rms_norm_swiglu(hidden, weight, eps, gate, up, *form, _activation_of(mlp), backend=backend)
+    parts = [mlp.gate_proj, mlp.up_proj] if joint is None else [joint]
+    second, activation = _norms_around(layer).second, _activation_of(mlp)
+    if any(map(_is_quantised, parts)):
+        normed = getattr(layer, second)(hidden) if second else hidden
+        gate, up = [part(normed) for part in parts] if joint is None else joint(normed).chunk(2, -1)
+        form = () if activation == "silu" else ("tanh" if activation == "gelu_tanh" else "none",)
+        inner = (geglu if form else swiglu)(gate, up, *form, backend=backend)
+    else:
+        gate, up = [part.weight for part in parts] if joint is None else joint.weight.chunk(2)
+        weight, eps, *form = _arguments_of(layer, second)
+        inner = rms_norm_swiglu(hidden, weight, eps, gate, up, *form, activation, backend=backend)
     return _into(layer, hidden, inner, mlp.down_proj, behind, backend)
 
 

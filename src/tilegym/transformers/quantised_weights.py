@@ -139,8 +139,8 @@ def _why_not(module: nn.Module, held: Held | None, backend: str | None, tried: d
 def _misfit(module: nn.Module, held: Held) -> str:
     """Why the op does not compute what a layer does; "" if it does, on a few numbers."""
     data, scale = held.of(module)
-    dtype = module.weight.dtype if held.wrapped else next(t.dtype for t in (module.bias, scale) if t is not None)
-    dtype = dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16
+    like = module.weight if held.wrapped else module.bias
+    dtype = torch.bfloat16 if like is None else like.dtype
     # Their mean is not 0, so that what is taken from all numbers of a row shows.
     numbers = 0.5 + torch.sin(torch.arange(1.0, 3 * data.shape[1] + 1, device="cpu", dtype=torch.float32))
     x = numbers.view(3, -1).to(data.device, dtype)
