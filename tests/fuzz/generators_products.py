@@ -99,6 +99,7 @@ def quantized_linear(draw: Draw) -> Case:
         "scale": draw.tensor(*shape, dtype=draw.one(torch.float32, draw.dtype)).abs() / 30 * max(k, 1) ** -0.5,
         "bias": draw.tensor(n) if draw.chance(0.4) else None,
         "block_size": block,
+        "residual": draw.tensor(*lead, n) if draw.chance(0.3) else None,
     }
     return Case(args, (), oracle={"weight": args["weight"]})
 

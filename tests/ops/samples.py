@@ -134,7 +134,7 @@ SAMPLES: dict[str, Sample] = {
     "moe_topk_routing": lambda make: ((make(make.tokens, 24), 3), {"renormalize": True}),
     "quantized_linear": lambda make: (
         (make(make.tokens, 40), make.integers(255, 24, 40, dtype=torch.int16).sub(127).to(torch.int8), make(24) / 40),
-        {"bias": make(24)},
+        {"bias": make(24), "residual": make(make.tokens, 24)},
     ),
     "ragged_group_gemm": _ragged_group_gemm,
     "recurrent_gated_delta_rule": _delta_rule,

@@ -67,6 +67,10 @@ def test_products(dtype, kind, rows, how):
         bare = quantized_linear(x[None], **given | {"bias": None}, backend="cutile")
         assert bare.shape == (1, rows, n) and bare.dtype is dtype
         torch.testing.assert_close(bare[0] + given["bias"], got.to(dtype), rtol=2**-6, atol=2**-5)
+        residual = randn(rows, n, dtype=dtype, seed=4)
+        with sanitized():
+            added = quantized_linear(x, **given, residual=residual, backend="cutile")
+        assert torch.equal(added, residual + got.to(dtype))
 
 
 def every_number(kind: torch.dtype) -> torch.Tensor:
@@ -137,6 +141,10 @@ def test_what_does_not_fit_is_an_error(backend):
         call(block_size=(0, 128))
     with pytest.raises(ValueError, match=r"bias must be \[70\], it is \[71\]"):
         call(bias=randn(71))
+    with pytest.raises(ValueError, match=r"residual must be \[3, 70\], it is \[70\]"):
+        call(residual=randn(70))
+    with pytest.raises(TypeError, match="residual must have the dtype of x, torch.float32, it has torch.float16"):
+        call(residual=randn(3, 70).half())
     with pytest.raises(TypeError, match="bias must have the dtype of x, torch.float32, it has torch.float16"):
         call(bias=randn(70).half())
 

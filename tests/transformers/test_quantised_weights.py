@@ -108,6 +108,22 @@ def test_a_model(family):
     assert_close(answers(model)[0], expected[0])
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "granite"])
+def test_a_decoding_step(family, monkeypatch):
+    """Kernels add the residual where nothing stands between, as Gemma's norms and Granite's factor do."""
+    model, seen = quantised(made(family), "weight"), []
+    for layer in model.model.layers if family == "granite" else ():
+        layer.residual_multiplier = 0.5
+    expected = answers(model)
+    real = quantised_weights.quantized_linear
+    monkeypatch.setattr(quantised_weights, "quantized_linear", lambda *a, **k: seen.append(a) or real(*a, **k))
+    with monkey_patch.apply(model, use_cutile=True) as report, decode_graph.eager_steps("cpu"):
+        assert len([e for e in report.patched if e.compute == "decode_step"]) == len(model.model.layers)
+        found = answers(model)
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
+    assert any(len(args) > 5 for args in seen) is (family in ("llama", "phi3"))
+
+
 def test_an_fp8_model(fp8_kernel):
     """Of transformers' own layers, which quantise their input as well: off by what that rounds."""
     model = made("llama").to(torch.bfloat16)

@@ -9,9 +9,14 @@ Tensor = torch.Tensor
 
 @dispatch("quantized_linear")
 def quantized_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, block_size: tuple[int, int] | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    block_size: tuple[int, int] | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """``x @ (weight * scale).T + bias`` for a weight of 8 bits, as int8 and fp8 weight-only quantisation have it.
+    """``residual + x @ (weight * scale).T + bias`` for a weight of 8 bits: weight-only quantisation to int8 or fp8.
 
     x is not quantised. Up to 1024 rows of it, in fp32 up to 16, read the weight as it is; for more it is first written
     out in x's dtype.
@@ -23,7 +28,8 @@ def quantized_linear(
             with ``block_size`` (rows, columns), one a block, [ceil(N / rows), ceil(K / columns)].
         bias: [N] in x's dtype, or None.
         block_size: of DeepSeek-V3's fp8 checkpoints (128, 128) (arXiv:2412.19437, 3.3).
+        residual: [..., N] in x's dtype, or None; the rest is rounded before it is added.
 
     Returns:
-        [..., N] in x's dtype, summed in fp32. Differentiable in x and bias by the pytorch backend.
+        [..., N] in x's dtype, summed in fp32. Differentiable in x, bias and residual by the pytorch backend.
     """

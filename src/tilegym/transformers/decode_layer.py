@@ -45,11 +45,11 @@ from tilegym.transformers.experts import NAMES as EXPERTS
 from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import has_its_class_forward
 from tilegym.transformers.forwards import is_bound
-from tilegym.transformers.forwards import is_made_by
 from tilegym.transformers.forwards import only_moves_inputs
 from tilegym.transformers.forwards import place_of_forward
 from tilegym.transformers.forwards import reproducible
-from tilegym.transformers.quantised_weights import quantised_forward
+from tilegym.transformers.quantised_weights import add_product
+from tilegym.transformers.quantised_weights import is_served
 
 # The parts that the step takes over; those after the first one, or the first two, own the parameters.
 _ATTENTION = ("self_attn", "self_attn.o_proj")
@@ -118,11 +118,6 @@ def _is_patched(part: nn.Module | None) -> bool:
     return part is not None and is_bound(vars(part).get(place_of_forward(part))) and only_moves_inputs(part)
 
 
-def _is_quantised(linear: nn.Module) -> bool:
-    """Whether a layer is one whose weight has 8 bits: it is called then, and its weight not read."""
-    return is_made_by(quantised_forward, vars(linear).get(place_of_forward(linear)))
-
-
 def most_sequences(layer: nn.Module) -> int:
     """Of how many sequences at most the fused step takes a token each."""
     return 1 if is_linear(layer) or _has_latents(layer) else MOST_SEQUENCES
@@ -185,7 +180,7 @@ def misfit(layer: nn.Module) -> str:
         if not _is_patched(part) or part._forward_hooks or part._forward_pre_hooks:
             return f"its {name} is not patched" if not _is_patched(part) else f"its {name} has hooks"
     owners = [part for name, part in zip(names, parts, strict=True) if name != "linear_attn"]
-    called = [part for part in owners if _is_quantised(part)]
+    called = [part for part in owners if is_served(part)]
     if called and (is_linear(layer) or _has_latents(layer)):
         return "its attention is of another kind, and weights are quantised"
     parameters = [p for part in owners if part not in called for p in part.parameters(recurse=False)]
@@ -237,7 +232,7 @@ def _projected(layer: nn.Module, hidden: Tensor, backend: str | None) -> tuple[T
         width = attention.o_proj.weight.shape[1]
         rest = (joint.weight.shape[0] - width) // 2
         sizes = width, rest, rest
-    if any(map(_is_quantised, parts)):
+    if any(map(is_served, parts)):
         normed = getattr(layer, first)(hidden) if first else hidden
         q, k, v = [p(normed) for p in parts] if joint is None else joint(normed).split(sizes, -1)
     else:
@@ -294,10 +289,10 @@ def _into(
     layer: nn.Module, residual: Tensor, x: Tensor, project: nn.Module, behind: str, backend: str | None
 ) -> Tensor:
     """``residual`` and what ``project`` makes of x, by the layer's norm ``behind`` or, as in Granite, by its factor."""
-    quantised, scale = _is_quantised(project), getattr(layer, "residual_multiplier", 1.0)
+    quantised, scale = is_served(project), getattr(layer, "residual_multiplier", 1.0)
     if not behind:
-        if quantised:
-            return residual + (project(x) if scale == 1.0 else project(x) * scale)
+        if quantised:  # called, or by its kernel: there is no weight to read
+            return add_product(project, x, residual, backend) if scale == 1.0 else residual + project(x) * scale
         return linear_add(x, project.weight, residual, project.bias, scale, backend=backend)
     weight, eps, *form = _arguments_of(layer, behind)
     out = project(x) if quantised else linear(x, project.weight, project.bias, None, True, backend=backend)
@@ -325,7 +320,7 @@ def _gated(layer: nn.Module, mlp: nn.Module, hidden: Tensor, behind: str, backen
     joint = getattr(mlp, "gate_up_proj", None)
     parts = [mlp.gate_proj, mlp.up_proj] if joint is None else [joint]
     second, activation = _norms_around(layer).second, _activation_of(mlp)
-    if any(map(_is_quantised, parts)):
+    if any(map(is_served, parts)):
         normed = getattr(layer, second)(hidden) if second else hidden
         gate, up = [part(normed) for part in parts] if joint is None else joint(normed).chunk(2, -1)
         form = () if activation == "silu" else ("tanh" if activation == "gelu_tanh" else "none",)

@@ -17,6 +17,7 @@ from tilegym.ops import quantized_linear
 from tilegym.ops.autocast import is_autocast
 from tilegym.ops.pytorch.quantized_linear import FLOATS
 from tilegym.ops.pytorch.quantized_linear import WEIGHTS
+from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import reproducible
 from tilegym.transformers.layers import QUANTISED
 from tilegym.transformers.patching import Entry
@@ -103,6 +104,20 @@ def quantised_forward(original: Callable, held: Held, backend: str | None) -> Ca
         )
 
     return forward
+
+
+def is_served(layer: nn.Module) -> bool:
+    """Whether a layer has a :func:`quantised_forward`."""
+    return getattr(function_of_forward(layer), "recipe", (None,))[0] is quantised_forward
+
+
+def add_product(layer: nn.Module, x: torch.Tensor, residual: torch.Tensor, backend: str | None) -> torch.Tensor:
+    """``residual + layer(x)`` of a layer that is served, for a few rows without gradients."""
+    held = function_of_forward(layer).recipe[1][1]
+    factors, bias = held.of(layer), layer.bias
+    if factors is None or (bias is not None and bias.dtype is not x.dtype):
+        return residual + layer(x)
+    return quantized_linear(x, *factors, bias, held.block_size, residual, backend=backend)
 
 
 def put(patches: PatchSet, module: nn.Module, backend: str | None, entry: Entry, tried: dict[tuple, str]) -> bool:

@@ -15,12 +15,14 @@ from tilegym.backend import register_impl
 from tilegym.backend.cutile.launch import launch
 from tilegym.backend.cutile.library import compilable
 from tilegym.errors import UnsupportedError
+from tilegym.ops import decode_ops
 from tilegym.ops import ops
 from tilegym.ops.cutile.early_weights import row_at_once
 from tilegym.ops.cutile.early_weights import rows_at_once
 from tilegym.ops.cutile.few_rows import MAX_ROWS
 from tilegym.ops.cutile.few_rows import MERGED
 from tilegym.ops.cutile.few_rows import merge_rows_kernel
+from tilegym.ops.cutile.few_rows import onto
 from tilegym.ops.cutile.matmul import check_supported
 from tilegym.ops.cutile.matmul import load_bias
 from tilegym.ops.cutile.tiling import Bool
@@ -61,24 +63,29 @@ def scales_of_columns(scale, row, first, TILE_K: Int, BLOCK_K: Int):
     return ct.gather(scale, (row, at)).astype(ct.float32).reshape((1, TILE_K))
 
 
-def scaled_sums(acc, scale, bias, n, SCALES: Int, BIAS: Bool, TILE_N: Int):
-    """In a kernel: the sums of ``acc`` [TILE_N, TILE_K], with their scales and the bias, [1, TILE_N] in fp32."""
+def put_row(acc, scale, bias, residual, out, m, n, SCALES: Int, BIAS: Bool, ADD: Bool, TILE_N: Int):
+    """In a kernel: stores the sums of ``acc`` [TILE_N, TILE_K], with their scales, the bias and the residual."""
     y = ct.sum(acc, axis=1).reshape((1, TILE_N))
     if SCALES == ROWS:
         y = y * load_bias(scale, n, TILE_N)
     elif SCALES == ONE:
         y = y * load_bias(scale, 0, 1)
-    return y + load_bias(bias, n, TILE_N) if BIAS else y
+    if BIAS:
+        y = y + load_bias(bias, n, TILE_N)
+    rest = None
+    if ADD:
+        rest = ct.load(residual, (m, n), (1, TILE_N), padding_mode=ZERO).astype(ct.float32)
+    ct.store(out, (m, n), onto(y, rest, 1.0, out.dtype))
 
 
 @ct.kernel
 def quantized_gemv_kernel(
-    x, weight, scale, bias, out, SCALES: Int, BLOCK_N: Int, BLOCK_K: Int, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int,
-    OVERLAP: Bool,
+    x, weight, scale, bias, residual, out, SCALES: Int, BLOCK_N: Int, BLOCK_K: Int, BIAS: Bool, ADD: Bool, K: Int,
+    TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
 ):  # fmt: skip
     # x [M, K], weight [N, K], scale [1], [N], or [blocks of rows, blocks of columns], bias [N] if BIAS (else 0),
-    # out [M, N]. Of a row of x for each block of the second dimension; where SCALES is BLOCKS, BLOCK_N is a multiple of
-    # TILE_N.
+    # residual [M, N] if ADD (else 0), out [M, N]. Of a row of x for each block of the second dimension; where SCALES is
+    # BLOCKS, BLOCK_N is a multiple of TILE_N.
     begin(OVERLAP)
     n, m = ct.bid(0), ct.bid(1)
     acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
@@ -87,13 +94,13 @@ def quantized_gemv_kernel(
         if SCALES == BLOCKS:
             row = row * scales_of_columns(scale, n * TILE_N // BLOCK_N, k * TILE_K, TILE_K, BLOCK_K)
         acc = acc + widened(ct.load(weight, (n, k), (TILE_N, TILE_K), padding_mode=ZERO)) * row
-    ct.store(out, (m, n), scaled_sums(acc, scale, bias, n, SCALES, BIAS, TILE_N).astype(out.dtype))
+    put_row(acc, scale, bias, residual, out, m, n, SCALES, BIAS, ADD, TILE_N)
 
 
 @ct.kernel
 def quantized_stream_kernel(
-    x, weight, scale, bias, out, SCALES: Int, BLOCK_N: Int, BLOCK_K: Int, BIAS: Bool, K: Int, TILE_N: Int, TILE_K: Int,
-    OVERLAP: Bool,
+    x, weight, scale, bias, residual, out, SCALES: Int, BLOCK_N: Int, BLOCK_K: Int, BIAS: Bool, ADD: Bool, K: Int,
+    TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
 ):  # fmt: skip
     """quantized_gemv_kernel of one row, for N that is a multiple of TILE_N: as many blocks as run beside each other
     take all rows of the weight in turn, the next ones on their way while TILE_N are multiplied; the first come ahead of
@@ -115,17 +122,17 @@ def quantized_stream_kernel(
             if SCALES == BLOCKS:
                 row = row * scales_of_columns(scale, n * TILE_N // BLOCK_N, k * TILE_K, TILE_K, BLOCK_K)
             acc = acc + widened(tiles[k]) * row
-        ct.store(out, (0, n), scaled_sums(acc, scale, bias, n, SCALES, BIAS, TILE_N).astype(out.dtype))
+        put_row(acc, scale, bias, residual, out, 0, n, SCALES, BIAS, ADD, TILE_N)
 
 
 @ct.kernel
 def quantized_rows_kernel(
-    x, weight, scale, bias, out, SCALES: Int, BLOCK_N: Int, BLOCK_K: Int, BIAS: Bool, K: Int, SPLITS: Int, TILE_M: Int,
-    TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
+    x, weight, scale, bias, residual, out, SCALES: Int, BLOCK_N: Int, BLOCK_K: Int, BIAS: Bool, ADD: Bool, K: Int,
+    SPLITS: Int, TILE_M: Int, TILE_N: Int, TILE_K: Int, OVERLAP: Bool,
 ):  # fmt: skip
     # As quantized_gemv_kernel, for TILE_M rows at once on tensor cores: the weight, which fits into x's 16 bits, is the
     # left operand. Where SCALES is BLOCKS, BLOCK_N is a multiple of TILE_N, and BLOCK_K of TILE_K. With several SPLITS
-    # of K M is at most TILE_M, and out [SPLITS, N, TILE_M] in fp32, for merge_rows_kernel, and has no bias.
+    # of K M is at most TILE_M, and out [SPLITS, N, TILE_M] in fp32, for merge_rows_kernel, which does the rest.
     begin(OVERLAP)
     n, split, m = ct.bid(0), ct.bid(1), ct.bid(2)
     tiles = ct.cdiv(K, TILE_K)
@@ -147,7 +154,10 @@ def quantized_rows_kernel(
     else:
         if BIAS:
             acc = acc + load_bias(bias, n, TILE_N).reshape((TILE_N, 1))
-        ct.store(out, (n, m), acc.astype(out.dtype), order=(1, 0))
+        rest = None
+        if ADD:
+            rest = ct.load(residual, (n, m), (TILE_N, TILE_M), order=(1, 0), padding_mode=ZERO).astype(ct.float32)
+        ct.store(out, (n, m), onto(acc, rest, 1.0, out.dtype), order=(1, 0))
 
 
 class Plan(NamedTuple):
@@ -225,40 +235,48 @@ def rows_plan(rows: int, n: int, k: int, block_n: int, device: int) -> Plan:
     return Plan(hinted(quantized_rows_kernel, occupancy=2), blocks, tile_n, 256 if wide else BLOCK_K, splits, tile_m)
 
 
-def _fake(x, weight, scale, bias, block_n, block_k):
+def _fake(x, weight, scale, bias, residual, block_n, block_k):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @compilable(_fake)
 def quantized_linear_forward(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, block_n: int, block_k: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    block_n: int,
+    block_k: int,
 ) -> torch.Tensor:
     """x [..., K] of up to MOST_ROWS rows, in fp32 of MAX_ROWS; block_n 0: scale is one number, or one a row."""
-    out, (n, k), device = _fake(x, weight, scale, bias, block_n, block_k), weight.shape, x.get_device()
+    out, (n, k), device = _fake(x, weight, scale, bias, residual, block_n, block_k), weight.shape, x.get_device()
     if x.numel() == 0 or n == 0:
-        return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+        out = out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+        return out if residual is None else out.add_(residual)
     rows = x.reshape(-1, k)
     rows, weight = (aligned(t if t.stride(1) == 1 else t.contiguous()) for t in (rows, weight))
     scales = BLOCKS if block_n else ROWS if scale.numel() == n else ONE
     scale, y, m = scale if block_n else scale.reshape(-1), out.view(-1, n), rows.shape[0]
-    has_bias, overlap = bias is not None, overlaps(device)
+    has_bias, adds, overlap = bias is not None, residual is not None, overlaps(device)
     sizes = (scales, block_n, block_k)
+    behind = (bias if has_bias else 0, residual.reshape(-1, n) if adds else 0, y)
     if m == 1 or x.dtype is torch.float32:
         plan = gemv_plan(n, k, weight.dtype.is_floating_point, bool(block_n), m == 1, device)
-        args = (rows, weight, scale, bias if has_bias else 0, y, *sizes, has_bias, k, plan.tile_n, plan.tile_k, overlap)
+        args = (rows, weight, scale, *behind, *sizes, has_bias, adds, k, plan.tile_n, plan.tile_k, overlap)
         launch(out, (plan.blocks, m), plan.kernel, args, overlap)
         return out
     plan = rows_plan(m, n, k, block_n, device)
     tile_m = plan.tile_m
     tiles = (k, plan.splits, tile_m, plan.tile_n, plan.tile_k, overlap)
     if plan.splits == 1:
-        args = (rows, weight, scale, bias if has_bias else 0, y, *sizes, has_bias, *tiles)
+        args = (rows, weight, scale, *behind, *sizes, has_bias, adds, *tiles)
         launch(out, (plan.blocks, 1, -(-m // tile_m)), plan.kernel, args, overlap)
         return out
     partial = x.new_empty((plan.splits, n, tile_m), dtype=torch.float32)
-    args = (rows, weight, scale, 0, partial, *sizes, False, *tiles)
+    args = (rows, weight, scale, 0, 0, partial, *sizes, False, False, *tiles)
     launch(out, (plan.blocks, plan.splits), plan.kernel, args, overlap)
-    args = (partial, bias if has_bias else 0, 0, y, has_bias, False, 1.0, plan.splits, tile_m, MERGED, overlap)
+    args = (partial, *behind, has_bias, adds, 1.0, plan.splits, tile_m, MERGED, overlap)
     launch(out, (-(-n // MERGED),), merge_rows_kernel, args, overlap)
     return out
 
@@ -270,15 +288,19 @@ def quantized_linear(
     scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     block_size: tuple[int, int] | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_operands(x, weight, scale, bias, block_size)
+    check_operands(x, weight, scale, bias, block_size, residual)
     check_supported(x, DTYPES)
     check_supported(weight, WEIGHTS)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, scale, bias)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, scale, bias, residual)):
         raise UnsupportedError("it has no backward kernel")
     if x.shape[:-1].numel() > (MAX_ROWS if x.dtype is torch.float32 else MOST_ROWS):
-        return ops.linear(x, dequantized(weight, scale, block_size, x.dtype), bias, backend="cutile")
+        wide = dequantized(weight, scale, block_size, x.dtype)
+        if residual is None:
+            return ops.linear(x, wide, bias, backend="cutile")
+        return decode_ops.linear_add(x, wide, residual, bias, backend="cutile")
     block_n, block_k = block_size or (0, 0)
     if block_n % BLOCK_N or block_k % BLOCK_K:
         raise UnsupportedError(f"it takes blocks of multiples of {BLOCK_N} rows and {BLOCK_K} columns")
-    return quantized_linear_forward(x, weight, scale, bias, block_n, block_k)
+    return quantized_linear_forward(x, weight, scale, bias, residual, block_n, block_k)

@@ -16,9 +16,11 @@ def quantized_linear(
     scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     block_size: tuple[int, int] | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_operands(x, weight, scale, bias, block_size)
-    return F.linear(x, dequantized(weight, scale, block_size, x.dtype), bias)
+    check_operands(x, weight, scale, bias, block_size, residual)
+    y = F.linear(x, dequantized(weight, scale, block_size, x.dtype), bias)
+    return y if residual is None else residual + y
 
 
 def dequantized(
@@ -41,8 +43,9 @@ def check_operands(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     block_size: tuple[int, int] | None,
+    residual: torch.Tensor | None = None,
 ) -> None:
-    """Raises ValueError or TypeError unless x @ (weight * scale).T + bias is defined."""
+    """Raises ValueError or TypeError unless residual + x @ (weight * scale).T + bias is defined."""
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         shapes = f"{tuple(x.shape)}, {tuple(weight.shape)}"
         raise ValueError(f"quantized_linear: expected x [..., K] and weight [N, K], got {shapes}")
@@ -66,3 +69,8 @@ def check_operands(
         raise ValueError(f"quantized_linear: bias must be [{n}], it is {list(bias.shape)}")
     if bias is not None and bias.dtype != x.dtype:
         raise TypeError(f"quantized_linear: bias must have the dtype of x, {x.dtype}, it has {bias.dtype}")
+    if residual is not None and residual.shape != (*x.shape[:-1], n):
+        wanted, found = [*x.shape[:-1], n], list(residual.shape)
+        raise ValueError(f"quantized_linear: residual must be {wanted}, it is {found}")
+    if residual is not None and residual.dtype != x.dtype:
+        raise TypeError(f"quantized_linear: residual must have the dtype of x, {x.dtype}, it has {residual.dtype}")
