@@ -62,7 +62,8 @@ def test_products(dtype, kind, rows, how):
         reference = quantized_linear(x, **given, backend="pytorch").double()
         expected = exact(x, **given)
         off, allowed = ((t - expected).norm() for t in (got, reference))
-        floor = (torch.finfo(dtype).eps / 4) * expected.norm()
+        eps = torch.finfo(dtype).eps
+        floor = eps / 2 * expected.norm()  # the few numbers of a small case may be exact by luck
         assert off <= 2 * allowed + floor, (n, k)
         bare = quantized_linear(x[None], **given | {"bias": None}, backend="cutile")
         assert bare.shape == (1, rows, n) and bare.dtype is dtype
@@ -70,7 +71,7 @@ def test_products(dtype, kind, rows, how):
         residual = randn(rows, n, dtype=dtype, seed=4)
         with sanitized():
             added = quantized_linear(x, **given, residual=residual, backend="cutile")
-        assert torch.equal(added, residual + got.to(dtype))
+        torch.testing.assert_close(added, residual + got.to(dtype), rtol=2 * eps, atol=2 * eps)
 
 
 def every_number(kind: torch.dtype) -> torch.Tensor:
