@@ -133,7 +133,7 @@ SAMPLES: dict[str, Sample] = {
     "moe_align_block_size": lambda make: ((make.integers(5, make.tokens, 2), 16, 5), {}),
     "moe_topk_routing": lambda make: ((make(make.tokens, 24), 3), {"renormalize": True}),
     "quantized_linear": lambda make: (
-        (make(make.tokens, 40), make.integers(255, 24, 40, dtype=torch.int16).sub(127).to(torch.int8), make(24) / 40),
+        (make(make.tokens, 48), make.integers(255, 24, 48, dtype=torch.int16).sub(127).to(torch.int8), make(24) / 40),
         {"bias": make(24), "residual": make(make.tokens, 24)},
     ),
     "ragged_group_gemm": _ragged_group_gemm,
