@@ -1,5 +1,6 @@
 """quantized_linear: weights of 8 bits with one scale, one a row, or one a block."""
 
+import itertools
 import warnings
 
 import pytest
@@ -51,11 +52,9 @@ SIZES = [(40, 64), (44, 160), (40, 96), (100, 160), (9, 130), (5, 48)]
 
 
 @dtypes(torch.bfloat16, torch.float16, torch.float32)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", some([1, 2, 9, 16, 17, 40], 1, 9, 40))
-@pytest.mark.parametrize("how", HOW)
-def test_products(dtype, kind, rows, how):
-    for n, k in SIZES:
+def test_products(dtype, rows):
+    for kind, how, (n, k) in itertools.product(KINDS, HOW, SIZES):
         x, given = randn(rows, k, dtype=dtype), made(n, k, kind, how, dtype)
         with sanitized():
             got = quantized_linear(x, **given, backend="cutile").double()
@@ -64,7 +63,7 @@ def test_products(dtype, kind, rows, how):
         off, allowed = ((t - expected).norm() for t in (got, reference))
         eps = torch.finfo(dtype).eps
         floor = eps / 2 * expected.norm()  # the few numbers of a small case may be exact by luck
-        assert off <= 2 * allowed + floor, (n, k)
+        assert off <= 2 * allowed + floor, (kind, how, n, k)
         bare = quantized_linear(x[None], **given | {"bias": None}, backend="cutile")
         assert bare.shape == (1, rows, n) and bare.dtype is dtype
         torch.testing.assert_close(bare[0] + given["bias"], got.to(dtype), rtol=2**-6, atol=2**-5)
