@@ -121,7 +121,8 @@ def test_a_decoding_step(family, monkeypatch):
         assert len([e for e in report.patched if e.compute == "decode_step"]) == len(model.model.layers)
         found = answers(model)
     assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
-    assert any(len(args) > 5 for args in seen) is (family in ("llama", "phi3"))
+    residuals = [args[5] for args in seen if len(args) > 5]  # the trial of a layer has none to give
+    assert any(r is not None for r in residuals) is (family in ("llama", "phi3"))
 
 
 def test_an_fp8_model(fp8_kernel):

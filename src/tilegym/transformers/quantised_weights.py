@@ -15,7 +15,10 @@ from tilegym.backend import name_of
 from tilegym.backend.wrapped import is_quantised
 from tilegym.ops import quantized_linear
 from tilegym.ops.autocast import is_autocast
+from tilegym.ops.pytorch.quantized_linear import BLOCK_K
+from tilegym.ops.pytorch.quantized_linear import BLOCK_N
 from tilegym.ops.pytorch.quantized_linear import FLOATS
+from tilegym.ops.pytorch.quantized_linear import MOST_ROWS
 from tilegym.ops.pytorch.quantized_linear import WEIGHTS
 from tilegym.transformers.forwards import function_of_forward
 from tilegym.transformers.forwards import reproducible
@@ -23,10 +26,8 @@ from tilegym.transformers.layers import QUANTISED
 from tilegym.transformers.patching import Entry
 from tilegym.transformers.patching import PatchSet
 
-# Up to so many rows the op is faster: with more a library that writes weights out is, or one that multiplies in 8 bits.
-MOST_ROWS, FEW_ROWS = 1024, 16
+FEW_ROWS = 16  # up to which the op is faster than a library that multiplies in 8 bits
 SCALES = ("weight_scale_inv", "weight_scale")
-BLOCKS = 64, 128  # of whose multiples the op's kernels take blocks
 # How far a product may be off from the library's, in the norm: by rounding, and by activations of 8 bits as well.
 ROUNDING, ACTIVATIONS = 0.01, 0.08
 
@@ -82,7 +83,7 @@ def _block_size(module: nn.Module, weight: torch.Size, scale: torch.Size) -> tup
     if len(scale) != 2:
         return None
     block = tuple(own) if own is not None else (-(-n // scale[0]), -(-k // scale[1]))
-    fits = not (block[0] % BLOCKS[0] or block[1] % BLOCKS[1])
+    fits = not (block[0] % BLOCK_N or block[1] % BLOCK_K)
     return block if fits and scale == (-(-n // block[0]), -(-k // block[1])) else None
 
 
@@ -96,14 +97,22 @@ def quantised_forward(original: Callable, held: Held, backend: str | None) -> Ca
             return original(self, input)
         if torch.is_grad_enabled() and input.requires_grad:
             return original(self, input)
-        factors, bias = held.of(self), self.bias
-        if factors is None or (bias is not None and bias.dtype is not input.dtype):
-            return original(self, input)
-        return quantized_linear(
-            input, *factors, bias if bias is None else bias.detach(), held.block_size, backend=backend
-        )
+        out = _product(held, self, input, None, backend)
+        return original(self, input) if out is None else out
 
     return forward
+
+
+def _product(
+    held: Held, layer: nn.Module, x: torch.Tensor, residual: torch.Tensor | None, backend: str | None
+) -> torch.Tensor | None:
+    """The op's result, without gradients; None if the layer has changed, or x is of another dtype than its bias."""
+    factors, bias = held.of(layer), layer.bias
+    if factors is None or (bias is not None and bias.dtype is not x.dtype):
+        return None
+    if bias is not None and bias.requires_grad:
+        bias = bias.detach()
+    return quantized_linear(x, *factors, bias, held.block_size, residual, backend=backend)
 
 
 def is_served(layer: nn.Module) -> bool:
@@ -113,11 +122,8 @@ def is_served(layer: nn.Module) -> bool:
 
 def add_product(layer: nn.Module, x: torch.Tensor, residual: torch.Tensor, backend: str | None) -> torch.Tensor:
     """``residual + layer(x)`` of a layer that is served, for a few rows without gradients."""
-    held = function_of_forward(layer).recipe[1][1]
-    factors, bias = held.of(layer), layer.bias
-    if factors is None or (bias is not None and bias.dtype is not x.dtype):
-        return residual + layer(x)
-    return quantized_linear(x, *factors, bias, held.block_size, residual, backend=backend)
+    out = _product(function_of_forward(layer).recipe[1][1], layer, x, residual, backend)
+    return residual + layer(x) if out is None else out
 
 
 def put(patches: PatchSet, module: nn.Module, backend: str | None, entry: Entry, tried: dict[tuple, str]) -> bool:

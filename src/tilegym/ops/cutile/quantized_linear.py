@@ -34,15 +34,15 @@ from tilegym.ops.cutile.tiling import let_next_begin
 from tilegym.ops.cutile.tiling import next_power_of_2
 from tilegym.ops.cutile.tiling import overlaps
 from tilegym.ops.cutile.tiling import sm_count
+from tilegym.ops.pytorch.quantized_linear import BLOCK_K
+from tilegym.ops.pytorch.quantized_linear import BLOCK_N
+from tilegym.ops.pytorch.quantized_linear import MOST_ROWS
 from tilegym.ops.pytorch.quantized_linear import WEIGHTS
 from tilegym.ops.pytorch.quantized_linear import check_operands
 from tilegym.ops.pytorch.quantized_linear import dequantized
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ONE, ROWS, BLOCKS = 0, 1, 2  # how many numbers of a weight have one scale: all; those of a row; those of a block
-MOST_ROWS = 1024  # from some 1500 on a weight that is first written out, and cuBLAS, are faster
-# A block's rows and columns are multiples of what a tile takes of them.
-BLOCK_N, BLOCK_K = 64, 128
 ZERO = ct.PaddingMode.ZERO
 
 

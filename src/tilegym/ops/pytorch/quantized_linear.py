@@ -7,6 +7,9 @@ from tilegym.backend import register_impl
 
 WEIGHTS = (torch.int8, torch.float8_e4m3fn)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Of the kernels: from some 1500 rows on a weight that is first written out, and cuBLAS, are faster; a block's rows and
+# columns are multiples of what a tile takes of them.
+MOST_ROWS, BLOCK_N, BLOCK_K = 1024, 64, 128
 
 
 @register_impl("quantized_linear", "pytorch")
